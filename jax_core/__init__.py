@@ -1,0 +1,22 @@
+"""The JAX core: exact attention over a sequence sharded across devices. Importing it starts no backend."""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "ring_attention": "api",
+    "create_shard_map_wrapper": "api",
+    "blockwise_attention": "blockwise",
+    "MaskInfo": "options",
+    "RingAttentionConfig": "config",
+    "FwdParams": "config",
+    "BwdParams": "config",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, so that the standard-library rooms (layout, mask, schedule) serve torch code without loading jax.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

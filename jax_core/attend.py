@@ -1,0 +1,51 @@
+"""The pair ``ring_forward``, ``ring_backward`` as one differentiable JAX function of local shards."""
+
+from functools import partial
+
+import jax
+from jax import lax
+
+from jax_core.options import Options, Placement, make_spec
+from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
+from jax_core.varying import vary, varying_axes
+
+
+def attend(options: Options, operands: Operands, axis_name=None, head_shards: int = 1):
+    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device without."""
+    axes = varying_axes(operands)
+    size = 1
+    if axis_name is not None:
+        size = _axis_size(axis_name)
+        axes |= varying_axes(lax.axis_index(axis_name))
+    spec, operands = make_spec(options, operands, Placement(axis_name, size, head_shards, axes))
+    # One type for every operand under check_vma; the cast's transpose sums the gradients of operands that devices share.
+    arrays = vary(operands._replace(predicate_arrays=()), axes)
+    return _attention(spec, arrays._replace(predicate_arrays=operands.predicate_arrays))
+
+
+def _axis_size(axis_name) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} must be an axis of the shard_map around this call; there is none here. Call inside shard_map, "
+            "or give mesh= as well"
+        ) from error
+
+
+@partial(jax.jit, static_argnums=0)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(spec: RingSpec, operands: Operands):
+    return ring_forward(spec, operands)
+
+
+def _attention_forward(spec: RingSpec, operands: Operands):
+    out, lse = ring_forward(spec, operands)
+    return (out, lse), (operands, out, lse)
+
+
+def _attention_backward(spec: RingSpec, residuals, cotangents):
+    return (ring_backward(spec, *residuals, *cotangents),)
+
+
+_attention.__wrapped__.defvjp(_attention_forward, _attention_backward)

@@ -1,0 +1,58 @@
+"""Block sizes and launch settings, under the reference design's names."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Platform = Literal["triton", "pallas", "cuda", "xla", "auto"]
+Backend = Literal["gpu", "tpu", "cpu", "any"]
+PLATFORMS: tuple[str, ...] = get_args(Platform)
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+@dataclass(frozen=True)
+class FwdParams:
+    """A kernel's tile: ``q_blocksize`` x ``kv_blocksize`` positions. ``num_stages`` and ``num_warps`` belong to kernels that
+    have them; None leaves them to the kernel, a number given to a kernel without them is an error."""
+
+    q_blocksize: int = 512
+    kv_blocksize: int = 512
+    num_stages: int | None = None
+    num_warps: int | None = None
+
+    def __post_init__(self):
+        for name in ("q_blocksize", "kv_blocksize", "num_stages", "num_warps"):
+            value = getattr(self, name)
+            optional = name.startswith("num_") and value is None
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{type(self).__name__}.{name} must be a positive int, got {value!r}")
+
+
+@dataclass(frozen=True)
+class BwdParams(FwdParams):
+    """The same for the backward kernel."""
+
+
+@dataclass(frozen=True)
+class RingAttentionConfig:
+    """Settings of one ring attention. ``platform``: which kernel; ``backend``: the hardware that the numbers were chosen for
+    (anything but "any" is checked against the hardware that runs)."""
+
+    fwd_params: FwdParams = field(default_factory=FwdParams)
+    bwd_params: BwdParams = field(default_factory=BwdParams)
+    platform: Platform = "auto"
+    backend: Backend = "any"
+
+    def __post_init__(self):
+        if not isinstance(self.fwd_params, FwdParams) or not isinstance(self.bwd_params, BwdParams):
+            raise ValueError(
+                f"fwd_params must be FwdParams and bwd_params BwdParams, got {type(self.fwd_params).__name__} and "
+                f"{type(self.bwd_params).__name__}"
+            )
+        check_platform(self.platform)
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {self.backend!r}")
+
+
+def check_platform(platform: str) -> None:
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform must be one of {', '.join(PLATFORMS)} or None; got {platform!r}")

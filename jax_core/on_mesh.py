@@ -1,0 +1,144 @@
+"""Global arrays on a mesh: from PartitionSpecs to ``shard_map`` over local shards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_core.attend import attend
+from jax_core.merge import sinks_per_head
+from jax_core.options import Options
+from jax_core.ring import Operands
+
+_ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_segment_ids")  # of in_specs
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Which mesh axes split batch, sequence and heads, and how the result lies."""
+
+    mesh: Mesh
+    batch: Any
+    sequence: Any
+    heads: Any
+    out_specs: Any
+    return_lse: bool
+
+    def size(self, axes) -> int:
+        return prod(self.mesh.shape[axis] for axis in _names(axes))
+
+
+def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, return_lse: bool) -> MeshPlan:
+    """The plan that the specs describe; without specs the sequence is split over ``axis_name``, or over the mesh's only axis."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    specs = _given_specs(in_specs)
+    batch, sequence, heads = _query_axes(mesh, axis_name, specs.get("query"))
+    plan = MeshPlan(mesh, batch, sequence, heads, None, return_lse)
+    for name, spec in specs.items():
+        _check_spec(plan, operands, name, spec)
+    default = PartitionSpec(batch, sequence, heads, None), PartitionSpec(batch, heads, sequence)
+    return replace(plan, out_specs=out_specs if out_specs is not None else default if return_lse else default[0])
+
+
+def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Callable, tuple]:
+    """``(fn, args)``: ``fn(*args)`` is the attention of the global arrays ``args``."""
+    operands = _in_global_shape(operands)
+    given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
+
+    def local(*arrays):
+        shards = Operands(**{"key": None, "value": None, "query": None} | dict(zip(given, arrays, strict=True)))
+        shards = shards._replace(origin=_origin(plan, shards))
+        out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads))
+        return (out, lse) if plan.return_lse else out
+
+    in_specs = tuple(_spec(plan, operands, name) for name in given)
+    return jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs), tuple(given.values())
+
+
+def _names(axes) -> tuple[str, ...]:
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
+def _given_specs(in_specs) -> dict[str, PartitionSpec]:
+    if in_specs is None:
+        return {}
+    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec) or not 3 <= len(in_specs) <= len(_ORDER):
+        raise ValueError(f"in_specs must be 3 to {len(_ORDER)} PartitionSpecs, of {', '.join(_ORDER)}; got {in_specs!r}")
+    return {name: spec for name, spec in zip(_ORDER, in_specs, strict=False) if spec is not None}
+
+
+def _query_axes(mesh: Mesh, axis_name, query_spec):
+    if query_spec is not None:
+        batch, sequence, heads, dim = (*query_spec, None, None, None, None)[:4]
+        if dim is not None:
+            raise ValueError(f"the head dim must not be split; in_specs has query as {query_spec}")
+        if axis_name is not None and _names(sequence) != _names(axis_name):
+            raise ValueError(f"in_specs splits the query's sequence over {sequence!r}, but axis_name is {axis_name!r}; they must agree")
+    else:
+        batch, sequence, heads = None, axis_name, None
+        if sequence is None:
+            if len(mesh.axis_names) != 1:
+                raise ValueError(f"which axis of the mesh is the ring? give axis_name, one of {mesh.axis_names}, or in_specs")
+            sequence = mesh.axis_names[0]
+    unknown = [axis for axis in (*_names(batch), *_names(sequence), *_names(heads)) if axis not in mesh.axis_names]
+    if unknown:
+        raise ValueError(f"the mesh has axes {mesh.axis_names}; {', '.join(map(repr, unknown))} is not among them")
+    return batch, sequence, heads
+
+
+def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSpec) -> None:
+    """A spec must split its operand as the ring needs it, or leave a dimension whole (it is split on the way in)."""
+    array = getattr(operands, name)
+    if array is None:
+        return
+    needed = tuple(_spec(plan, operands, name)) if name != "softmax_aux" else (plan.heads, None)
+    given = tuple(spec)
+    if len(given) > array.ndim:
+        raise ValueError(f"in_specs has {name} as {spec}, more dimensions than its shape {tuple(array.shape)}")
+    strict = name in ("query", "key", "value")
+    given += (None,) * (len(needed) - len(given)) if strict else ()
+    wrong = [i for i, axes in enumerate(given) if _names(axes) != _names(needed[i]) and (strict or axes is not None)]
+    if wrong:
+        raise ValueError(f"in_specs has {name} as {spec}, but with the query split so it must be {PartitionSpec(*needed)}")
+
+
+def _spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec:
+    """How an operand is split, following the query; dimensions of length 1 are not."""
+    array = getattr(operands, name)
+    if name in ("query", "key", "value"):
+        return PartitionSpec(plan.batch, plan.sequence, plan.heads, None)
+    if name == "softmax_aux":
+        return PartitionSpec(plan.heads, None)
+    if name == "dropout_seed":
+        return PartitionSpec()
+    whole = {
+        "bias": (plan.batch, plan.heads, plan.sequence, None),
+        "mask": (plan.batch, plan.heads, plan.sequence, None),
+        "alibi_slopes": (plan.batch, plan.heads),
+    }.get(name, (plan.batch, plan.sequence))
+    wanted = whole[len(whole) - array.ndim :]
+    return PartitionSpec(*(None if length == 1 else axes for length, axes in zip(array.shape, wanted, strict=True)))
+
+
+def _in_global_shape(operands: Operands) -> Operands:
+    """Sinks as ``[heads, n]``: one that heads share must stay so when heads are split. Lists and NumPy arrays become JAX arrays."""
+    arrays = jax.tree.map(jnp.asarray, operands)
+    if arrays.softmax_aux is None or arrays.softmax_aux.ndim != 1 or arrays.query.ndim != 4:
+        return arrays
+    return arrays._replace(softmax_aux=sinks_per_head(arrays.softmax_aux, arrays.query.shape[2]))
+
+
+def _origin(plan: MeshPlan, shards: Operands):
+    """The global numbers of the first batch entry and head of this device."""
+    lengths = shards.query.shape[0], shards.query.shape[2]
+    numbers = [
+        lax.axis_index(axes) * length if _names(axes) else 0
+        for axes, length in zip((plan.batch, plan.heads), lengths, strict=True)
+    ]
+    return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])

@@ -1,0 +1,150 @@
+"""What a caller may ask for, checked, and turned into the static description of one attention.
+
+Only shapes and dtypes are read, so the same checks serve JAX arrays and torch tensors.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_core.block import Scores
+from jax_core.check import check_operands
+from jax_core.config import RingAttentionConfig
+from jax_core.layout import check_layout
+from jax_core.mask import make_mask
+from jax_core.platforms import choose_kernel
+from jax_core.predicate import Predicate, from_mask_builder, from_mask_mod
+from jax_core.ring import Operands, RingSpec
+
+
+class MaskInfo(NamedTuple):
+    """An attention mask and segment ids in one argument, as the reference design passes them.
+
+    ``attention_mask``: bool, as ``mask``. ``sequence_axis_name``: the mesh axis of the sequence, where ``axis_name`` is not given.
+    """
+
+    attention_mask: Any = None
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    sequence_axis_name: str | tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The static arguments of ``ring_attention``, under its names; hashable when the mask functions are."""
+
+    causal: bool = False
+    sliding_window: int | tuple[int | None, int | None] | None = None
+    chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    softmax_scale: float | None = None
+    dropout_prob: float = 0.0
+    layout: str = "contiguous"
+    mask_mod: Callable | None = None
+    mask_builder: Callable | None = None
+    platform: str | None = None
+    cfg: RingAttentionConfig | None = None
+    fused_backward: bool = False
+    precision: Any = None
+    logits_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where local shards lie: the ring's mesh axis and size, over how many devices heads are split, and the mesh axes that values
+    vary over."""
+
+    axis_name: str | tuple[str, ...] | None = None
+    size: int = 1
+    head_shards: int = 1
+    axes: frozenset = frozenset()
+
+
+def make_spec(options: Options, operands: Operands, place: Placement = Placement()) -> tuple[RingSpec, Operands]:
+    """Checks everything, and returns the static spec with the operands completed: ids of the side that was left out, and the
+    arrays of the mask functions. ``operands`` are local shards."""
+    check_layout(options.layout)
+    operands = _both_sides(operands)
+    check_operands(operands, options.layout, place.size)
+    predicates, arrays = _predicates(options, operands, place)
+    scores = Scores(
+        mask=make_mask(options.causal, options.sliding_window, options.chunk_size),
+        scale=_scale(options, operands.query.shape[-1]),
+        softcap=_softcap(options),
+        dropout_prob=_dropout_prob(options, operands),
+        predicates=predicates,
+        precision=options.precision,
+        logits_dtype=options.logits_dtype,
+    )
+    cfg = options.cfg or RingAttentionConfig()
+    kernel = choose_kernel(options.platform, cfg, scores, options.fused_backward)
+    spec = RingSpec(scores, kernel, options.layout, place.axis_name, place.size, cfg.fwd_params, cfg.bwd_params)
+    return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
+
+
+def _both_sides(operands: Operands) -> Operands:
+    """Ids given for one side serve the other too where queries and keys are the same tokens."""
+    pairs = (("q_segment_ids", "kv_segment_ids"), ("q_position_ids", "kv_position_ids"))
+    for q_name, k_name in pairs:
+        q_ids, k_ids = getattr(operands, q_name), getattr(operands, k_name)
+        if (q_ids is None) == (k_ids is None):
+            continue
+        if operands.query.shape[1] != operands.key.shape[1]:
+            raise ValueError(
+                f"{q_name} and {k_name} must come together when queries and keys differ in length "
+                f"({operands.query.shape[1]} and {operands.key.shape[1]}); only {k_name if q_ids is None else q_name} came"
+            )
+        ids = k_ids if q_ids is None else q_ids
+        operands = operands._replace(**{q_name: ids, k_name: ids})
+    return operands
+
+
+def _predicates(options: Options, operands: Operands, place: Placement) -> tuple[tuple[Predicate, ...], tuple]:
+    made = []
+    for name in ("mask_mod", "mask_builder"):
+        if getattr(options, name) is not None and not callable(getattr(options, name)):
+            raise ValueError(f"{name} must be a function, got {getattr(options, name)!r}")
+    if options.mask_mod is not None:
+        made.append(from_mask_mod(options.mask_mod, place.axes))
+    if options.mask_builder is not None:
+        lengths = operands.query.shape[1] * place.size, operands.key.shape[1] * place.size
+        heads, group = operands.query.shape[2], operands.query.shape[2] // operands.key.shape[2]
+        made.append(from_mask_builder(options.mask_builder, *lengths, heads * place.head_shards, group))
+    return tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
+
+
+def _scale(options: Options, dim: int) -> float:
+    if options.softmax_scale is None:
+        return 1 / math.sqrt(dim)
+    return _number("softmax_scale", options.softmax_scale)
+
+
+def _softcap(options: Options) -> float | None:
+    if options.logits_soft_cap is None:
+        return None
+    cap = _number("logits_soft_cap", options.logits_soft_cap)
+    if cap <= 0:
+        raise ValueError(f"logits_soft_cap must be positive, or None for no cap; got {cap}")
+    return cap
+
+
+def _dropout_prob(options: Options, operands: Operands) -> float:
+    prob = _number("dropout_prob", options.dropout_prob)
+    if not 0 <= prob < 1:
+        raise ValueError(f"dropout_prob must be in [0, 1), got {prob}")
+    if prob and operands.dropout_seed is None:
+        raise ValueError("dropout_prob > 0 needs a dropout_seed: an int, the same on all ranks; give a new one each step")
+    return prob
+
+
+def _number(name: str, value) -> float:
+    try:
+        number = float(value)
+    except Exception as error:
+        raise ValueError(f"{name} must be a Python number (it is compiled into the program), got {type(value).__name__}") from error
+    if not np.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number

@@ -1,0 +1,73 @@
+"""Several arrays as one: what travels round the ring goes as a single buffer of machine words.
+
+Only one collective is in flight at a time, so a second array would wait for the first. The words are unsigned integers, because
+a buffer of floats might be converted on the way, and conversion does not keep bits that only look like floats.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def word_type(dtype) -> type:
+    """The word that K/V of ``dtype`` travel in: as wide as their items, so that packing them is a plain copy."""
+    return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else jnp.uint32
+
+
+def pack(tree, word) -> jax.Array:
+    """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit."""
+    return jnp.concatenate([lax.bitcast_convert_type(leaf, word).reshape(-1) for leaf in jax.tree.leaves(tree)])
+
+
+def unpack(words: jax.Array, like):
+    """The inverse of :func:`pack`; ``like`` is a tree of the shapes and dtypes that were packed."""
+    leaves, structure = jax.tree.flatten(like)
+    counts = [math.prod(leaf.shape) * leaf.dtype.itemsize // words.dtype.itemsize for leaf in leaves]
+    return jax.tree.unflatten(structure, [_restore(*pair) for pair in zip(_cut(words, counts), leaves, strict=True)])
+
+
+class Load(NamedTuple):
+    """Words that travel ``hop`` ranks round the ring."""
+
+    words: jax.Array
+    hop: int
+
+
+def depart(loads: list[Load], axis_name, size: int) -> list[jax.Array]:
+    """Starts the loads on their way, those with the same hop as one buffer; :func:`land` takes them apart on arrival."""
+    return [_rotate(jnp.concatenate(_same_hop(loads, hop)), hop, axis_name, size) for hop in _hops(loads)]
+
+
+def land(buffers: list[jax.Array], loads: list[Load]) -> list[jax.Array]:
+    """The words of each load as they came from the rank that sent them."""
+    groups = {
+        hop: iter(_cut(buffer, [words.size for words in _same_hop(loads, hop)]))
+        for hop, buffer in zip(_hops(loads), buffers, strict=True)
+    }
+    return [next(groups[load.hop]) for load in loads]
+
+
+def _hops(loads: list[Load]) -> list[int]:
+    return sorted({load.hop for load in loads})
+
+
+def _same_hop(loads: list[Load], hop: int) -> list[jax.Array]:
+    return [load.words for load in loads if load.hop == hop]
+
+
+def _rotate(words, hop: int, axis_name, size: int):
+    return lax.ppermute(words, axis_name, [(rank, (rank + hop) % size) for rank in range(size)])
+
+
+def _cut(words, counts: list[int]) -> list[jax.Array]:
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return [words[start : start + count] for start, count in zip(starts, counts, strict=True)]
+
+
+def _restore(words, leaf):
+    per_item = leaf.dtype.itemsize // words.dtype.itemsize
+    shape = leaf.shape if per_item == 1 else (*leaf.shape, per_item)
+    return lax.bitcast_convert_type(words.reshape(shape), leaf.dtype)

@@ -1,0 +1,263 @@
+"""The ring: exact attention over local shards inside ``shard_map``, written once for every kernel.
+
+Each rank keeps its queries; K/V travel round the ring (Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers",
+arXiv:2310.01889), and every step continues the online softmax. In the backward K/V travel again, and the gradients of K/V follow
+one step behind them until they are home.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_core.block import Extras, Grads, Partial, Scores
+from jax_core.columns import put_columns, take_columns
+from jax_core.config import BwdParams, FwdParams
+from jax_core.layout import Run, runs
+from jax_core.merge import join_sinks, sink_gradient, sinks_per_head
+from jax_core.packet import Load, depart, land, pack, unpack, word_type
+from jax_core.schedule import shifts
+from jax_core.varying import vary, varying_axes
+
+
+class Operands(NamedTuple):
+    """The arrays of one attention, as local shards; all but the first three may be None.
+
+    ``query [batch, q_length, heads, dim]``; ``key [batch, k_length, kv_heads, dim]``;
+    ``value [batch, k_length, kv_heads, value_dim]``; ``softmax_aux [heads] | [sinks] | [heads, sinks]``; ``bias`` (float) and
+    ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in the
+    sequence's own; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
+    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``predicate_arrays`` as in :class:`Extras`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    softmax_aux: Any = None
+    bias: Any = None
+    mask: Any = None
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    q_position_ids: Any = None
+    kv_position_ids: Any = None
+    alibi_slopes: Any = None
+    dropout_seed: Any = None
+    origin: Any = None
+    predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class RingSpec:
+    """Everything static of one attention: equal specs and shapes are one compiled program."""
+
+    scores: Scores
+    kernel: ModuleType
+    layout: str = "contiguous"
+    axis_name: str | tuple[str, ...] | None = None
+    size: int = 1
+    fwd_params: FwdParams = FwdParams()
+    bwd_params: BwdParams = BwdParams()
+
+
+def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention of the local queries over the whole sequence.
+
+    Returns ``out [batch, q_length, heads, value_dim]`` in the query's dtype and ``lse [batch, heads, q_length]``, natural log,
+    float32 (float64 for float64 inputs), ``-inf`` where a row saw neither key nor sink.
+    """
+    operands, _ = _in_full_shape(spec, operands)
+    own = _travellers(operands)
+    words = pack(own, word_type(operands.key.dtype))
+    q_runs, steps = _timetable(spec, operands)
+    partial: Partial | None = None
+    for step in steps:
+        here = unpack(words, own) if step.came else own
+        loads = [Load(words, step.hop)] if step.hop else []
+        arriving = depart(loads, spec.axis_name, spec.size)
+        extras = _extras(operands, here, step.k_runs)
+        shards = operands.query, here.key, here.value, q_runs, step.k_runs
+        partial = spec.kernel.forward(*shards, scores=spec.scores, extras=extras, carry=partial, config=spec.fwd_params)
+        arriving, partial = _tie(arriving, partial)
+        (words,) = land(arriving, loads) or (None,)
+    assert partial is not None, "the timetable has at least one step"
+    if operands.softmax_aux is not None:
+        partial = join_sinks(partial, operands.softmax_aux)
+    return partial.out.astype(operands.query.dtype), partial.lse
+
+
+def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
+    """The gradients of :func:`ring_forward`'s operands, each in its operand's shape and dtype; None for integer operands.
+
+    ``out``, ``lse``: what the forward gave. ``dout``, ``dlse`` (may be None): their cotangents. The gradient of an operand that ranks
+    share (sinks, slopes) is this rank's part of the sum.
+    """
+    given, (operands, to_given_shape) = operands, _in_full_shape(spec, operands)
+    delta = _delta(out, lse, dout, dlse)
+    own, word = _travellers(operands), word_type(operands.key.dtype)
+    words, dkv = pack(own, word), None
+    q_runs, steps = _timetable(spec, operands)
+    sums = _Sums(None, None if operands.bias is None else _zeros_like(operands.bias, lse.dtype, operands), None)
+    for step in steps:
+        here = unpack(words, own) if step.came else own
+        # In flight during this step: K/V for the next one, and dK/dV of the step before, on their way to join this one's.
+        loads = [Load(words, step.hop)] if step.hop else []
+        loads += [Load(pack(dkv, word), step.came)] if step.came else []
+        arriving = depart(loads, spec.axis_name, spec.size)
+        extras = _extras(operands, here, step.k_runs)
+        shards = operands.query, here.key, here.value, dout, lse, delta, q_runs, step.k_runs
+        grads = spec.kernel.backward(*shards, scores=spec.scores, extras=extras, config=spec.bwd_params)
+        arriving, grads = _tie(arriving, grads)
+        landed = land(arriving, loads)
+        words = landed[0] if step.hop else None
+        dkv = _add(unpack(landed[-1], dkv) if step.came else None, (grads.dk, grads.dv))
+        sums = _accumulate(sums, grads, step.k_runs)
+    dk, dv = _send_home(spec, dkv, word, steps[-1].home)
+    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, delta)
+    return _cast_gradients(given, sums.dq, dk, dv, to_given_shape, _Floats(dsinks, sums.dbias, sums.dalibi_slopes))
+
+
+class _Floats(NamedTuple):
+    """The small operands that have a gradient."""
+
+    softmax_aux: Any
+    bias: Any
+    alibi_slopes: Any
+
+
+def _in_full_shape(spec: RingSpec, operands: Operands):
+    """The operands in the shapes that the ring works with (sinks ``[heads, n]``, rows and columns of bias and mask whole, the
+    others with a batch dimension), and the function that brings gradients of those back to the shapes given."""
+    given = _Floats(operands.softmax_aux, operands.bias, operands.alibi_slopes)
+    heads, rows, columns = operands.query.shape[2], operands.query.shape[1], operands.key.shape[1] * spec.size
+
+    def in_full_shape(floats: _Floats) -> _Floats:
+        return _Floats(
+            _map(lambda sinks: sinks_per_head(sinks, heads), floats.softmax_aux),
+            _map(lambda bias: _whole_rows(bias, rows, columns), floats.bias),
+            _map(jnp.atleast_2d, floats.alibi_slopes),
+        )
+
+    floats, transpose = jax.vjp(in_full_shape, given)
+    names = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
+    ids = {name: _map(jnp.atleast_2d, getattr(operands, name)) for name in names}
+    mask = _map(lambda mask: _whole_rows(mask, rows, columns), operands.mask)
+    return operands._replace(**floats._asdict(), **ids, mask=mask), transpose
+
+
+def _whole_rows(x, rows: int, columns: int):
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    return jnp.broadcast_to(x, (*x.shape[:2], rows, columns))
+
+
+def _map(function, value):
+    return None if value is None else function(value)
+
+
+class _Travellers(NamedTuple):
+    """What moves with a shard of keys."""
+
+    key: Any
+    value: Any
+    segment_ids: Any
+    position_ids: Any
+
+
+def _travellers(operands: Operands) -> _Travellers:
+    return _Travellers(operands.key, operands.value, operands.kv_segment_ids, operands.kv_position_ids)
+
+
+class _Step(NamedTuple):
+    """One meeting of the rank's queries with a shard of keys.
+
+    ``came``: how far K/V have travelled since the last meeting (0 at the first); ``hop``: how far it is to the next (0 at the
+    last); ``home``: how far back to where they belong.
+    """
+
+    k_runs: tuple[Run, ...]
+    came: int
+    hop: int
+    home: int
+
+
+def _timetable(spec: RingSpec, operands: Operands) -> tuple[tuple[Run, ...], list[_Step]]:
+    """The runs of the rank's queries, and the steps."""
+    q_length, k_length = operands.query.shape[1], operands.key.shape[1]
+    if operands.q_position_ids is None:
+        stops = shifts(spec.scores.mask, spec.layout, spec.size, q_length, k_length)
+    else:
+        stops = tuple(range(spec.size))  # positions are data: any shard may be seen
+    rank = 0 if spec.size == 1 else lax.axis_index(spec.axis_name)
+    hops = [after - before for before, after in pairwise(stops)]
+    steps = [
+        _Step(runs(spec.layout, (rank - shift) % spec.size, spec.size, k_length), came, hop, (spec.size - shift) % spec.size)
+        for shift, came, hop in zip(stops, [0, *hops], [*hops, 0], strict=True)
+    ]
+    return runs(spec.layout, rank, spec.size, q_length), steps
+
+
+def _extras(operands: Operands, here: _Travellers, k_runs: tuple[Run, ...]) -> Extras:
+    return Extras(
+        bias=_map(lambda bias: take_columns(bias, k_runs), operands.bias),
+        mask=_map(lambda mask: take_columns(mask, k_runs), operands.mask),
+        q_segment_ids=operands.q_segment_ids,
+        kv_segment_ids=here.segment_ids,
+        q_position_ids=operands.q_position_ids,
+        kv_position_ids=here.position_ids,
+        alibi_slopes=operands.alibi_slopes,
+        dropout_seed=operands.dropout_seed,
+        origin=operands.origin,
+        predicate_arrays=operands.predicate_arrays,
+    )
+
+
+def _tie(arriving, computed):
+    """What arrives may not be used, nor sent on, before this step is computed. Without the tie XLA may run all rotations first,
+    which overlaps nothing and holds every shard at once."""
+    return lax.optimization_barrier((arriving, computed)) if arriving else (arriving, computed)
+
+
+class _Sums(NamedTuple):
+    """Gradients that stay with the rank."""
+
+    dq: Any
+    dbias: Any
+    dalibi_slopes: Any
+
+
+def _accumulate(sums: _Sums, grads: Grads, k_runs: tuple[Run, ...]) -> _Sums:
+    dbias = None if sums.dbias is None else put_columns(sums.dbias, grads.dbias, k_runs)
+    return _Sums(_add(sums.dq, grads.dq), dbias, _add(sums.dalibi_slopes, grads.dalibi_slopes))
+
+
+def _add(total, share):
+    return share if total is None else jax.tree.map(jnp.add, total, share)
+
+
+def _zeros_like(x, dtype, operands: Operands):
+    return vary(jnp.zeros(x.shape, dtype), varying_axes(operands))
+
+
+def _send_home(spec: RingSpec, dkv, word, home: int):
+    if not home:
+        return dkv
+    loads = [Load(pack(dkv, word), home)]
+    return unpack(*land(depart(loads, spec.axis_name, spec.size), loads), dkv)
+
+
+def _delta(out, lse, dout, dlse):
+    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
+    delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(lse.dtype), dout.astype(lse.dtype), precision=lax.Precision.HIGHEST)
+    return delta if dlse is None else delta - dlse.astype(lse.dtype)
+
+
+def _cast_gradients(operands: Operands, dq, dk, dv, to_given_shape, floats: _Floats) -> Operands:
+    given = _Floats(operands.softmax_aux, operands.bias, operands.alibi_slopes)
+    cast = jax.tree.map(lambda gradient, operand: gradient.astype(operand.dtype), floats, given)
+    (floats,) = to_given_shape(cast)
+    gradients = [x.astype(like.dtype) for x, like in zip((dq, dk, dv), operands, strict=False)]
+    nothing = jax.tree.map(lambda _: None, operands)
+    return nothing._replace(query=gradients[0], key=gradients[1], value=gradients[2], **floats._asdict())
