@@ -6,7 +6,7 @@ one step behind them until they are home.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_core.block import Extras, Grads, Partial, Scores
+from jax_core.block import Extras, Grads, Partial, Scores, accumulation_dtype
 from jax_core.columns import put_columns, take_columns
 from jax_core.config import BwdParams, FwdParams
 from jax_core.layout import Run, runs
@@ -71,19 +71,20 @@ def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     operands, _ = _in_full_shape(spec, operands)
     own = _travellers(operands)
-    words = pack(own, word_type(operands.key.dtype))
-    q_runs, steps = _timetable(spec, operands)
-    partial: Partial | None = None
-    for step in steps:
-        here = unpack(words, own) if step.came else own
-        loads = [Load(words, step.hop)] if step.hop else []
+
+    def step(state, move: _Move):
+        words, shift, partial = state
+        loads = [Load(words, move.onward)] if move.onward else []
         arriving = depart(loads, spec.axis_name, spec.size)
-        extras = _extras(operands, here, step.k_runs)
-        shards = operands.query, here.key, here.value, q_runs, step.k_runs
+        shards, extras = _meeting(spec, operands, unpack(words, own), shift)
         partial = spec.kernel.forward(*shards, scores=spec.scores, extras=extras, carry=partial, config=spec.fwd_params)
-        arriving, partial = _tie(arriving, partial)
-        (words,) = land(arriving, loads) or (None,)
-    assert partial is not None, "the timetable has at least one step"
+        arriving, partial = lax.optimization_barrier((arriving, partial))
+        return *(land(arriving, loads) or [words]), shift + move.onward, partial
+
+    # How far K/V have come does not matter here, so that all meetings but the last are one loop.
+    moves = [move._replace(came=0) for move in _moves(spec, operands)]
+    start = pack(own, word_type(operands.key.dtype)), jnp.int32(0), _nothing_seen(operands)
+    _, _, partial = _walk(step, start, moves)
     if operands.softmax_aux is not None:
         partial = join_sinks(partial, operands.softmax_aux)
     return partial.out.astype(operands.query.dtype), partial.lse
@@ -98,24 +99,27 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
     given, (operands, to_given_shape) = operands, _in_full_shape(spec, operands)
     delta = _delta(out, lse, dout, dlse)
     own, word = _travellers(operands), word_type(operands.key.dtype)
-    words, dkv = pack(own, word), None
-    q_runs, steps = _timetable(spec, operands)
-    sums = _Sums(None, None if operands.bias is None else _zeros_like(operands.bias, lse.dtype, operands), None)
-    for step in steps:
-        here = unpack(words, own) if step.came else own
-        # In flight during this step: K/V for the next one, and dK/dV of the step before, on their way to join this one's.
-        loads = [Load(words, step.hop)] if step.hop else []
-        loads += [Load(pack(dkv, word), step.came)] if step.came else []
+
+    def step(state, move: _Move):
+        words, shift, dkv, sums = state
+        # In flight during this step: K/V on to the next one, and dK/dV of the step before, to be added to this one's.
+        loads = [Load(words, move.onward)] if move.onward else []
+        loads += [Load(pack(dkv, word), move.came)] if move.came else []
         arriving = depart(loads, spec.axis_name, spec.size)
-        extras = _extras(operands, here, step.k_runs)
-        shards = operands.query, here.key, here.value, dout, lse, delta, q_runs, step.k_runs
-        grads = spec.kernel.backward(*shards, scores=spec.scores, extras=extras, config=spec.bwd_params)
-        arriving, grads = _tie(arriving, grads)
+        shards, extras = _meeting(spec, operands, unpack(words, own), shift)
+        rows = dout, lse, delta
+        grads = spec.kernel.backward(*shards[:3], *rows, *shards[3:], scores=spec.scores, extras=extras, config=spec.bwd_params)
+        arriving, grads = lax.optimization_barrier((arriving, grads))
         landed = land(arriving, loads)
-        words = landed[0] if step.hop else None
-        dkv = _add(unpack(landed[-1], dkv) if step.came else None, (grads.dk, grads.dv))
-        sums = _accumulate(sums, grads, step.k_runs)
-    dk, dv = _send_home(spec, dkv, word, steps[-1].home)
+        dkv = _add(unpack(landed[-1], dkv) if move.came else dkv, (grads.dk, grads.dv))
+        return landed[0] if move.onward else words, shift + move.onward, dkv, _accumulate(sums, grads, shards[-1])
+
+    # The barrier keeps XLA from sharing the forward's first rotation, which would hold its result until now.
+    words, _ = lax.optimization_barrier((pack(own, word), delta))
+    start = words, jnp.int32(0), *_zero_gradients(operands, lse.dtype)
+    moves = _moves(spec, operands)
+    _, _, dkv, sums = _walk(step, start, moves)
+    dk, dv = _send_home(spec, dkv, word, sum(move.onward for move in moves))
     dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, delta)
     return _cast_gradients(given, sums.dq, dk, dv, to_given_shape, _Floats(dsinks, sums.dbias, sums.dalibi_slopes))
 
@@ -170,37 +174,41 @@ def _travellers(operands: Operands) -> _Travellers:
     return _Travellers(operands.key, operands.value, operands.kv_segment_ids, operands.kv_position_ids)
 
 
-class _Step(NamedTuple):
-    """One meeting of the rank's queries with a shard of keys.
+class _Move(NamedTuple):
+    """What travels during one meeting of the rank's queries with a shard of keys.
 
-    ``came``: how far K/V have travelled since the last meeting (0 at the first); ``hop``: how far it is to the next (0 at the
-    last); ``home``: how far back to where they belong.
+    ``came``: how far K/V have travelled since the last meeting (0 at the first), which their gradients must follow now.
+    ``onward``: how far it is to the next meeting (0 at the last).
     """
 
-    k_runs: tuple[Run, ...]
     came: int
-    hop: int
-    home: int
+    onward: int
 
 
-def _timetable(spec: RingSpec, operands: Operands) -> tuple[tuple[Run, ...], list[_Step]]:
-    """The runs of the rank's queries, and the steps."""
-    q_length, k_length = operands.query.shape[1], operands.key.shape[1]
+def _moves(spec: RingSpec, operands: Operands) -> list[_Move]:
     if operands.q_position_ids is None:
-        stops = shifts(spec.scores.mask, spec.layout, spec.size, q_length, k_length)
+        stops = shifts(spec.scores.mask, spec.layout, spec.size, operands.query.shape[1], operands.key.shape[1])
     else:
         stops = tuple(range(spec.size))  # positions are data: any shard may be seen
-    rank = 0 if spec.size == 1 else lax.axis_index(spec.axis_name)
     hops = [after - before for before, after in pairwise(stops)]
-    steps = [
-        _Step(runs(spec.layout, (rank - shift) % spec.size, spec.size, k_length), came, hop, (spec.size - shift) % spec.size)
-        for shift, came, hop in zip(stops, [0, *hops], [*hops, 0], strict=True)
-    ]
-    return runs(spec.layout, rank, spec.size, q_length), steps
+    return [_Move(came, onward) for came, onward in zip([0, *hops], [*hops, 0], strict=True)]
 
 
-def _extras(operands: Operands, here: _Travellers, k_runs: tuple[Run, ...]) -> Extras:
-    return Extras(
+def _walk(step, state, moves: list[_Move]):
+    """The state after all moves. Equal moves in a row are one loop: XLA cannot run its rotations ahead of its kernels, which would
+    overlap nothing and hold every shard at once, and the program does not grow with the ring."""
+    for move, equal in groupby(moves):
+        count = len(list(equal))
+        state = step(state, move) if count == 1 else lax.scan(lambda state, _: (step(state, move), None), state, length=count)[0]
+    return state
+
+
+def _meeting(spec: RingSpec, operands: Operands, here: _Travellers, shift):
+    """The kernel's positional arguments ``(q, k, v, q_runs, k_runs)`` and extras for K/V that have travelled ``shift``."""
+    rank = 0 if spec.size == 1 else lax.axis_index(spec.axis_name)
+    q_runs = runs(spec.layout, rank, spec.size, operands.query.shape[1])
+    k_runs = runs(spec.layout, (rank - shift) % spec.size, spec.size, here.key.shape[1])
+    extras = Extras(
         bias=_map(lambda bias: take_columns(bias, k_runs), operands.bias),
         mask=_map(lambda mask: take_columns(mask, k_runs), operands.mask),
         q_segment_ids=operands.q_segment_ids,
@@ -212,12 +220,14 @@ def _extras(operands: Operands, here: _Travellers, k_runs: tuple[Run, ...]) -> E
         origin=operands.origin,
         predicate_arrays=operands.predicate_arrays,
     )
+    return (operands.query, here.key, here.value, q_runs, k_runs), extras
 
 
-def _tie(arriving, computed):
-    """What arrives may not be used, nor sent on, before this step is computed. Without the tie XLA may run all rotations first,
-    which overlaps nothing and holds every shard at once."""
-    return lax.optimization_barrier((arriving, computed)) if arriving else (arriving, computed)
+def _nothing_seen(operands: Operands) -> Partial:
+    batch, length, heads, _ = operands.query.shape
+    dtype = accumulation_dtype(operands.query.dtype)
+    out = jnp.zeros((batch, length, heads, operands.value.shape[-1]), dtype)
+    return vary(Partial(out, jnp.full((batch, heads, length), -jnp.inf, dtype)), varying_axes(operands))
 
 
 class _Sums(NamedTuple):
@@ -228,23 +238,25 @@ class _Sums(NamedTuple):
     dalibi_slopes: Any
 
 
+def _zero_gradients(operands: Operands, dtype):
+    """``((dk, dv), sums)``, all zero."""
+    arrays = (operands.key, operands.value), _Sums(operands.query, operands.bias, operands.alibi_slopes)
+    return vary(jax.tree.map(lambda array: jnp.zeros(array.shape, dtype), arrays), varying_axes(operands))
+
+
 def _accumulate(sums: _Sums, grads: Grads, k_runs: tuple[Run, ...]) -> _Sums:
     dbias = None if sums.dbias is None else put_columns(sums.dbias, grads.dbias, k_runs)
-    return _Sums(_add(sums.dq, grads.dq), dbias, _add(sums.dalibi_slopes, grads.dalibi_slopes))
+    return _Sums(sums.dq + grads.dq, dbias, _add(sums.dalibi_slopes, grads.dalibi_slopes))
 
 
 def _add(total, share):
-    return share if total is None else jax.tree.map(jnp.add, total, share)
+    return jax.tree.map(jnp.add, total, share)
 
 
-def _zeros_like(x, dtype, operands: Operands):
-    return vary(jnp.zeros(x.shape, dtype), varying_axes(operands))
-
-
-def _send_home(spec: RingSpec, dkv, word, home: int):
-    if not home:
+def _send_home(spec: RingSpec, dkv, word, travelled: int):
+    if not travelled:
         return dkv
-    loads = [Load(pack(dkv, word), home)]
+    loads = [Load(pack(dkv, word), spec.size - travelled)]
     return unpack(*land(depart(loads, spec.axis_name, spec.size), loads), dkv)
 
 

@@ -68,9 +68,9 @@ class _State(NamedTuple):
     denominator: Any
 
 
-def forward(q, k, v, q_runs, k_runs, *, scores: Scores, extras: Extras, carry: Partial | None, config: FwdParams) -> Partial:
+def forward(q, k, v, q_runs, k_runs, *, scores: Scores, extras: Extras, carry: Partial, config: FwdParams) -> Partial:
     queries, keys, tiles, rest = _blocks(q, k, v, q_runs, k_runs, scores, extras, config)
-    start = _start(queries, keys, carry, accumulation_dtype(q.dtype))
+    start = _start(carry, queries.q.shape[2], queries.q.shape[4])
 
     def query_block(_, block):
         query, row, state = block
@@ -99,13 +99,8 @@ def _update(scores, rest, query: _Queries, key: _Keys, tile: _Tiles, state: _Sta
     return _State(numerator, maximum, denominator)
 
 
-def _start(queries: _Queries, keys: _Keys, carry: Partial | None, dtype) -> _State:
-    """The state of every query block: nothing seen, or a normalised partial, whose denominator is 1 at the maximum ``lse``."""
-    rows = queries.q.shape[:-1]
-    if carry is None:
-        empty_state = _State(jnp.zeros((*rows, keys.v.shape[-1]), dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype))
-        return vary(empty_state, varying_axes(queries, keys))
-    _, _, kv_heads, _, size = rows
+def _start(carry: Partial, kv_heads: int, size: int) -> _State:
+    """The state of every query block: a partial is normalised, so its denominator is 1 at the maximum ``lse``, or 0 without keys."""
     lse = _split_heads(carry.lse, kv_heads, size, -jnp.inf)
     return _State(_split_rows(carry.out, kv_heads, size), lse, jnp.where(jnp.isneginf(lse), 0, jnp.ones_like(lse)))
 
