@@ -67,7 +67,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
     """Checks everything, and returns the static spec with the operands completed: ids of the side that was left out, and the
     arrays of the mask functions. ``operands`` are local shards."""
     check_layout(options.layout)
-    operands = _both_sides(operands)
+    operands = both_sides(operands)
     check_operands(operands, options.layout, place.size)
     predicates, arrays = _predicates(options, operands, place)
     scores = Scores(
@@ -85,7 +85,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
     return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
 
 
-def _both_sides(operands: Operands) -> Operands:
+def both_sides(operands: Operands) -> Operands:
     """Ids given for one side serve the other too where queries and keys are the same tokens."""
     pairs = (("q_segment_ids", "kv_segment_ids"), ("q_position_ids", "kv_position_ids"))
     for q_name, k_name in pairs:

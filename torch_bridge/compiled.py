@@ -1,0 +1,99 @@
+"""The compiled pair (forward, backward) of one attention on one ring: made once per static setting and signature."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import PartitionSpec
+
+from jax_core.options import Options, Placement, make_spec
+from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
+from torch_bridge.dlpack import precision_scope, to_jax, to_torch
+from torch_bridge.mesh import AXIS, Ring, jax_mesh, to_global, to_local
+from torch_bridge.runtime import start, watch
+
+ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # what torch hands over, in this order
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Form(NamedTuple):
+    """Shape and dtype of an operand: all that checks and compilation need of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Signature = tuple[Form | None, ...]  # one for each of ARRAYS
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One attention, ready to run on this process's shards, which come in the order of ``ARRAYS``."""
+
+    ring: Ring
+    out: Form
+    lse: Form
+    compiled_forward: Callable
+    compiled_backward: Callable  # for each choice of wanted gradients
+
+    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self._run("forward", self.compiled_forward, list(operands))
+        return out, lse
+
+    def backward(self, operands: Tensors, out, lse, dout, dlse, wanted: tuple[int, ...]) -> list[torch.Tensor]:
+        """The gradients of the operands numbered in ``wanted``, in its order."""
+        return self._run("backward", self.compiled_backward(wanted), list(operands), out, lse, dout, dlse)
+
+    def _run(self, step: str, function: Callable, *tensors) -> list[torch.Tensor]:
+        with precision_scope(self.out.dtype), watch(self.ring, step) as call:
+            shards = jax.tree.map(lambda tensor: to_global(self.ring, to_jax(tensor)), tensors)
+            results = [to_local(result) for result in function(*shards)]
+            for result in results:
+                call.wait(result)
+            return [to_torch(result) for result in results]
+
+
+@cache
+def program(options: Options, signature: Signature, ring: Ring, device: torch.device) -> Program:
+    """Checks the request (ValueError, NotImplementedError) and makes its program. JAX runs after it: with a ring of several
+    processes the first call is a collective one of all processes."""
+    out, lse = _results(signature)
+    with precision_scope(out.dtype):
+        start(ring=ring, device=device)
+        spec, operands = make_spec(options, Operands(*signature), Placement(AXIS if ring.size > 1 else None, ring.size))
+    # Constants of the compiled program; as NumPy arrays they belong to no device.
+    masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in operands.predicate_arrays)
+    on_ring = partial(_on_ring, ring, device)
+    forward = on_ring(partial(_forward, spec, masks))
+    return Program(ring, out, lse, forward, cache(lambda wanted: on_ring(partial(_backward, spec, masks, wanted))))
+
+
+def _results(signature: Signature) -> tuple[Form, Form]:
+    query, value = signature[0], signature[2]
+    assert query is not None and value is not None
+    batch, length, heads, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return Form((batch, length, heads, value.shape[-1]), query.dtype), Form((batch, heads, length), lse_dtype)
+
+
+def _on_ring(ring: Ring, device: torch.device, function: Callable) -> Callable:
+    """``function`` of local shards, jitted over the ring. Every operand and result is a block of rows of a global array, whatever
+    its dimensions mean, so that none needs a sharding of its own."""
+    if ring.size == 1:
+        return jax.jit(function)
+    mesh = jax_mesh(ring, "cpu" if device.type == "cpu" else "gpu")
+    rows = PartitionSpec(AXIS)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+
+
+def _forward(spec: RingSpec, masks, operands: list[Any]):
+    return ring_forward(spec, Operands(*operands, predicate_arrays=masks))
+
+
+def _backward(spec: RingSpec, masks, wanted: tuple[int, ...], operands: list[Any], out, lse, dout, dlse):
+    gradients = ring_backward(spec, Operands(*operands, predicate_arrays=masks), out, lse, dout, dlse)
+    return [gradients[number] for number in wanted]
