@@ -1,0 +1,238 @@
+"""Who may import whom (DESIGN.md), read from the source, and what an import may load, seen in a fresh process."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("ring_attn", "torch_bridge", "jax_core")
+FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+STANDARD_LIBRARY_ONLY = ("jax_core.layout", "jax_core.mask", "jax_core.schedule")
+# What a kernel may use of this repository, beside the parts of its own package: the contract, and the small rooms it stands on.
+CONTRACT = ("block", "mask", "layout", "dropout", "config", "predicate", "varying", "columns")
+KERNEL_MAY_IMPORT = tuple(f"jax_core.{room}" for room in CONTRACT)
+# Rooms of jax_core from the lowest up: none imports one above it. A kernel is handed to the ring, so it stands above it.
+STOREYS = (
+    ("layout", "config", "varying"),
+    ("mask",),
+    ("schedule", "dropout", "predicate", "packet", "columns"),
+    ("block",),
+    ("merge", "reference"),
+    ("ring",),
+    ("check", "kernels", "tune", "platforms"),
+    ("options",),
+    ("attend",),
+    ("on_mesh",),
+    ("api", "blockwise"),
+)
+
+# Host files and functions that are longer than the house likes, each with its reason. Empty is best.
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(source: str, module: str, is_package: bool = False) -> set[str]:
+    """The absolute names that a source imports, wherever in it. ``from a import b`` gives both ``a`` and ``a.b``."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = resolved(node, module, is_package)
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+        elif called(node) in ("import_module", "__import__") and isinstance(node, ast.Call):
+            names |= {
+                argument.value for argument in node.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            }
+    return names
+
+
+def called(node: ast.AST) -> str | None:
+    if not isinstance(node, ast.Call):
+        return None
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+
+
+def resolved(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    if not node.level:
+        return node.module or ""
+    above = module.split(".") + ([""] if is_package else [])
+    return ".".join([*above[: -node.level], *([node.module] if node.module else [])])
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def forbidden(module: str, name: str) -> str | None:
+    """Why ``module`` may not import ``name``, or None."""
+    checks = (room_reason, standard_library_reason, kernel_reason, storey_reason)
+    return next((reason for check in checks if (reason := check(module, name))), None)
+
+
+def room_reason(module: str, name: str) -> str | None:
+    above = {"ring_attn": ("jax", "jaxlib"), "torch_bridge": ("ring_attn",), "jax_core": ("ring_attn", "torch_bridge", "torch")}
+    if any(within(name, other) for other in above[module.split(".")[0]]):
+        return "the order is ring_attn -> torch_bridge -> jax_core; only the bridge knows both torch and jax"
+    return None
+
+
+def standard_library_reason(module: str, name: str) -> str | None:
+    if module not in STANDARD_LIBRARY_ONLY:
+        return None
+    allowed = name.split(".")[0] in sys.stdlib_module_names or any(within(name, other) for other in STANDARD_LIBRARY_ONLY)
+    return None if allowed else "layout, mask and schedule are standard library only"
+
+
+def kernel_reason(module: str, name: str) -> str | None:
+    kernel = module.split(".")[2] if module.startswith("jax_core.kernels.") else None
+    if kernel is None or not any(within(name, room) for room in ROOMS):
+        return None
+    allowed = (*KERNEL_MAY_IMPORT, f"jax_core.kernels.{kernel}")
+    if any(within(name, other) for other in allowed) or any(within(other, name) for other in allowed):
+        return None  # the second: `from jax_core import mask` names the package on its way to the module
+    return f"a kernel imports its technology and {', '.join(KERNEL_MAY_IMPORT)}; never another kernel, the ring or the tuner"
+
+
+def storey_reason(module: str, name: str) -> str | None:
+    own, other = storey(module), storey(name)
+    if own is None or other is None or other <= own:
+        return None
+    return f"{module} is below {name}: " + " -> ".join("/".join(rooms) for rooms in reversed(STOREYS))
+
+
+def storey(name: str) -> int | None:
+    parts = name.split(".")
+    if parts[0] != "jax_core" or len(parts) < 2:
+        return None
+    return next((height for height, rooms in enumerate(STOREYS) if parts[1] in rooms), None)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_follow_the_rule(path):
+    module = module_name(path)
+    names = imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    broken = {name: reason for name in sorted(names) if (reason := forbidden(module, name))}
+    assert not broken
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_is_read(room):
+    assert any(within(module_name(path), room) for path in FILES)
+
+
+def test_every_room_of_the_core_has_a_storey():
+    rooms = {module_name(path) for path in FILES} - {"jax_core"}
+    assert sorted(room for room in rooms if within(room, "jax_core") and storey(room) is None) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("jax_core.api", "import torch.nn"),
+        ("jax_core.api", "def f():\n    from torch_bridge import mesh"),
+        ("jax_core.api", "import importlib\nimportlib.import_module('torch')"),
+        ("torch_bridge.mesh", "from ring_attn.functional import ring_attention"),
+        ("ring_attn.functional", "def f():\n    import jax"),
+        ("jax_core.mask", "import numpy"),
+        ("jax_core.layout", "from . import block"),
+        ("jax_core.schedule", "from jax_core.ring import ring_forward"),
+        ("jax_core.kernels.xla", "from jax_core import ring"),
+        ("jax_core.kernels.xla", "from jax_core.kernels import triton"),
+        ("jax_core.kernels.triton.forward", "from ...tune import lookup"),
+        ("jax_core.ring", "from jax_core.kernels import xla"),
+        ("jax_core.ring", "from .api import ring_attention"),
+        ("jax_core.block", "from jax_core import ring"),
+    ],
+)
+def test_the_rule_sees(module, source):
+    assert any(forbidden(module, name) for name in imported(source, module))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("jax_core.api", "import jax\nfrom jax_core import ring\nfrom jax_core.kernels import xla"),
+        ("torch_bridge.function", "import jax, torch\nfrom jax_core.ring import ring_forward"),
+        ("ring_attn.sequence", "import torch\nfrom jax_core.layout import runs\nfrom torch_bridge.mesh import resolve"),
+        ("jax_core.mask", "from typing import NamedTuple\nfrom jax_core.layout import Run"),
+        ("jax_core.kernels.xla", "import jax\nfrom jax_core import mask\nfrom jax_core.block import Partial"),
+        ("jax_core.kernels.triton.forward", "import triton\nfrom .tiles import tile\nfrom jax_core.kernels.triton import tiles"),
+    ],
+)
+def test_the_rule_allows(module, source):
+    assert not any(forbidden(module, name) for name in imported(source, module))
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after ``statement``."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("module", ["ring_attn", "torch_bridge", "torch_bridge.mesh", "ring_attn.sequence"])
+def test_import_loads_no_jax(module):
+    assert not loaded_after(f"import {module}") & {"jax", "jaxlib"}
+
+
+@pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)
+def test_arithmetic_rooms_load_no_framework(module):
+    assert not loaded_after(f"import {module}") & {"jax", "jaxlib", "torch", "numpy"}
+
+
+def test_jax_core_starts_no_backend_and_loads_no_torch():
+    # Every public name is touched: they are loaded on first use.
+    touch = "import jax_core\n[getattr(jax_core, name) for name in jax_core.__all__]\n"
+    check = (
+        "from jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized(), 'importing jax_core started a backend'"
+    )
+    loaded = loaded_after(touch + check)
+    assert "jax" in loaded
+    assert "torch" not in loaded
+
+
+def host_files() -> list[Path]:
+    """All but the kernels: device code is measured by other things than its lines."""
+    return [path for path in FILES if "kernels" not in path.relative_to(ROOT).parts]
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring: the contract of a public one may be long."""
+    document = node.body[0] if ast.get_docstring(node) else None
+    return (node.end_lineno or 0) - node.lineno + 1 - (((document.end_lineno or 0) - document.lineno + 1) if document else 0)
+
+
+def long_files() -> set[str]:
+    return {str(path.relative_to(ROOT)) for path in host_files() if len(path.read_text(encoding="utf-8").splitlines()) > 400}
+
+
+def long_functions() -> set[str]:
+    return {f"{module_name(path)}.{node.name}" for path in host_files() for node in functions(path) if code_lines(node) > 80}
+
+
+def test_host_files_are_short():
+    """At most 400 lines; an exception that nothing needs any more goes."""
+    assert long_files() == set(LONG_FILES)
+
+
+def test_host_functions_are_short():
+    """At most 80 lines, docstring aside."""
+    assert long_functions() == set(LONG_FUNCTIONS)

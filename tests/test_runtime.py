@@ -1,0 +1,222 @@
+"""JAX beside torch in real processes: the start, rings of a mesh, the end, and the death of a peer."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from torch_bridge import coordinator, runtime
+from torch_bridge.mesh import Ring
+
+WORKERS = Path(__file__).parent / "workers"
+PEER_TIMEOUT = 8.0  # what killed_peer.py gives to start()
+NOISE = re.compile(r"Traceback|Check failure|grpc|CANCELLED|UNAVAILABLE|coordination|Error|Warning")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one process ended, and when."""
+
+    status: int
+    out: str
+    err: str
+    at: float
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without the eight devices of conftest.py, as a user's shell has it."""
+    unset = ("XLA_FLAGS", "JAX_PLATFORMS")
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    return {**kept, "PYTHONPATH": str(WORKERS.parent.parent), "OMP_NUM_THREADS": "1", **more}
+
+
+def processes(world: int, script: str, *arguments: str, timeout: float = 90.0) -> list[Ended]:
+    """Start the script as every rank of a world, without torchrun, which would end the survivors of a death itself."""
+    port = str(free_port())
+    running = []
+    for rank in range(world):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        own = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, f"OWN_PORT_{rank}": str(free_port())}
+        command = [sys.executable, str(WORKERS / script), *arguments]
+        running.append(
+            subprocess.Popen(command, env=environment(**ranks, **own), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    return [_end(process, timeout) for process in running]
+
+
+def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"a process did not end within {timeout} s\n{out}\n{err}")
+    return Ended(process.returncode, out, err, time.time())
+
+
+def test_rings_of_a_2d_mesh_run_at_the_same_time_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(WORKERS / "rings.py")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank} is done" in done.stdout for rank in range(4))
+    assert not NOISE.search(done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("way", ["early", "late"])
+def test_a_clean_end_is_quiet(way):
+    for ended in processes(2, "ends.py", way):
+        assert ended.status == 0, ended.err
+        assert not NOISE.search(ended.err), ended.err
+
+
+def test_an_error_of_one_rank_ends_it_at_once_and_leaves_the_others_alone():
+    fine, failed = processes(2, "ends.py", "user_error")
+    assert (fine.status, fine.err) == (0, "")
+    assert failed.status == 1
+    assert failed.err.strip().endswith("ZeroDivisionError: a mistake of the user")
+    assert failed.err.count("Traceback") == 1
+
+
+def test_a_step_whose_peer_has_left_does_not_hang():
+    left_alone, left = processes(2, "ends.py", "early_exit_status")
+    assert (left.status, left.err) == (5, "")
+    assert left_alone.status == 1
+    assert re.search(r"PeerFailure: the ring of global ranks \[0, 1\] lost a member in forward step 2", left_alone.err)
+
+
+@pytest.mark.parametrize(
+    ("victim", "survivors"),
+    [(2, "leave"), (0, "linger")],
+    ids=["killed", "rank 0 killed, others catch the error"],
+)
+def test_the_death_of_a_peer_ends_the_others_with_the_ring_and_the_step(victim, survivors):
+    ended = processes(4, "killed_peer.py", str(victim), survivors)
+    died = re.search(r"dies at ([\d.]+)", ended[victim].out)
+    assert died, ended[victim].err
+    for rank, survivor in enumerate(ended):
+        if rank == victim:
+            continue
+        assert survivor.status > 0, survivor.err  # neither success, nor a signal such as JAX's abort
+        assert re.search(r"the ring of global ranks \[0, 1, 2, 3\] lost a member in (forward|backward) step 1[56]", survivor.err)
+        assert f"{victim} (died)" in survivor.err
+        assert "Check failure" not in survivor.err
+    noticed = max(survivor.at for survivor in ended) - float(died[1])
+    assert noticed < PEER_TIMEOUT + 6 * (survivors == "linger")  # those who linger sleep on after they have caught it
+    if survivors == "linger":
+        opposite = ended[2]
+        assert opposite.status == runtime.EXIT_PEER_FAILURE  # no connection of its own broke: the watchdog ended it
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("local_first", "its backend was already running in this process"),
+        ("other_world", r"jax.distributed must have the torch world: process {rank} of 2; .* as process 0 of 1"),
+        ("many_devices", r"exactly one device in each of torch's 2 processes, but has 8 on rank {rank}"),
+    ],
+)
+def test_a_start_that_cannot_work_is_refused(way, message):
+    for rank, ended in enumerate(processes(2, "starts.py", way)):
+        assert ended.status == 0, ended.err
+        assert re.search("refused: .*" + message.format(rank=rank), ended.out), ended.out
+
+
+def test_one_process_needs_no_torch_distributed():
+    ring = Ring((0,), 0)
+    runtime.start(ring)
+    runtime.start()
+    with runtime.watch(ring, "forward") as call:
+        call.wait(jnp.ones(3) + 1)
+
+
+def test_errors_of_the_program_pass_through_a_watch():
+    with pytest.raises(ValueError, match="shapes"), runtime.watch(Ring((0, 1), 0), "forward"):
+        raise ValueError("shapes do not fit")
+
+
+class Launched:
+    """Stands for the result of a GPU call: launched, and ready when its peers have done their part."""
+
+    ready = False
+
+    def platform(self):
+        return "gpu"
+
+    def is_ready(self):
+        return self.ready
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """A fresh state of the runtime, as of a process that has started nothing."""
+    fresh = runtime._World(peer_timeout=0.04)
+    monkeypatch.setattr(runtime, "_world", fresh)
+    return fresh
+
+
+def test_a_launched_call_is_watched_until_its_result_is_ready(world):
+    result = Launched()
+    with runtime.watch(Ring((0, 1), 0), "backward") as call:
+        call.wait(result)
+    assert runtime._unfinished() == [call]
+    result.ready = True
+    assert runtime._unfinished() == []
+
+
+def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(world):
+    call = runtime.watch(Ring((0, 1), 0), "backward")
+    world.gone[7] = False
+    assert not call.overdue()
+    world.gone[1] = False
+    assert not call.overdue()  # it has a while to end by itself
+    time.sleep(0.02)
+    assert call.overdue()
+
+
+def test_a_new_step_of_a_ring_that_lost_a_member_fails_at_once(world):
+    world.gone[3] = True
+    with pytest.raises(runtime.PeerFailure, match=r"ranks \[2, 3\] .* forward step 1, on global rank 2: global rank 3 \(ended\)"):
+        runtime.watch(Ring((2, 3), 0), "forward").__enter__()
+    with runtime.watch(Ring((0, 1), 0), "forward"):
+        pass
+
+
+def test_the_coordinator_ignores_strangers_and_ends_with_the_last_rank():
+    endpoint = coordinator.launch(2, 30.0)
+    address = ("localhost", endpoint.liveness_port)
+    stranger, first, second = (socket.create_connection(address, timeout=10) for _ in range(3))
+    stranger.sendall(b'{"token": "", "rank": 0}\n')
+    assert stranger.recv(1) == b""
+    for rank, connection in enumerate((first, second)):
+        connection.sendall(f'{{"token": "{endpoint.token}", "rank": {rank}}}\n'.encode())
+    first.sendall(b'{"bye": true}\n')
+    first.close()
+    assert second.makefile().readline() == '{"gone": 0, "clean": true}\n'
+    second.shutdown(socket.SHUT_RDWR)
+    for connection in (stranger, second):
+        connection.close()
+    assert _refuses(address)
+
+
+def _refuses(address: tuple[str, int]) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(address, timeout=1).close()
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False

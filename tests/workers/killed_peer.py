@@ -1,0 +1,43 @@
+"""Started four times by the test, without torchrun: one rank of a ring kills itself in the middle of a step.
+
+Arguments: the rank that dies, and what the survivors do with the error: "leave" lets it end the process, "linger" catches it and
+goes on living, so that only the watchdog can end those who wait for others.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from rings import rotation
+
+from torch_bridge import mesh, runtime
+from torch_bridge.dlpack import to_jax
+
+
+def main() -> None:
+    victim, survivors = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo")
+    ring = mesh.resolve()
+    runtime.start(ring, peer_timeout=8.0)
+    program = rotation(ring, 1)
+    local = to_jax(torch.ones(64, 32))
+    for turn in range(10_000):
+        if turn == 30 and ring.rank == victim:
+            print(f"dies at {time.time()}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            with runtime.watch(ring, "forward" if turn % 2 == 0 else "backward") as call:
+                call.wait(mesh.to_local(program(mesh.to_global(ring, local))))
+        except runtime.PeerFailure as error:
+            if survivors == "leave":
+                raise
+            print(f"caught: {error}", file=sys.stderr, flush=True)
+            time.sleep(6)
+            os._exit(3)
+
+
+if __name__ == "__main__":
+    main()

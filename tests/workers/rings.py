@@ -1,0 +1,59 @@
+"""Run by torchrun with 4 processes: the rings of a 2-D mesh rotate different shapes at the same time."""
+
+import jax
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_bridge import mesh, runtime
+from torch_bridge.dlpack import to_jax, to_torch
+
+SIZES = {0: (3, 5), 1: (8, 2)}
+
+
+def rotation(ring: mesh.Ring, turns: int):
+    """A jitted program that hands every shard ``turns`` ranks on."""
+    pairs = [(source, (source + turns) % ring.size) for source in range(ring.size)]
+    spec = jax.sharding.PartitionSpec(mesh.AXIS)
+    return jax.jit(
+        jax.shard_map(
+            lambda block: jax.lax.ppermute(block, mesh.AXIS, pairs),
+            mesh=mesh.jax_mesh(ring),
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+
+
+def run(ring: mesh.Ring, local: torch.Tensor) -> torch.Tensor:
+    """The shard that arrives from the ring rank before."""
+    runtime.start(ring, device=local.device)
+    with runtime.watch(ring, "forward") as call:
+        array = mesh.to_local(rotation(ring, 1)(mesh.to_global(ring, to_jax(local))))
+        call.wait(array)
+    return to_torch(array)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    ring = mesh.resolve(device_mesh, "cp")
+    assert ring.ranks == ((0, 1) if rank < 2 else (2, 3)), ring
+    assert mesh.resolve(device_mesh["cp"]) == ring
+    shape = SIZES[rank // 2]
+    for turn in range(20):
+        out = run(ring, torch.full(shape, float(10 * turn + rank)))
+        assert torch.equal(out, torch.full(shape, float(10 * turn + ring.ranks[1 - ring.rank])))
+    dp = mesh.resolve(device_mesh, 0)
+    assert dp.ranks == (rank % 2, rank % 2 + 2)
+    assert run(dp, torch.full((2,), float(rank))).tolist() == [float((rank + 2) % 4)] * 2
+    assert run(mesh.resolve(), torch.full((2, 3), float(rank))).tolist() == [[float((rank - 1) % 4)] * 3] * 2
+    assert (jax.process_index(), jax.process_count(), jax.local_device_count()) == (rank, 4, 1)
+    print(f"rank {rank} is done")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
