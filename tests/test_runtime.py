@@ -12,11 +12,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from torch_bridge import coordinator, runtime
+from torch_bridge import coordinator, peers, runtime
 from torch_bridge.mesh import Ring
 
 WORKERS = Path(__file__).parent / "workers"
-PEER_TIMEOUT = 8.0  # what killed_peer.py gives to start()
+PEER_TIMEOUT = 12.0  # what killed_peer.py gives to start()
 NOISE = re.compile(r"Traceback|Check failure|grpc|CANCELLED|UNAVAILABLE|coordination|Error|Warning")
 
 
@@ -147,47 +147,67 @@ def test_errors_of_the_program_pass_through_a_watch():
         raise ValueError("shapes do not fit")
 
 
-class Launched:
-    """Stands for the result of a GPU call: launched, and ready when its peers have done their part."""
-
-    ready = False
+class OnGpu:
+    """Stands for the result of a GPU call."""
 
     def platform(self):
         return "gpu"
 
-    def is_ready(self):
-        return self.ready
+    def devices(self):
+        return {self}
+
+    local_hardware_id = 3
+
+
+class Event:
+    """Stands for the event behind it: complete when the peers have done their part."""
+
+    complete = False
+
+    def query(self):
+        return self.complete
 
 
 @pytest.fixture
-def world(monkeypatch):
-    """A fresh state of the runtime, as of a process that has started nothing."""
-    fresh = runtime._World(peer_timeout=0.04)
-    monkeypatch.setattr(runtime, "_world", fresh)
-    return fresh
+def fresh(monkeypatch):
+    """The state of a process that knows nothing of its peers yet."""
+    state = peers._Peers(timeout=0.08)
+    monkeypatch.setattr(peers, "_peers", state)
+    return state
 
 
-def test_a_launched_call_is_watched_until_its_result_is_ready(world):
-    result = Launched()
+@pytest.mark.usefixtures("fresh")
+def test_a_launched_call_is_watched_until_its_stream_is_past_it(monkeypatch):
+    events = {3: Event()}
+    monkeypatch.setattr(peers, "_mark", events.__getitem__)
     with runtime.watch(Ring((0, 1), 0), "backward") as call:
-        call.wait(result)
-    assert runtime._unfinished() == [call]
-    result.ready = True
-    assert runtime._unfinished() == []
+        call.wait(OnGpu())
+    assert peers._unfinished() == [call]
+    events[3].complete = True
+    assert peers._unfinished() == []
 
 
-def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(world):
+def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(fresh):
     call = runtime.watch(Ring((0, 1), 0), "backward")
-    world.gone[7] = False
+    fresh.gone[7] = False
     assert not call.overdue()
-    world.gone[1] = False
+    fresh.gone[1] = False
     assert not call.overdue()  # it has a while to end by itself
-    time.sleep(0.02)
+    time.sleep(0.03)
     assert call.overdue()
 
 
-def test_a_new_step_of_a_ring_that_lost_a_member_fails_at_once(world):
-    world.gone[3] = True
+def test_after_a_good_end_of_a_peer_gloo_decides_and_nccl_has_more_time(fresh):
+    call = runtime.watch(Ring((0, 1), 0), "backward")
+    fresh.gone[1] = True
+    assert call._grace() == pytest.approx(0.24)
+    peers.trust_collectives()
+    assert call._grace() is None
+    assert not call.overdue()
+
+
+def test_a_new_step_of_a_ring_that_lost_a_member_fails_at_once(fresh):
+    fresh.gone[3] = True
     with pytest.raises(runtime.PeerFailure, match=r"ranks \[2, 3\] .* forward step 1, on global rank 2: global rank 3 \(ended\)"):
         runtime.watch(Ring((2, 3), 0), "forward").__enter__()
     with runtime.watch(Ring((0, 1), 0), "forward"):

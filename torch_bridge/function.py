@@ -32,9 +32,8 @@ def attend(
     device = tensors["query"].device  # type: ignore[union-attr]  # never None
     operands = both_sides(Operands(**{**tensors, **ids}, dropout_seed=_seed_words(dropout_seed, device)))
     arrays = operands[: len(ARRAYS)]
-    signature = tuple(None if x is None else Form(tuple(x.shape), x.dtype) for x in arrays)
-    number = _number(program(Options(**options), signature, resolve(*where), device))
-    return _Attention.apply(number, *arrays)
+    forms = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in arrays)
+    return _Attention.apply(_number(where, options, forms, device), *arrays)
 
 
 def _seed_words(seed: int | None, device: torch.device) -> torch.Tensor | None:
@@ -45,11 +44,15 @@ def _seed_words(seed: int | None, device: torch.device) -> torch.Tensor | None:
     return torch.tensor([word - 2**32 if word >= 2**31 else word for word in words], dtype=torch.int32, device=device)
 
 
-def _number(program: Program) -> int:
-    if program not in _NUMBERS:
-        _NUMBERS[program] = len(_PROGRAMS)
-        _PROGRAMS.append(program)
-    return _NUMBERS[program]
+@torch.compiler.assume_constant_result
+def _number(where: tuple[Any, str | None], options: dict[str, Any], forms: tuple, device: torch.device) -> int:
+    """The number of the program; under ``torch.compile`` found once, while tracing."""
+    signature = tuple(None if form is None else Form(*form) for form in forms)
+    found = program(Options(**options), signature, resolve(*where), device)
+    if found not in _NUMBERS:
+        _NUMBERS[found] = len(_PROGRAMS)
+        _PROGRAMS.append(found)
+    return _NUMBERS[found]
 
 
 class _Attention(torch.autograd.Function):

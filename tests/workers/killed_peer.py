@@ -21,7 +21,7 @@ def main() -> None:
     victim, survivors = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
     ring = mesh.resolve()
-    runtime.start(ring, peer_timeout=8.0)
+    runtime.start(ring, peer_timeout=12.0)
     program = rotation(ring, 1)
     local = to_jax(torch.ones(64, 32))
     for turn in range(10_000):

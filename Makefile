@@ -1,0 +1,71 @@
+# `make demo` and `make test` are all that is needed on a fresh machine with Python >= 3.11; both make the environment first.
+
+VENV ?= .venv
+# On a machine with no GPU some package indexes offer a small CPU build of this version, others a CUDA build of several GB.
+# To choose another build: make test TORCH="torch==2.12.1", or TORCH=path/to/a.whl
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NEEDS := import sys; sys.exit(sys.version_info < (3, 11))
+
+.PHONY: demo test test-fast lint format types examples env clean
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_lm.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# The demo's source at a size that shows that it runs; `make demo` is the real one.
+examples: $(STAMP)
+	$(BIN)/python examples/jax_native.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/torch_minimal.py
+	$(BIN)/python examples/train_lm.py --context 1022 --steps 3 --output demo_output/small
+
+env: $(STAMP)
+
+# An environment that another install left is completed; one whose Python is gone or too old is made anew.
+$(STAMP): setup.py
+	@if $(BIN)/python -c '$(NEEDS)' 2>/dev/null && $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "completing the environment in $(VENV)"; \
+	else \
+		found=; for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+			if $$candidate -c '$(NEEDS)' 2>/dev/null; then found=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "No Python >= 3.11 found (tried: $(PYTHON) python3 python3.13 python3.12 python3.11)." >&2; \
+			echo "Install one, or name it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; \
+			exit 1; \
+		fi; \
+		echo "making the environment in $(VENV) with $$found"; \
+		$$found -m venv --clear $(VENV) || { \
+			echo "$$found cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
+			exit 1; \
+		}; \
+	fi
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=23.1"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,395 @@
+"""``RingAttention``: ``nn.MultiheadAttention`` over a sequence that is sharded across processes."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ring_attn.functional import ring_attention
+from ring_attn.sequence import positions, unshard
+from torch_bridge.mesh import resolve
+
+_LOST_MESH = "a mesh that was not pickled"
+_Ids = tuple[Tensor | None, Tensor | None]  # of the queries' segments and of the keys'
+
+
+class _Masks(NamedTuple):
+    """What the masks of ``nn.MultiheadAttention`` are to :func:`ring_attention`."""
+
+    mask: Tensor | None
+    bias: Tensor | None
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+
+
+class RingAttention(nn.MultiheadAttention):
+    """Multi-head attention whose sequence is sharded over a ring of processes; a drop-in for ``nn.MultiheadAttention``.
+
+    The constructor's arguments, ``forward``, the parameters and the state dict are those of ``nn.MultiheadAttention``, whose
+    state dicts load strictly (and the other way round while ``num_kv_heads``, ``sinks`` are left alone). With the whole
+    sequence in one process it gives the same output and gradients. With a ring, each process passes its own shards, in the
+    order of ``layout``, and gets its shard of the output; parameters are replicated, and each process gets its own part of
+    their gradients, which are summed over the ring as in every context-parallel model.
+
+    Further arguments, all by keyword:
+
+    - ``num_kv_heads``: fewer K/V heads than query heads (GQA, MQA). The projections of keys and values, and ``bias_k`` and
+      ``bias_v``, then have ``num_kv_heads * head_dim`` rows.
+    - ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence lies on it, as for :func:`ring_attn.ring_attention`.
+    - ``causal``, ``sliding_window``, ``chunk_size``, ``softcap``, ``scale``, ``platform``, ``cfg``: as there.
+    - ``sinks``: learned attention sinks, parameter ``sinks``: True for one per head ``[num_heads]``, n for ``[num_heads, n]``.
+      They start at 0.
+
+    What differs from torch, and why:
+
+    - ``need_weights`` defaults to False and True raises: no process ever has the weights. The return is ``(output, None)``.
+    - ``is_causal=True`` needs no ``attn_mask`` and means causal; with an ``attn_mask`` both apply (torch takes it as a hint).
+    - A float ``key_padding_mask`` may go with a bool ``attn_mask``, without a warning; ``attn_mask`` may be float32 beside
+      half-precision queries.
+    - A row that may see no key gives 0 where torch gives NaN.
+    - Dropout's pattern is keyed by the position, from a seed that is drawn from torch's CPU generator on each forward (so
+      ``torch.manual_seed`` and activation checkpointing replay it). Processes seeded alike drop what one process would.
+    - The fused inference path of ``nn.TransformerEncoderLayer`` would attend to the local shard only; it is kept off by
+      ``_qkv_same_embed_dim``, which is always False here. Nested tensors are refused.
+    - A copy shares the mesh. A pickle cannot hold one: after unpickling set ``module.mesh``, or ``forward`` raises (None and
+      "local" are kept).
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; Liu et al. 2023, "Ring Attention with Blockwise
+    Transformers", arXiv:2310.01889.
+
+    Raises ValueError for sizes that do not divide, a dropout outside [0, 1] and a number of sinks below 0.
+    """
+
+    _qkv_same_embed_dim: bool
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        mesh: Any = None,
+        mesh_dim: str | int | None = None,
+        layout: str = "contiguous",
+        causal: bool = False,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        chunk_size: int | None = None,
+        sinks: bool | int = False,
+        softcap: float | None = None,
+        scale: float | None = None,
+        platform: str = "auto",
+        cfg: Any = None,
+    ) -> None:
+        nn.Module.__init__(self)  # MultiheadAttention's own would make parameters for as many K/V heads as query heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(embed_dim, num_heads, num_kv_heads, dropout, sinks)
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
+        # nn.TransformerEncoder and its layer take their fused path, past our forward, only where this is true.
+        self._qkv_same_embed_dim = False
+        self.mesh, self.mesh_dim, self.layout = mesh, mesh_dim, layout
+        self.causal, self.sliding_window, self.chunk_size = causal, sliding_window, chunk_size
+        self.softcap, self.scale, self.platform, self.cfg = softcap, scale, platform, cfg
+        self._make_parameters(bias, add_bias_kv, sinks, {"device": device, "dtype": dtype})
+        self._reset_parameters()
+
+    def _make_parameters(self, bias: bool, add_bias_kv: bool, sinks: bool | int, factory: dict[str, Any]) -> None:
+        kv_dim = self.num_kv_heads * self.head_dim
+        rows = self.embed_dim + 2 * kv_dim
+        packed = self.kdim == self.vdim == self.embed_dim
+        shapes: dict[str, tuple[int, ...] | None] = {
+            "in_proj_weight": (rows, self.embed_dim) if packed else None,
+            "q_proj_weight": None if packed else (self.embed_dim, self.embed_dim),
+            "k_proj_weight": None if packed else (kv_dim, self.kdim),
+            "v_proj_weight": None if packed else (kv_dim, self.vdim),
+            "in_proj_bias": (rows,) if bias else None,
+            "bias_k": (1, 1, kv_dim) if add_bias_kv else None,
+            "bias_v": (1, 1, kv_dim) if add_bias_kv else None,
+            "sinks": None if not sinks else (self.num_heads,) if sinks is True else (self.num_heads, sinks),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
+        self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **factory)
+
+    def _reset_parameters(self) -> None:
+        """The initial values of ``nn.MultiheadAttention``, drawn in its order, so that one seed gives both the same."""
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        for zero in (self.in_proj_bias, self.out_proj.bias, self.sinks):
+            if zero is not None:
+                nn.init.zeros_(zero)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.xavier_normal_(extra)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        q_segment_ids: Tensor | None = None,
+        kv_segment_ids: Tensor | None = None,
+        q_position_ids: Tensor | None = None,
+        kv_position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attention of this process's queries to the keys of the whole ring: ``(output, None)``.
+
+        N batch, L and S this process's query and key positions, R the size of the ring:
+
+        - ``query`` (L, N, embed_dim), ``key`` (S, N, kdim), ``value`` (S, N, vdim); batch first with ``batch_first``; or all
+          without the batch dim. The output has the shape of ``query``, in the dtype of the projections.
+        - ``key_padding_mask`` (N, S) or (S), this process's own: bool, True is not attended to; or float, added to the logits
+          of its key. A float mask of anything but 0 and -inf, or one with a gradient, takes N * L * S * R numbers of bias.
+        - ``attn_mask`` (L, S * R) or (N * num_heads, L, S * R): this process's rows in the order of the layout, and the
+          columns of all keys in natural order: bool, True is not attended to; or float, added to the logits, differentiable.
+          Cut its rows with ``ring_attn.shard(attn_mask, mesh, dim=-2, layout=layout)``.
+        - ``is_causal``: causal, as the constructor's ``causal``.
+        - ``average_attn_weights`` speaks of weights that are never returned.
+        - ``q_segment_ids`` and ``kv_segment_ids`` (N, L) and (N, S), for packed sequences; ``q_position_ids`` and
+          ``kv_position_ids``: as for :func:`ring_attn.ring_attention`. One side given serves both where lengths agree.
+
+        The keys of ``add_bias_kv`` and ``add_zero_attn`` are visible to every query, whatever masks, windows and segments say.
+
+        Raises ValueError for shapes, dtypes or lengths that do not fit, NotImplementedError for ``need_weights=True``.
+        """
+        self._check_call(query, key, value, need_weights)
+        batched = query.ndim == 3
+        # The same tensor stays the same object: self-attention projects once.
+        q = self._batch_first(query)
+        k = q if key is query else self._batch_first(key)
+        v = k if value is key else q if value is query else self._batch_first(value)
+        _check_inputs(q, k, v, (self.embed_dim, self.kdim, self.vdim))
+        masks = self._masks(q, k, key_padding_mask, attn_mask, (q_segment_ids, kv_segment_ids))
+        options = {**masks._asdict(), "q_position_ids": q_position_ids, "kv_position_ids": kv_position_ids}
+        out = self._attend(*self._project(q, k, v), causal=self.causal or is_causal, **options)
+        out = self.out_proj(out.flatten(2))
+        return (out if self.batch_first else out.transpose(0, 1)) if batched else out.squeeze(0), None
+
+    def extra_repr(self) -> str:
+        names = ("embed_dim", "num_heads", "num_kv_heads", "layout", "causal", "sliding_window", "chunk_size", "softcap", "dropout")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RingAttention":
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        memo[id(self.mesh)] = self.mesh  # process groups cannot be copied, and a copy belongs to the same ring
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = self.mesh is None or isinstance(self.mesh, str)
+        return {**self.__dict__, "mesh": self.mesh if kept else _LOST_MESH}
+
+    def _check_call(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
+        if need_weights:
+            raise NotImplementedError(
+                "RingAttention cannot return the attention weights, because no process ever has them all; call with "
+                "need_weights=False, or take the weights of a whole sequence from nn.MultiheadAttention with this state dict"
+            )
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(
+                "RingAttention takes no nested tensors; build nn.TransformerEncoder with enable_nested_tensor=False, or pass "
+                "padded tensors and a key_padding_mask"
+            )
+        if not query.ndim == key.ndim == value.ndim:
+            dims = f"{query.ndim}, {key.ndim} and {value.ndim}"
+            raise ValueError(f"query, key and value must all have a batch dim or none, got {dims} dims")
+        if isinstance(self.mesh, str) and self.mesh == _LOST_MESH:
+            raise ValueError("this RingAttention was unpickled, which loses its mesh; set module.mesh before calling it")
+
+    def _batch_first(self, tensor: Tensor) -> Tensor:
+        if tensor.ndim == 2:
+            return tensor.unsqueeze(0)
+        return tensor if self.batch_first or tensor.ndim != 3 else tensor.transpose(0, 1)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kv_dim = self.num_kv_heads * self.head_dim
+        rows = [self.embed_dim, kv_dim, kv_dim]
+        if self.in_proj_weight is not None and query is key and key is value:
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(rows, -1)
+        else:
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = separate if self.in_proj_weight is None else self.in_proj_weight.split(rows)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(rows)
+            q, k, v = (F.linear(*args) for args in zip((query, key, value), weights, biases, strict=True))
+        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
+        return q, k, v
+
+    def _masks(self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, ids: _Ids) -> _Masks:
+        mask, bias = self._attention_mask(attn_mask, query, key)
+        if key_padding_mask is None:
+            return _Masks(mask, bias, *ids)
+        padding, added = self._padding(key_padding_mask, query, key)
+        if added is not None:
+            bias = added if bias is None else bias + added
+        return _Masks(mask, bias, *_joined_segments(padding, query, *ids))
+
+    def _attention_mask(self, attn_mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if attn_mask is None:
+            return None, None
+        (batch, rows), columns = query.shape[:2], key.shape[1] * self._ring_size()
+        expected = ((rows, columns), (batch * self.num_heads, rows, columns))
+        if tuple(attn_mask.shape) not in expected:
+            raise ValueError(
+                f"attn_mask must be {expected[0]} or {expected[1]} (batch * heads, this process's query rows, all key positions "
+                f"in natural order), got {tuple(attn_mask.shape)}; cut the rows of a whole mask with ring_attn.shard(dim=-2)"
+            )
+        forbidden, bias = _split_mask(attn_mask, "attn_mask")
+        shape = (1, 1, rows, columns) if attn_mask.ndim == 2 else (batch, self.num_heads, rows, columns)
+        return ~forbidden.reshape(shape), None if bias is None else bias.reshape(shape)
+
+    def _padding(self, key_padding_mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Which of this process's keys are padding ``[N, S]``, and what is added to the logits ``[N, 1, L, S * R]``, or None."""
+        expected = tuple(key.shape[:2])
+        given = key_padding_mask.unsqueeze(0) if key_padding_mask.ndim == 1 else key_padding_mask
+        if tuple(given.shape) != expected:
+            raise ValueError(
+                f"key_padding_mask must be {expected}, the batch and this process's key positions, got "
+                f"{tuple(key_padding_mask.shape)}; cut a whole mask with ring_attn.shard(dim=-1)"
+            )
+        forbidden, added = _split_mask(given, "key_padding_mask")
+        if added is None:
+            return forbidden, None
+        # nn.TransformerEncoder turns a bool mask into one of 0 and -inf. The segment ids say all of that, in memory that is
+        # linear in the sequence; the gathered mask is what every process of the ring decides alike on.
+        added = unshard(added, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout)
+        if not added.requires_grad and not bool(added.any()):
+            return forbidden, None
+        return forbidden, added[:, None, None, :].expand(-1, 1, query.shape[1], -1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        dropout_p = self.dropout if self.training else 0.0
+        # Drawn on the CPU, where torch.manual_seed and checkpointing put the generator back; nothing is drawn without dropout.
+        seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")) if dropout_p > 0 else None
+        options |= {"sinks": self._all_sinks(), "dropout_p": dropout_p, "dropout_seed": seed}
+        options |= {"mesh": self.mesh, "mesh_dim": self.mesh_dim, "layout": self.layout, "scale": self.scale}
+        options |= {"sliding_window": self.sliding_window, "chunk_size": self.chunk_size, "softcap": self.softcap}
+        options |= {"platform": self.platform, "cfg": self.cfg}
+        result = ring_attention(q, k, v, return_lse=self.bias_k is not None, **options)
+        return result if isinstance(result, Tensor) else self._join_bias_kv(q, *result, k.shape[1], dropout_p, seed)
+
+    def _all_sinks(self) -> Tensor | None:
+        """[num_heads, n]. ``add_zero_attn``'s key of zeros has logit 0 and adds the value 0: it is a sink at 0."""
+        learned = [] if self.sinks is None else [self.sinks.reshape(self.num_heads, -1)]
+        zero = [self.out_proj.weight.new_zeros(self.num_heads, 1)] if self.add_zero_attn else []
+        return torch.cat(learned + zero, 1) if learned or zero else None
+
+    def _join_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor, keys: int, dropout_p: float, seed: int | None) -> Tensor:
+        """``out`` with the one key and value of ``add_bias_kv``, seen by every query, joined through ``lse``.
+
+        The weight of the key is ``w = exp(s) / (exp(s) + exp(lse)) = sigmoid(s - lse)``; everything else is scaled by ``1 - w``.
+        """
+        logit = (q.to(lse.dtype) * self._per_query_head(self.bias_k, lse.dtype)).sum(-1)
+        logit = logit * (self.head_dim**-0.5 if self.scale is None else self.scale)
+        if self.softcap is not None:
+            logit = self.softcap * torch.tanh(logit / self.softcap)
+        difference = (logit - lse.transpose(1, 2)).unsqueeze(-1)
+        weight, rest = torch.sigmoid(difference), torch.sigmoid(-difference)  # 1 - weight would cancel
+        if seed is not None:
+            weight = weight * self._kept(q, keys, seed) * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))
+        return (rest * out + weight * self._per_query_head(self.bias_v, lse.dtype)).to(out.dtype)
+
+    def _per_query_head(self, extra: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert extra is not None
+        return extra.to(dtype).view(self.num_kv_heads, self.head_dim).repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+
+    def _kept(self, q: Tensor, keys: int, seed: int) -> Tensor:
+        """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]: its index is one past the last of the ring."""
+        size = self._ring_size()
+        rows = positions(q.shape[1] * size, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout, device=q.device)
+        batch, heads = (torch.arange(count, device=q.device) for count in (q.shape[0], self.num_heads))
+        low, high, column = (torch.tensor(word, device=q.device) for word in (seed & 0xFFFFFFFF, seed >> 32, keys * size))
+        key = _threefry_2x32(low, high, batch[:, None, None], heads)
+        bits, _ = _threefry_2x32(*key, rows[:, None], column)
+        return (bits >= min(round(self.dropout * 2**32), 2**32 - 1)).unsqueeze(-1)
+
+    def _ring_size(self) -> int:
+        return resolve(self.mesh, self.mesh_dim).size
+
+
+def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float, sinks: int) -> None:
+    if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
+        raise ValueError(f"embed_dim must be a positive multiple of num_heads, got embed_dim={embed_dim} and num_heads={num_heads}")
+    if num_kv_heads <= 0 or num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must lie in [0, 1], got {dropout}")
+    if sinks < 0:
+        raise ValueError(f"sinks must be a bool or the number of sinks per head, got {sinks}")
+
+
+def _check_inputs(query: Tensor, key: Tensor, value: Tensor, features: tuple[int, int, int]) -> None:
+    """Batch-first tensors, from inputs that were all 3-D or all 2-D."""
+    for name, tensor, expected in zip(("query", "key", "value"), (query, key, value), features, strict=True):
+        if tensor.ndim != 3 or tensor.shape[-1] != expected:
+            raise ValueError(
+                f"{name} must be 3-D (or 2-D without a batch) with {expected} features last, got {tensor.ndim} dims and "
+                f"{tensor.shape[-1] if tensor.ndim else 0} features"
+            )
+    if key.shape[:2] != value.shape[:2] or query.shape[0] != key.shape[0]:
+        raise ValueError(
+            "query, key and value must have one batch size, key and value one length, got (batch, length) "
+            f"{tuple(query.shape[:2])}, {tuple(key.shape[:2])} and {tuple(value.shape[:2])}; mind batch_first"
+        )
+
+
+def _split_mask(mask: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+    """Torch's bool mask (True: not attended to) or float mask as what is forbidden and what is added, which is finite."""
+    if mask.dtype == torch.bool:
+        return mask, None
+    if not mask.is_floating_point():
+        raise ValueError(f"{name} must be bool (True is not attended to) or float (added to the logits), got {mask.dtype}")
+    forbidden = mask == float("-inf")
+    return forbidden, mask.masked_fill(forbidden, 0)
+
+
+def _joined_segments(
+    padding: Tensor, query: Tensor, q_segment_ids: Tensor | None, kv_segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Segment ids in which padded keys are -1; queries keep theirs, so a padded query still attends, as in torch."""
+    if q_segment_ids is None and kv_segment_ids is None:
+        q_segment_ids = torch.zeros(query.shape[:2], dtype=torch.int32, device=query.device)
+        kv_segment_ids = torch.zeros_like(padding, dtype=torch.int32)
+    q_ids = next(ids for ids in (q_segment_ids, kv_segment_ids) if ids is not None)
+    kv_ids = q_ids if kv_segment_ids is None else kv_segment_ids
+    if q_ids.shape != query.shape[:2] or kv_ids.shape != padding.shape:
+        raise ValueError(
+            f"q_segment_ids and kv_segment_ids must be {tuple(query.shape[:2])} and {tuple(padding.shape)}, got "
+            f"{tuple(q_ids.shape)} and {tuple(kv_ids.shape)}; give both when queries and keys differ in length"
+        )
+    return q_ids, kv_ids.masked_fill(padding, -1)
+
+
+def _threefry_2x32(key_0: Tensor, key_1: Tensor, count_0: Tensor, count_1: Tensor) -> tuple[Tensor, Tensor]:
+    """Threefry-2x32-20 on words held in int64, as ``jax_core.dropout`` defines the pattern of dropout (Salmon et al. 2011)."""
+    word = 0xFFFFFFFF
+    keys = (key_0, key_1, key_0 ^ key_1 ^ 0x1BD11BDA)
+    x, y = (count_0 + keys[0]) & word, (count_1 + keys[1]) & word
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x = (x + y) & word
+            y = ((y << rotation) & word | (y >> (32 - rotation))) ^ x
+        x, y = (x + keys[(group + 1) % 3]) & word, (y + keys[(group + 2) % 3] + group + 1) & word
+    return x, y

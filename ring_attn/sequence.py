@@ -1,0 +1,338 @@
+"""Torch tensors laid over a ring: shards, whole sequences, padding, positions, and batches of tokens with their labels.
+
+Everything follows from the arithmetic of ``jax_core.layout``; no JAX is loaded. ``mesh`` is what :func:`ring_attn.ring_attention`
+takes: a DeviceMesh (with ``mesh_dim`` when it has several dims), a ProcessGroup, ``"local"``, or None for the default process
+group (a ring of one when torch.distributed is not initialised).
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jax_core.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
+from torch_bridge.mesh import Ring, resolve
+
+
+class ShardedBatch(NamedTuple):
+    """This rank's shard of a batch of token sequences; each tensor is int64 ``[batch, shard length]`` in the layout's order.
+
+    ``labels[:, i]`` is the token that follows ``input_ids[:, i]``, wherever in the ring that token lies, or the ignore index.
+    ``position_ids`` are global. ``segment_ids`` are -1 on padding. ``length`` is the sequence length before padding, which
+    :func:`unshard` takes to trim.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor
+    length: int
+
+
+def shard(
+    tensor: Tensor, mesh: Any = None, *, mesh_dim: str | int | None = None, dim: int = 1, layout: str = "contiguous"
+) -> Tensor:
+    """This rank's shard of a whole tensor: ``[..., S, ...] -> [..., S / ring size, ...]`` along ``dim``, in the layout's order.
+
+    Every rank passes the same whole tensor; nothing is sent. Any dtype and device. Differentiable: the gradient of a shard
+    lands at its own positions and is zero elsewhere, which is the exact adjoint of local computation. When the whole tensor
+    is a replicated parameter, sum its gradient over the ring as for every parameter of a context-parallel model.
+
+    Raises ValueError for a ``dim`` out of range, an unknown layout, and a length that the layout cannot split (see :func:`pad`).
+    """
+    ring = resolve(mesh, mesh_dim)
+    dim = _checked_dim(tensor, dim)
+    _check_whole_length(tensor.shape[dim], dim, layout, ring.size)
+    return _take(tensor, dim, runs(layout, ring.rank, ring.size, tensor.shape[dim] // ring.size))
+
+
+def unshard(
+    tensor: Tensor,
+    mesh: Any = None,
+    *,
+    mesh_dim: str | int | None = None,
+    dim: int = 1,
+    layout: str = "contiguous",
+    length: int | None = None,
+) -> Tensor:
+    """The whole tensor in natural order, on every rank: ``[..., T, ...] -> [..., T * ring size, ...]`` along ``dim``.
+
+    ``length`` trims it, undoing :func:`pad`. Collective: every rank of the ring calls it, with shards of one shape, dtype and
+    need of a gradient; this is agreed on first, so that ranks that differ raise on all sides instead of hanging.
+
+    Differentiable. The objective is the sum of the losses of all ranks, so a shard's gradient is the sum, over the ranks, of
+    what each does with the whole tensor (half precision is summed in float32). If every rank computes one and the same loss
+    from the whole tensor, that objective counts it ring-size times: divide the loss by the ring size, or keep it on one rank
+    and add ``0 * whole.sum()`` on the others. The backward is collective too: every rank must reach it.
+
+    Raises ValueError for a ``dim`` out of range, an unknown layout, a shard length that does not fit the layout, a ``length``
+    longer than the whole, and shards that differ between ranks.
+    """
+    _check_tensor(tensor)
+    ring = resolve(mesh, mesh_dim)
+    # Before any other check: a rank that raised alone would leave the others waiting in the collective.
+    _check_agreement(tensor, dim, length, layout, ring)
+    dim = _checked_dim(tensor, dim)
+    check_layout(layout)
+    check_shard_length(layout, tensor.shape[dim])
+    total = tensor.shape[dim] * ring.size
+    if length is not None and not 0 <= length <= total:
+        raise ValueError(f"length must lie between 0 and the length of the whole sequence, {total}; got {length}")
+    whole: Tensor = _Unshard.apply(tensor, dim, layout, ring)
+    return whole if length is None else whole.narrow(dim, 0, length)
+
+
+def pad(
+    tensor: Tensor,
+    mesh: Any = None,
+    *,
+    mesh_dim: str | int | None = None,
+    dim: int = 1,
+    layout: str = "contiguous",
+    value: float = 0,
+) -> Tensor:
+    """A whole tensor padded at the end of ``dim`` with ``value`` to the least length that the layout can split over the ring.
+
+    Comes back as it is when it fits already. Mask the padding (segment id -1, or a key padding mask) unless the attention is
+    causal, where no token sees what comes after it. Differentiable; any dtype.
+
+    Raises ValueError for a ``dim`` out of range, an unknown layout, and a ``value`` that the dtype cannot hold.
+    """
+    dim = _checked_dim(tensor, dim)
+    missing = padded_length(layout, resolve(mesh, mesh_dim).size, tensor.shape[dim]) - tensor.shape[dim]
+    _check_fill(value, tensor.dtype)
+    if missing == 0:
+        return tensor
+    shape = [*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]]
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim)
+
+
+def positions(
+    length: int,
+    mesh: Any = None,
+    *,
+    mesh_dim: str | int | None = None,
+    layout: str = "contiguous",
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """This rank's global positions, int64 ``[shard length]``, of a sequence of ``length`` tokens padded as :func:`pad` does.
+
+    These are the position ids for rotary or learned embeddings; those of the padding run on past ``length``.
+
+    Raises ValueError for a negative length and an unknown layout.
+    """
+    if length < 0:
+        raise ValueError(f"length must not be negative, got {length}")
+    ring = resolve(mesh, mesh_dim)
+    held = runs(layout, ring.rank, ring.size, padded_length(layout, ring.size, length) // ring.size)
+    return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in held])
+
+
+def shard_batch(
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    mesh: Any = None,
+    mesh_dim: str | int | None = None,
+    layout: str = "contiguous",
+    pad_id: int = 0,
+    ignore_index: int = -100,
+    shift_labels: bool = True,
+) -> ShardedBatch:
+    """This rank's shard of a whole batch of token sequences of any length. Nothing is sent; every rank passes the same batch.
+
+    All tensors are integers ``[batch, seq]`` in natural order, the same on every rank of the ring.
+
+    - ``input_ids``: padded at the end with ``pad_id`` to a length that the layout can split.
+    - ``labels``: shifted here, before sharding, because the token that follows a shard's last one lies on another rank: the
+      label of position i is ``labels[i + 1]``, that of the last one is ``ignore_index``. None takes ``input_ids``. Do not
+      shift again in the loss. With ``shift_labels=False`` they are shifted already, and must be given.
+    - ``segment_ids``: equal ids attend to each other, negative ones are padding. None: one segment.
+    - ``attention_mask``: ``[batch, seq]`` of 1 (real) and 0 (padding, on either side), as tokenizers give it: 0 sets the
+      segment id to -1.
+    - ``position_ids``: also ``[seq]`` or ``[1, seq]``. None counts from 0 through the whole sequence, segments included.
+
+    A label never crosses a segment boundary and is never on padding, nor a padding token: those are ``ignore_index``.
+    Ranks hold different numbers of labels, so a mean loss is the local sum over the count summed over the ring (the rank's
+    loss is then its share, and gradients are summed over the ring).
+
+    Raises ValueError for shapes that differ, tensors that are not integers, ``shift_labels=False`` without labels, and an
+    unknown layout.
+    """
+    _check_batch(input_ids, labels, position_ids, segment_ids, attention_mask)
+    if labels is None and not shift_labels:
+        raise ValueError("shift_labels=False says that the labels are shifted already, but labels is None; pass the shifted labels")
+    segments = _segments(input_ids, segment_ids, attention_mask)
+    labels = _visible_labels(input_ids if labels is None else labels, segments, ignore_index, shift_labels)
+    held = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
+
+    def local(tensor: Tensor, fill: int) -> Tensor:
+        return shard(pad(tensor.long(), value=fill, **held), **held)
+
+    length = input_ids.shape[1]
+    if position_ids is None:
+        own_positions = positions(length, device=input_ids.device, **held).expand(input_ids.shape[0], -1)
+    else:
+        own_positions = local(position_ids.expand(input_ids.shape), 0)
+    return ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length)
+
+
+def _span(run: Run) -> tuple[int, int]:
+    return run.start, run.start + run.stride * run.length
+
+
+def _take(whole: Tensor, dim: int, held: tuple[Run, ...]) -> Tensor:
+    """The positions of some runs. Slices, so autograd's own adjoint is the right one."""
+    before = (slice(None),) * dim
+    parts = [whole[(*before, slice(*_span(run), run.stride))] for run in held]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, layout: str, ring: Ring) -> Tensor:
+        ctx.dim, ctx.layout, ctx.ring, ctx.length = dim, layout, ring, tensor.shape[dim]
+        return _assemble(_gather(tensor.contiguous(), ring), dim, layout)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        total = _sum_over_ring(grad, ctx.ring)
+        return _take(total, ctx.dim, runs(ctx.layout, ctx.ring.rank, ctx.ring.size, ctx.length)), None, None, None
+
+
+def _gather(tensor: Tensor, ring: Ring) -> list[Tensor]:
+    if ring.size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(ring.size)]
+    dist.all_gather(parts, tensor, group=ring.group)
+    return parts
+
+
+def _assemble(parts: list[Tensor], dim: int, layout: str) -> Tensor:
+    """The shards of all ranks, put at their global positions."""
+    length = parts[0].shape[dim]
+    shape = list(parts[0].shape)
+    shape[dim] = length * len(parts)
+    whole = parts[0].new_empty(shape)
+    before = (slice(None),) * dim
+    for rank, part in enumerate(parts):
+        offset = 0
+        for run in runs(layout, rank, len(parts), length):
+            whole[(*before, slice(*_span(run), run.stride))] = part.narrow(dim, offset, run.length)
+            offset += run.length
+    return whole
+
+
+def _sum_over_ring(grad: Tensor, ring: Ring) -> Tensor:
+    if ring.size == 1:
+        return grad
+    # Half precision would round once per rank on the way round.
+    total = grad.to(torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype, copy=True).contiguous()
+    dist.all_reduce(total, group=ring.group)
+    return total.to(grad.dtype)
+
+
+def _check_agreement(tensor: Tensor, dim: int, length: int | None, layout: str, ring: Ring) -> None:
+    """Raise on every rank when any rank calls with something else: a collective of unequal shapes hangs or corrupts."""
+    if ring.size == 1:
+        return
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    call = f"{list(tensor.shape)} {tensor.dtype} dim={dim} layout={layout} length={length} requires_grad={needs_grad}"
+    # A hash is one number whatever the call, so that comparing needs no agreement itself.
+    digest = int.from_bytes(hashlib.sha256(call.encode()).digest()[:8], "big", signed=True)
+    digests = torch.cat(_gather(torch.tensor([digest], device=tensor.device), ring))
+    if bool((digests == digest).all()):
+        return
+    calls: list[Any] = [None] * ring.size
+    dist.all_gather_object(calls, call, group=ring.group)
+    raise ValueError(
+        "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring, got "
+        + "; ".join(f"ring rank {rank}: {other}" for rank, other in enumerate(calls))
+        + "; pad the shards to one length first"
+    )
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"a torch.Tensor is needed, got {type(tensor).__name__}")
+
+
+def _checked_dim(tensor: Tensor, dim: int) -> int:
+    _check_tensor(tensor)
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"dim must be one of the {tensor.ndim} dims of the tensor {tuple(tensor.shape)}, got {dim}")
+    return dim % tensor.ndim
+
+
+def _check_whole_length(length: int, dim: int, layout: str, size: int) -> None:
+    multiple = size * shard_multiple(layout)
+    if length % multiple:
+        raise ValueError(
+            f"{layout} over {size} ranks needs a length divisible by {multiple}, got {length} in dim {dim}; pad it to "
+            f"{padded_length(layout, size, length)} first (ring_attn.pad does)"
+        )
+
+
+def _check_fill(value: float, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    if dtype == torch.bool:
+        fits = value in (0, 1)
+    else:
+        fits = float(value).is_integer() and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+    if not fits:
+        raise ValueError(f"value must be one that {dtype} can hold, got {value!r}; convert the tensor or choose another value")
+
+
+def _check_batch(
+    input_ids: Tensor, labels: Tensor | None, position_ids: Tensor | None, segment_ids: Tensor | None, attention_mask: Tensor | None
+) -> None:
+    _check_integers(input_ids, "input_ids")
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids must be [batch, seq], got shape {tuple(input_ids.shape)}; add the batch dim with unsqueeze(0)")
+    others = {"labels": labels, "position_ids": position_ids, "segment_ids": segment_ids, "attention_mask": attention_mask}
+    for name, tensor in others.items():
+        if tensor is None:
+            continue
+        _check_integers(tensor, name, allow_bool=name == "attention_mask")
+        shape, expected = tuple(tensor.shape), tuple(input_ids.shape)
+        broadcast = name == "position_ids" and shape in (expected[1:], (1, expected[1]))
+        if shape != expected and not broadcast:
+            raise ValueError(f"{name} must have the shape of input_ids, {expected}, got {shape}; pass whole sequences")
+        if tensor.device != input_ids.device:
+            raise ValueError(f"{name} must be on the device of input_ids, {input_ids.device}, got {tensor.device}")
+
+
+def _check_integers(tensor: Tensor, name: str, allow_bool: bool = False) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor of integers, got {type(tensor).__name__}")
+    if tensor.is_floating_point() or tensor.is_complex() or (tensor.dtype == torch.bool and not allow_bool):
+        raise ValueError(f"{name} must hold integers (int64), got {tensor.dtype}")
+
+
+def _segments(input_ids: Tensor, segment_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+    segments = torch.zeros_like(input_ids, dtype=torch.int64) if segment_ids is None else segment_ids.long()
+    if attention_mask is None:
+        return segments
+    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise ValueError("attention_mask must hold 1 (a real token) and 0 (padding) only; for packed sequences pass segment_ids")
+    return segments.masked_fill(attention_mask == 0, -1)
+
+
+def _visible_labels(labels: Tensor, segments: Tensor, ignore_index: int, shift: bool) -> Tensor:
+    labels = labels.long()
+    outside = segments < 0
+    if shift:
+        labels, following = (_shifted(tensor, fill) for tensor, fill in ((labels, ignore_index), (segments, -1)))
+        outside = outside | (following != segments)
+    return labels.masked_fill(outside, ignore_index)
+
+
+def _shifted(tensor: Tensor, last: int) -> Tensor:
+    return torch.cat([tensor[:, 1:], tensor.new_full((tensor.shape[0], 1), last)], 1)

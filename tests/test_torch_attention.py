@@ -1,0 +1,229 @@
+"""ring_attn.ring_attention on one process: against torch's own attention, through gradcheck, and where torch looks inside."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ring_attn
+
+
+def normal(*shape, dtype=torch.float64, seed=0, grad=True):
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype).requires_grad_(grad)
+
+
+def qkv(length=21, heads=4, kv_heads=4, dim=8, dtype=torch.float64):
+    shapes = (2, length, heads, dim), (2, length, kv_heads, dim), (2, length, kv_heads, dim)
+    return [normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def sdpa(q, k, v, **options):
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+
+
+def gradients(out, inputs):
+    return torch.autograd.grad(out, inputs, grad_outputs=normal(*out.shape, dtype=out.dtype, seed=9, grad=False), retain_graph=True)
+
+
+def assert_same(ours, theirs, inputs, tolerance=1e-12):
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for got, want in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_is_torchs_attention(causal):
+    inputs = qkv()
+    assert_same(ring_attn.ring_attention(*inputs, causal=causal), sdpa(*inputs, is_causal=causal), inputs)
+
+
+def test_bhsd_and_gqa():
+    inputs = qkv(kv_heads=2)
+    out = ring_attn.ring_attention(*(x.transpose(1, 2) for x in inputs), qkv_format="bhsd", scale=0.3).transpose(1, 2)
+    assert_same(out, sdpa(*inputs, scale=0.3, enable_gqa=True), inputs)
+
+
+def test_bias_and_mask_are_torchs_attn_mask():
+    inputs = [*qkv(), normal(1, 4, 21, 21, seed=5)]
+    mask = torch.rand(2, 1, 21, 21, generator=torch.Generator().manual_seed(1)) > 0.3
+    ours = ring_attn.ring_attention(*inputs[:3], bias=inputs[3], mask=mask)
+    assert_same(ours, sdpa(*inputs[:3], attn_mask=inputs[3].masked_fill(~mask, -torch.inf)), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_is_that_of_torchs_attention_in_the_same_dtype(dtype):
+    inputs = qkv(dtype=dtype)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    exact_out = sdpa(*exact_inputs, is_causal=True)
+    exact = [exact_out, *gradients(exact_out, exact_inputs)]
+    ours, theirs = ring_attn.ring_attention(*inputs, causal=True), sdpa(*inputs, is_causal=True)
+    assert ours.dtype == dtype
+    for got, plain, want in zip((ours, *gradients(ours, inputs)), (theirs, *gradients(theirs, inputs)), exact, strict=True):
+        assert got.dtype == dtype
+        assert (got - want).abs().max() <= 2 * (plain - want).abs().max() + 2 * torch.finfo(dtype).eps
+
+
+def test_gradcheck_of_everything_that_has_a_gradient():
+    q, k, v = normal(1, 5, 2, 3), normal(1, 5, 1, 3, seed=1), normal(1, 5, 1, 2, seed=2)
+    bias, sinks, slopes = normal(1, 2, 5, 5, seed=3), normal(2, 2, seed=4), normal(2, seed=5)
+
+    def attention(q, k, v, bias, sinks, slopes):
+        options = dict(causal=True, softcap=3.0, dropout_p=0.2, dropout_seed=11, return_lse=True)
+        return ring_attn.ring_attention(q, k, v, bias=bias, sinks=sinks, alibi_slopes=slopes, **options)
+
+    assert torch.autograd.gradcheck(attention, (q, k, v, bias, sinks, slopes))
+
+
+def test_operators_keep_torchs_rules():
+    from torch_bridge.compiled import ARRAYS
+
+    attention = ring_attn.ring_attention(*qkv(), causal=True)
+    number = attention.grad_fn.number
+    operands = [*(x.detach() for x in qkv()), *(None for _ in ARRAYS[3:])]
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.ring_attn.forward.default, (operands, number), test_utils=checks)
+    out, lse = torch.ops.ring_attn.forward(operands, number)
+    arguments = (operands, out, lse, out, lse, [0, 2], number)
+    torch.library.opcheck(torch.ops.ring_attn.backward.default, arguments, test_utils=checks)
+
+
+def test_only_wanted_gradients_are_made():
+    q, k, v = qkv()
+    bias = normal(1, 1, 21, 21, seed=5)
+    out = ring_attn.ring_attention(q.detach(), k.detach(), v.detach(), bias=bias)
+    expected = gradients(sdpa(q.detach(), k.detach(), v.detach(), attn_mask=bias), [bias])
+    torch.testing.assert_close(gradients(out, [bias]), expected)
+    assert not ring_attn.ring_attention(q.detach(), k.detach(), v.detach()).requires_grad
+
+
+def test_checkpoint_and_offload_hooks():
+    inputs = qkv()
+    plain = ring_attn.ring_attention(*inputs, causal=True)
+    torch.manual_seed(3)
+    again = checkpoint(lambda *x: ring_attn.ring_attention(*x, causal=True), *inputs, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu():
+        offloaded = ring_attn.ring_attention(*inputs, causal=True)
+    assert_same(again, plain, inputs)
+    assert_same(offloaded, plain, inputs)
+
+
+def test_dropout_under_checkpoint_draws_the_same_seed_again():
+    inputs = qkv()
+
+    def attention(*x):
+        return ring_attn.ring_attention(*x, dropout_p=0.5)
+
+    torch.manual_seed(3)
+    plain = attention(*inputs)
+    torch.manual_seed(3)
+    assert_same(checkpoint(attention, *inputs, use_reentrant=False), plain, inputs)
+    assert not torch.equal(attention(*inputs), plain)
+
+
+@pytest.mark.parametrize("seed", [0, 5, -1, 2**40 + 5, torch.tensor(5)])
+def test_all_64_bits_of_a_seed_count(seed):
+    q, k, v = qkv()
+
+    def attention(seed):
+        return ring_attn.ring_attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
+
+    assert torch.equal(attention(seed), attention(int(seed)))
+    assert torch.equal(attention(seed), attention(5)) == (int(seed) == 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of every autograd.Function
+def test_torch_compile_in_one_graph():
+    inputs = qkv(dtype=torch.float32)
+
+    def attention(q, k, v):
+        return ring_attn.ring_attention(q * 2, k, v, causal=True) + 1
+
+    assert_same(torch.compile(attention, backend="aot_eager", fullgraph=True)(*inputs), attention(*inputs), inputs, tolerance=1e-6)
+
+
+def test_long_ids_are_not_narrowed():
+    q, k, v = qkv()
+    ids = torch.arange(21).expand(2, 21) // 7
+    within = ring_attn.ring_attention(q, k, v, q_segment_ids=ids)
+    same_segment = ids[:, None, :, None] == ids[:, None, None, :]
+    assert_same(within, sdpa(q, k, v, attn_mask=same_segment), (q, k, v))
+    with pytest.raises(ValueError, match="int32"):
+        ring_attn.ring_attention(q, k, v, q_segment_ids=ids + 2**32)
+
+
+def test_rows_without_keys_are_zero_and_have_zero_gradients():
+    q, k, v = qkv()
+    ids = torch.zeros(2, 21, dtype=torch.int64)
+    ids[:, 15:] = -1
+    out, lse = ring_attn.ring_attention(q, k, v, q_segment_ids=ids, return_lse=True)
+    assert (out[:, 15:] == 0).all() and torch.isneginf(lse[..., 15:]).all()
+    for gradient in gradients(out, (q, k, v)):
+        assert (gradient[:, 15:] == 0).all() and gradient.isfinite().all()
+
+
+def test_inputs_and_results_do_not_share_memory():
+    q, k, v = (x.detach() for x in qkv())
+    out = ring_attn.ring_attention(q, k, v)
+    before = out.clone()
+    for x in (q, k, v):
+        x.zero_()
+    assert torch.equal(out, before)
+
+
+def bad_inputs():
+    q, k, v = (x.detach() for x in qkv())
+    ids = torch.zeros(2, 21, dtype=torch.int64)
+    return {
+        "rank": (dict(q=q[0]), "4 dimensions"),
+        "no tensor": (dict(k=k.numpy()), "torch.Tensor"),
+        "heads": (dict(k=k[:, :, :3], v=v[:, :, :3]), "multiple of key/value heads"),
+        "k and v": (dict(v=v[:, :20]), "share length and heads"),
+        "head dim": (dict(k=k[..., :7]), "share the head dim"),
+        "batch": (dict(k=k[:1], v=v[:1]), "batch"),
+        "dtypes": (dict(k=k.float()), "share a dtype"),
+        "integers": (dict(q=q.long(), k=k.long(), v=v.long()), "float32"),
+        "device": (dict(k=k.to("meta")), "one device"),
+        "layout": (dict(layout="zigzag"), "divisible by 2"),
+        "unknown layout": (dict(layout="spiral"), "contiguous, zigzag, striped"),
+        "format": (dict(qkv_format="sbhd"), "bshd, bhsd"),
+        "platform": (dict(platform="metal"), "platform must be one of"),
+        "window": (dict(sliding_window=-3), "sliding_window"),
+        "dropout": (dict(dropout_p=1.5), r"\[0, 1\)"),
+        "seed": (dict(dropout_p=0.1, dropout_seed=torch.rand(2)), "dropout_seed"),
+        "bias": (dict(bias=torch.zeros(2, 4, 21, 20, dtype=torch.float64)), "broadcast"),
+        "mask": (dict(mask=torch.zeros(2, 4, 21, 21)), "dtype bool"),
+        "ids": (dict(q_segment_ids=ids.float()), "integers"),
+        "one side of ids": (dict(k=k[:, :20], v=v[:, :20], q_segment_ids=ids), "together"),
+        "sinks": (dict(sinks=torch.zeros(3, 2, dtype=torch.float64)), "softmax_aux"),
+        "mesh": (dict(mesh=3), "DeviceMesh"),
+        "mask_mod": (dict(mask_mod=lambda b, h, i, j: i), "boolean"),
+        "python if": (dict(mask_mod=lambda b, h, i, j: True if i > j else False), "operators"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_inputs())
+def test_bad_input_says_what_must_hold(case):
+    changes, message = bad_inputs()[case]
+    inputs = dict(zip("qkv", (x.detach() for x in qkv()), strict=True)) | changes
+    with pytest.raises(ValueError, match=message):
+        ring_attn.ring_attention(**inputs)
+
+
+@pytest.mark.parametrize("platform", ["triton", "cuda", "pallas"])
+def test_a_named_platform_never_falls_back(platform):
+    with pytest.raises(NotImplementedError, match=platform):
+        ring_attn.ring_attention(*qkv(), platform=platform)
+
+
+def test_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="window_size"):
+        ring_attn.ring_attention(*qkv(), window_size=3)
+
+
+def test_second_derivatives_are_refused():
+    inputs = qkv()
+    weights = normal(2, 21, 4, 8)
+    (dq, *_) = torch.autograd.grad(ring_attn.ring_attention(*inputs), inputs, grad_outputs=weights, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()

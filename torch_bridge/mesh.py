@@ -1,0 +1,165 @@
+"""Which processes form a ring, and how its members' shards make one global JAX array.
+
+Resolving a ring needs torch only; JAX is imported by the functions that return its objects.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import jax
+
+AXIS = "ring"
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The processes that share one sequence.
+
+    ``ranks``: their global torch ranks in ring order, which is the order of the torch group. ``rank``: this process's index
+    in ``ranks``. ``group``: the torch ProcessGroup, None for a ring of one. Equal and hashed by ``ranks`` and ``rank``.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        return f"ring of global ranks {list(self.ranks)}"
+
+
+def resolve(mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
+    """The ring that ``mesh`` means on this process. Cheap; no communication, no JAX.
+
+    ``mesh``: a DeviceMesh of one dimension, or of several with ``mesh_dim`` (a name, or an index); a ProcessGroup; "local"
+    (a ring of one: the whole sequence is here); None (the default process group, or a ring of one without
+    torch.distributed). Raises ValueError for anything else, for a dimension that the mesh does not have, for ``mesh_dim``
+    beside anything but a DeviceMesh, and on a process that is not a member.
+    """
+    if _is_device_mesh(mesh):
+        return _of_device_mesh(mesh, mesh_dim)
+    if mesh_dim is not None:
+        raise ValueError(
+            f"mesh_dim chooses a dimension of a DeviceMesh, got mesh_dim={mesh_dim!r} with mesh={mesh!r}; leave it out"
+        )
+    if isinstance(mesh, str) and mesh == "local":
+        return _alone()
+    if mesh is None:
+        return _of_group(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else _alone()
+    return _of_group(mesh)
+
+
+def _is_device_mesh(mesh: Any) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(mesh, DeviceMesh)
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _alone() -> Ring:
+    return Ring((_global_rank(),), 0)
+
+
+def _of_group(group: Any) -> Ring:
+    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"this process (global rank {_global_rank()}) is not a member of the group; call only on its members")
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise ValueError(
+            f'mesh must be a DeviceMesh, a ProcessGroup, "local" or None, got {group!r} of type {type(group).__name__}; '
+            "torch.distributed.device_mesh.init_device_mesh makes a DeviceMesh"
+        )
+    rank = dist.get_rank(group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if rank < 0:
+        raise ValueError(f"this process (global rank {_global_rank()}) is not in the ring {list(ranks)}; call only on its members")
+    return Ring(ranks, rank, group if len(ranks) > 1 else None)
+
+
+def _of_device_mesh(mesh: Any, mesh_dim: str | int | None) -> Ring:
+    index = _dim_index(mesh, mesh_dim)
+    if mesh.get_coordinate() is None:
+        ranks = mesh.mesh.flatten().tolist()
+        raise ValueError(
+            f"this process (global rank {_global_rank()}) is not in the mesh of ranks {ranks}; call only on its members"
+        )
+    return _of_group(mesh.get_group(index))
+
+
+def _dim_index(mesh: Any, mesh_dim: str | int | None) -> int:
+    names: tuple[str, ...] = tuple(mesh.mesh_dim_names or ())
+    shown = f"dimensions {list(names)}" if names else f"{mesh.ndim} unnamed dimensions"
+    if mesh_dim is None:
+        if mesh.ndim != 1:
+            raise ValueError(f"a mesh with {shown} needs mesh_dim, the one that the sequence is sharded over; got None")
+        return 0
+    if mesh_dim in names:
+        return names.index(str(mesh_dim))
+    if isinstance(mesh_dim, int) and not isinstance(mesh_dim, bool) and 0 <= mesh_dim < mesh.ndim:
+        return mesh_dim
+    raise ValueError(f"mesh_dim must be one of the mesh's {shown}, got {mesh_dim!r}")
+
+
+@cache  # a process meets a handful of rings, and each is asked for at every call
+def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
+    """A mesh with the one axis "ring" over the devices of the ring's processes, in ring order.
+
+    ``platform``: "cpu" or "gpu" where JAX has both (default: JAX's own default). Starts JAX's backend: call
+    ``runtime.start`` before. Raises RuntimeError when JAX does not see one device of every process of the ring.
+    """
+    import jax
+    import numpy as np
+
+    if ring.size == 1:
+        return jax.sharding.Mesh(np.array(jax.local_devices(backend=platform)[:1]), (AXIS,))
+    devices = {device.process_index: device for device in jax.devices(platform)}
+    missing = [rank for rank in ring.ranks if rank not in devices]
+    if missing:
+        raise RuntimeError(
+            f"JAX must see a device of every process of the {ring}, but has none of ranks {missing}; "
+            "call torch_bridge.runtime.start() on all ranks before any other use of JAX"
+        )
+    return jax.sharding.Mesh(np.array([devices[rank] for rank in ring.ranks]), (AXIS,))
+
+
+@cache  # as jax_mesh; building a sharding costs more than the rest of to_global
+def sharding(ring: Ring, platform: str | None = None) -> "jax.sharding.NamedSharding":
+    """Dimension 0 split over the ring, every other dimension whole."""
+    import jax
+
+    return jax.sharding.NamedSharding(jax_mesh(ring, platform), jax.sharding.PartitionSpec(AXIS))
+
+
+def to_global(ring: Ring, local: "jax.Array") -> "jax.Array":
+    """The ring's shards as one array ``[size * d0, ...]``, block ``i`` of rows being the shard of ring rank ``i``; no copy.
+
+    ``local``: this process's shard ``[d0, ...]``, of the same shape on every member. A ring of one gets ``local`` itself.
+    """
+    import jax
+
+    if ring.size == 1:
+        return local
+    if local.ndim == 0:
+        raise ValueError("to_global splits dimension 0, got a scalar; reshape it to [1]")
+    shape = (ring.size * local.shape[0], *local.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding(ring, _platform(local)), [local])
+
+
+def _platform(local: "jax.Array") -> str:
+    return next(iter(local.devices())).platform
+
+
+def to_local(array: "jax.Array") -> "jax.Array":
+    """This process's shard ``[d0, ...]`` of an array that :func:`to_global` made or a ring program returned; no copy."""
+    return array.addressable_data(0)
