@@ -128,6 +128,7 @@ def main() -> None:
     elif options.role == "single":
         train_on_one_process(options)
     else:
+        standard_library_text(least=options.context)  # says so now if the context is too long
         options.output.mkdir(parents=True, exist_ok=True)
         launch("ring", options.processes)
         launch("single", 1)

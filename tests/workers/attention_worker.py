@@ -1,7 +1,9 @@
 """Run by torchrun: ring_attn.ring_attention over all processes against the same attention of the whole sequence on each of them.
 
 Every process makes the same whole tensors from a seed, shards them, and compares its shard of the output, the LSE and every
-gradient. Gradients of operands that ranks share are summed over the ring first. Prints "ok <case>" on rank 0.
+gradient. Gradients of operands that ranks share are summed over the ring first. Prints "ok <case> <layout>" for each on rank 0.
+
+Arguments: how many rings (rows of a 2-D mesh, each with shards of a length of its own), then the cases, none meaning all.
 """
 
 import sys
@@ -14,20 +16,20 @@ import ring_attn
 from jax_core.layout import shard_indices
 from torch_bridge.runtime import start
 
-BATCH, SHARD, HEADS, KV_HEADS, DIM = 2, 18, 4, 2, 8
+BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 
 
 def even_heads_look_back(batch, head, q_pos, k_pos):
     return (head % 2 == 1) | (k_pos <= q_pos)
 
 
-def whole_inputs(size: int, cross: bool) -> dict[str, torch.Tensor]:
+def whole_inputs(length: int, cross: bool) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    length, keys = size * SHARD, size * SHARD * (2 if cross else 1)
+    keys = length * (2 if cross else 1)
     return {
         "q": normal(BATCH, length, HEADS, DIM),
         "k": normal(BATCH, keys, KV_HEADS, DIM),
@@ -64,10 +66,10 @@ def results(tensors: dict, options: dict, weights) -> tuple[torch.Tensor, torch.
     return out, lse, {name: x.grad for name, x in tensors.items() if x.grad is not None}
 
 
-def check(case: str, layout: str, mesh) -> None:
-    size, rank = mesh.size(), mesh.get_local_rank()
+def check(case: str, layout: str, mesh, shard: int) -> None:
+    size, rank, place = mesh["cp"].size(), mesh.get_local_rank("cp"), {"mesh": mesh, "mesh_dim": "cp", "layout": layout}
     options = dict(CASES[case])
-    whole = whole_inputs(size, cross=case == "cross")
+    whole = whole_inputs(size * shard, cross=case == "cross")
     whole = {name: whole[name] for name in (*ALWAYS, *options.pop("arrays", ()))}
     length = whole["q"].shape[1]
     weights = (
@@ -81,30 +83,32 @@ def check(case: str, layout: str, mesh) -> None:
 
     shared = ("sinks", "alibi_slopes")
     shards = {name: x if name in shared else held(x, SEQUENCE_DIM.get(name, 1)) for name, x in whole.items()}
-    here = results(shards, options | {"mesh": mesh, "layout": layout}, (held(weights[0], 1), held(weights[1], 2)))
+    here = results(shards, options | place, (held(weights[0], 1), held(weights[1], 2)))
     torch.testing.assert_close(here[0], held(out, 1), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(here[1], held(lse, 2), rtol=1e-12, atol=1e-12)
     assert here[2].keys() == gradients.keys()
     for name, gradient in here[2].items():
         if name in shared:
-            dist.all_reduce(gradient, group=mesh.get_group())
+            dist.all_reduce(gradient, group=mesh.get_group("cp"))
         expected = gradients[name] if name in shared else held(gradients[name], SEQUENCE_DIM.get(name, 1))
         torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def main() -> None:
+def main(rings: str, *cases: str) -> None:
     dist.init_process_group("gloo")
     start()  # before the whole sequence's attention, which needs no other process and would start JAX as a single one
     torch.manual_seed(2)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (int(rings), dist.get_world_size() // int(rings)), mesh_dim_names=("dp", "cp"))
     layouts = ("contiguous", "zigzag", "striped")
     for i, case in enumerate(CASES):
+        if cases and case not in cases:
+            continue
         for layout in layouts if case == "causal" else layouts[i % 3 :][:1]:
-            check(case, layout, mesh)
+            check(case, layout, mesh, shard=18 + 4 * mesh.get_local_rank("dp"))
             if dist.get_rank() == 0:
                 print("ok", case, layout, flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])
