@@ -56,8 +56,8 @@ def ring_attention(
         mask_info: attention mask, segment ids and sequence axis in one; not together with the same arguments by name.
         mask: bool (True: may attend), shaped as ``bias``.
         mask_builder: ``(q_len, kv_len, num_heads, head_idx, num_reps)`` -> something that slices to booleans over global indices.
-        mask_mod: ``(batch, head, q_pos, k_pos) -> bool`` on traced scalars; may close over JAX arrays. Inside ``shard_map`` batch and
-            head count from 0 on each device, with ``mesh`` they are global.
+        mask_mod: ``(batch, head, q_pos, k_pos) -> bool`` on traced scalars; may close over JAX arrays. Inside ``shard_map`` batch
+            and head count from 0 on each device, with ``mesh`` they are global.
         q_segment_ids, kv_segment_ids: int ``[batch, length]``; a query sees keys of its own segment only; negative is padding,
             which sees and is seen by nothing. One side is enough when queries and keys have equal length.
         q_position_ids, kv_position_ids: int ``[batch, length]`` or ``[length]``; take the place of the layout's positions in
@@ -69,8 +69,8 @@ def ring_attention(
         softmax_scale: None is ``1 / sqrt(dim)``.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``; adds ``-slope * abs(q - k)``.
         dropout_prob: probability that an attention weight is dropped; kept weights are scaled by ``1 / (1 - prob)``.
-        dropout_seed: int, integer scalar or uint32 ``[2]``; the same on all devices. The pattern depends on the seed, batch, head and
-            the global indices of query and key alone.
+        dropout_seed: int, integer scalar or uint32 ``[2]``; the same on all devices. The pattern depends on the seed, batch, head
+            and the global indices of query and key alone.
         axis_name: the mesh axis (or axes) that shard the sequence.
         layout: "contiguous", "zigzag" or "striped": how the sequence lies over the ring (``jax_core.layout``).
         return_lse: also return the logarithm of the softmax's denominator.
@@ -90,8 +90,8 @@ def ring_attention(
     Raises:
         ValueError: arguments that do not fit together. NotImplementedError: the named platform cannot compute this.
 
-    Ring: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889. Inside ``shard_map(..., check_vma=False)`` taking ``jax.grad`` within the mapped
-    function gives each device's part of the gradient of replicated operands, as for every parameter there.
+    Ring: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889. Inside ``shard_map(..., check_vma=False)`` taking ``jax.grad`` within the
+    mapped function gives each device's part of the gradient of replicated operands, as for every parameter there.
     """
     arguments = dict(locals())  # everything given, under its own name
     mesh_arguments = {name: arguments.pop(name) for name in ("mesh", "in_specs", "out_specs")}
@@ -148,9 +148,7 @@ def _open_mask_info(mask_info: MaskInfo | None, operands: Operands, axis_name):
         return operands, axis_name
     if not isinstance(mask_info, MaskInfo):
         raise ValueError(f"mask_info must be a jax_core.MaskInfo, got {type(mask_info).__name__}")
-    inside = dict(
-        mask=mask_info.attention_mask, q_segment_ids=mask_info.q_segment_ids, kv_segment_ids=mask_info.kv_segment_ids
-    )
+    inside = dict(mask=mask_info.attention_mask, q_segment_ids=mask_info.q_segment_ids, kv_segment_ids=mask_info.kv_segment_ids)
     inside = {name: array for name, array in inside.items() if array is not None}
     twice = [name for name in inside if getattr(operands, name) is not None]
     if twice:

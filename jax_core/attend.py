@@ -20,7 +20,7 @@ def attend(options: Options, operands: Operands, axis_name=None, head_shards: in
     spec, operands = make_spec(options, operands, Placement(axis_name, size, head_shards, axes))
     # One type for every operand under check_vma; the cast's transpose sums the gradients of operands that devices share.
     arrays = vary(operands._replace(predicate_arrays=()), axes)
-    return _attention(spec, arrays._replace(predicate_arrays=operands.predicate_arrays))
+    return _compiled(spec, arrays._replace(predicate_arrays=operands.predicate_arrays))
 
 
 def _axis_size(axis_name) -> int:
@@ -28,12 +28,11 @@ def _axis_size(axis_name) -> int:
         return lax.axis_size(axis_name)
     except NameError as error:
         raise ValueError(
-            f"axis_name={axis_name!r} must be an axis of the shard_map around this call; there is none here. Call inside shard_map, "
-            "or give mesh= as well"
+            f"axis_name={axis_name!r} must be an axis of the shard_map around this call; there is none here. Call inside "
+            "shard_map, or give mesh= as well"
         ) from error
 
 
-@partial(jax.jit, static_argnums=0)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(spec: RingSpec, operands: Operands):
     return ring_forward(spec, operands)
@@ -48,4 +47,6 @@ def _attention_backward(spec: RingSpec, residuals, cotangents):
     return (ring_backward(spec, *residuals, *cotangents),)
 
 
-_attention.__wrapped__.defvjp(_attention_forward, _attention_backward)
+_attention.defvjp(_attention_forward, _attention_backward)
+# Equal specs and shapes are one program, also when every layer of a model calls it.
+_compiled = jax.jit(_attention, static_argnums=0)

@@ -40,8 +40,8 @@ def blockwise_attention(
         deterministic: True switches dropout off. dropout_rng: a JAX PRNG key, needed when it is on. attn_pdrop: its probability.
         query_chunk_size, key_chunk_size: the block of scores.
         dtype: of the computation and the output; sums are in float32 all the same (float64 for float64).
-        policy: None or False saves query, key, value, output and LSE for the backward; a ``jax.checkpoint`` policy decides what else
-            is kept or made again, and ``prevent_cse`` is then handed to ``jax.checkpoint`` too.
+        policy: None or False saves query, key, value, output and LSE for the backward; a ``jax.checkpoint`` policy decides what
+            else is kept or made again, and ``prevent_cse`` is then handed to ``jax.checkpoint`` too.
         precision: of the matrix products, a ``jax.lax.Precision``; None is the highest.
         float32_logits: False rounds ``query . key`` to ``dtype`` before the softmax.
 

@@ -37,7 +37,7 @@ def keep_mask(seed, batch, head, q_index, k_index, prob: float):
 
 
 def seed_words(seed):
-    """A Python int (any 64-bit value, or negative), a uint32 pair, or a traced integer, as the uint32 ``[2]`` of :func:`keep_mask`."""
+    """A Python int (64 bits of it), a uint32 pair, or a traced integer, as the uint32 ``[2]`` of :func:`keep_mask`."""
     if isinstance(seed, int):
         return jnp.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], jnp.uint32)
     seed = jnp.asarray(seed)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_core.attend import attend
 from jax_core.merge import sinks_per_head
@@ -58,7 +59,14 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
         return (out, lse) if plan.return_lse else out
 
     in_specs = tuple(_spec(plan, operands, name) for name in given)
-    return jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs), tuple(given.values())
+    mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
+    return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
+
+
+def _call(mapped: Callable, mesh: Mesh, in_specs, *arrays):
+    if AxisType.Explicit in mesh.axis_types:  # there shard_map moves nothing, and wants its operands where the specs say
+        arrays = tuple(jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True))
+    return mapped(*arrays)
 
 
 def _names(axes) -> tuple[str, ...]:
@@ -79,7 +87,9 @@ def _query_axes(mesh: Mesh, axis_name, query_spec):
         if dim is not None:
             raise ValueError(f"the head dim must not be split; in_specs has query as {query_spec}")
         if axis_name is not None and _names(sequence) != _names(axis_name):
-            raise ValueError(f"in_specs splits the query's sequence over {sequence!r}, but axis_name is {axis_name!r}; they must agree")
+            raise ValueError(
+                f"in_specs splits the query's sequence over {sequence!r}, but axis_name is {axis_name!r}; they must agree"
+            )
     else:
         batch, sequence, heads = None, axis_name, None
         if sequence is None:
@@ -138,7 +148,6 @@ def _origin(plan: MeshPlan, shards: Operands):
     """The global numbers of the first batch entry and head of this device."""
     lengths = shards.query.shape[0], shards.query.shape[2]
     numbers = [
-        lax.axis_index(axes) * length if _names(axes) else 0
-        for axes, length in zip((plan.batch, plan.heads), lengths, strict=True)
+        lax.axis_index(axes) * length if _names(axes) else 0 for axes, length in zip((plan.batch, plan.heads), lengths, strict=True)
     ]
     return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])

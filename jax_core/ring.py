@@ -6,6 +6,7 @@ one step behind them until they are home.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -73,28 +74,28 @@ def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     own = _travellers(operands)
 
     def step(state, move: _Move):
-        words, shift, partial = state
+        words, shift, result = state
         loads = [Load(words, move.onward)] if move.onward else []
         arriving = depart(loads, spec.axis_name, spec.size)
         shards, extras = _meeting(spec, operands, unpack(words, own), shift)
-        partial = spec.kernel.forward(*shards, scores=spec.scores, extras=extras, carry=partial, config=spec.fwd_params)
-        arriving, partial = lax.optimization_barrier((arriving, partial))
-        return *(land(arriving, loads) or [words]), shift + move.onward, partial
+        result = spec.kernel.forward(*shards, scores=spec.scores, extras=extras, carry=result, config=spec.fwd_params)
+        arriving, result = lax.optimization_barrier((arriving, result))
+        return *(land(arriving, loads) or [words]), shift + move.onward, result
 
     # How far K/V have come does not matter here, so that all meetings but the last are one loop.
     moves = [move._replace(came=0) for move in _moves(spec, operands)]
     start = pack(own, word_type(operands.key.dtype)), jnp.int32(0), _nothing_seen(operands)
-    _, _, partial = _walk(step, start, moves)
+    _, _, result = _walk(step, start, moves)
     if operands.softmax_aux is not None:
-        partial = join_sinks(partial, operands.softmax_aux)
-    return partial.out.astype(operands.query.dtype), partial.lse
+        result = join_sinks(result, operands.softmax_aux)
+    return result.out.astype(operands.query.dtype), result.lse
 
 
 def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
     """The gradients of :func:`ring_forward`'s operands, each in its operand's shape and dtype; None for integer operands.
 
-    ``out``, ``lse``: what the forward gave. ``dout``, ``dlse`` (may be None): their cotangents. The gradient of an operand that ranks
-    share (sinks, slopes) is this rank's part of the sum.
+    ``out``, ``lse``: what the forward gave. ``dout``, ``dlse`` (may be None): their cotangents. The gradient of an operand that
+    ranks share (sinks, slopes) is this rank's part of the sum.
     """
     given, (operands, to_given_shape) = operands, _in_full_shape(spec, operands)
     delta = _delta(out, lse, dout, dlse)
@@ -198,9 +199,12 @@ def _walk(step, state, moves: list[_Move]):
     """The state after all moves. Equal moves in a row are one loop: XLA cannot run its rotations ahead of its kernels, which would
     overlap nothing and hold every shard at once, and the program does not grow with the ring."""
     for move, equal in groupby(moves):
-        count = len(list(equal))
-        state = step(state, move) if count == 1 else lax.scan(lambda state, _: (step(state, move), None), state, length=count)[0]
+        state = _repeat(partial(step, move=move), state, len(list(equal)))
     return state
+
+
+def _repeat(step, state, count: int):
+    return step(state) if count == 1 else lax.scan(lambda state, _: (step(state), None), state, length=count)[0]
 
 
 def _meeting(spec: RingSpec, operands: Operands, here: _Travellers, shift):
@@ -257,7 +261,8 @@ def _send_home(spec: RingSpec, dkv, word, travelled: int):
     if not travelled:
         return dkv
     loads = [Load(pack(dkv, word), spec.size - travelled)]
-    return unpack(*land(depart(loads, spec.axis_name, spec.size), loads), dkv)
+    (words,) = land(depart(loads, spec.axis_name, spec.size), loads)
+    return unpack(words, dkv)
 
 
 def _delta(out, lse, dout, dlse):

@@ -14,7 +14,7 @@ def ring_attention(
     v: torch.Tensor,
     *,
     mesh: Any = None,
-    mesh_dim: str | None = None,
+    mesh_dim: str | int | None = None,
     layout: str = "contiguous",
     qkv_format: str = "bshd",
     causal: bool = False,
@@ -37,7 +37,7 @@ def ring_attention(
     return_lse: bool = False,
     platform: str = "auto",
     cfg: Any = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:  # a Tensor, with return_lse two: a union would have every caller tell them apart
     """Exact attention over a sequence sharded across processes; differentiable in q, k, v, bias, sinks, slopes and the LSE.
 
     Every rank of the ring calls it with its shards, of equal shapes on all ranks; K/V travel round the ring. The first call of a
@@ -117,7 +117,9 @@ def _check_tensors(tensors: dict[str, torch.Tensor | None], q: torch.Tensor) -> 
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if name in ("q", "k", "v") and x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, dim in the order of qkv_format), got {list(x.shape)}")
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, seq, heads, dim in the order of qkv_format), got {list(x.shape)}"
+            )
         if x.device != q.device:
             raise ValueError(f"all tensors must be on one device: q is on {q.device}, {name} on {x.device}; move it with .to()")
 

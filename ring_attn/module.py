@@ -287,8 +287,10 @@ class RingAttention(nn.MultiheadAttention):
         options |= {"mesh": self.mesh, "mesh_dim": self.mesh_dim, "layout": self.layout, "scale": self.scale}
         options |= {"sliding_window": self.sliding_window, "chunk_size": self.chunk_size, "softcap": self.softcap}
         options |= {"platform": self.platform, "cfg": self.cfg}
-        result = ring_attention(q, k, v, return_lse=self.bias_k is not None, **options)
-        return result if isinstance(result, Tensor) else self._join_bias_kv(q, *result, k.shape[1], dropout_p, seed)
+        if self.bias_k is None:
+            return ring_attention(q, k, v, **options)
+        out, lse = ring_attention(q, k, v, return_lse=True, **options)
+        return self._join_bias_kv(q, out, lse, k.shape[1], dropout_p, seed)
 
     def _all_sinks(self) -> Tensor | None:
         """[num_heads, n]. ``add_zero_attn``'s key of zeros has logit 0 and adds the value 0: it is a sink at 0."""

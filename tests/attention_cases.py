@@ -285,6 +285,11 @@ def small_blocks(size: int) -> Any:
     return jax_core.RingAttentionConfig(fwd_params=forward, bwd_params=backward)
 
 
+def uneven_blocks() -> Any:
+    forward, backward = jax_core.FwdParams(q_blocksize=8, kv_blocksize=11), jax_core.BwdParams(q_blocksize=13, kv_blocksize=6)
+    return jax_core.RingAttentionConfig(fwd_params=forward, bwd_params=backward)
+
+
 def spec(name: str, ndim: int) -> P:
     if name not in SEQUENCE_AXIS:
         return P()
@@ -369,6 +374,9 @@ FEATURE_CASES = (
     _slowly("causal striped over four", ring=4, layout="striped", queries=17, options=CAUSAL),
     _slowly("causal zigzag over eight", ring=8, layout="zigzag", queries=10, block=4, options=CAUSAL),
     _slowly("default blocks", ring=2, block=None, options=CAUSAL),
+    _slowly("blocks of many sizes", ring=2, queries=29, block=None, options=CAUSAL, settings={"cfg": uneven_blocks()}),
+    _slowly("ring of three", ring=3, layout="zigzag", queries=14, kv_heads=2, options=CAUSAL),
+    _slowly("window over eight", ring=8, queries=8, batch=1, options=_window(5)),
     _slowly("blocks of one", ring=2, queries=5, block=1, options=CAUSAL),
     _slowly("window of an int", ring=4, queries=20, options=_window(9)),
     Case("window cut by causal", ring=4, layout="zigzag", queries=20, options=CAUSAL | _window(9)),

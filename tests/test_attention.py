@@ -1,5 +1,6 @@
 """jax_core.ring_attention against the float64 oracle: forward, LSE and every gradient, on rings of CPU devices."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from attention_cases import (
     CASES,
     CAUSAL,
     DROPOUT,
+    EVERYTHING,
     PACKED,
     SEED,
     SINKS,
@@ -98,6 +100,12 @@ def test_the_error_does_not_grow_with_the_ring(layout: str):
         assert_like_the_oracle(split, ring_results(split, inputs, cotangents), inputs, cotangents)
 
 
+@pytest.mark.slow
+def test_everything_without_check_vma():
+    inputs, cotangents = make_inputs(EVERYTHING), make_cotangents(EVERYTHING)
+    assert_like_the_oracle(EVERYTHING, ring_results(EVERYTHING, inputs, cotangents, check_vma=False), inputs, cotangents)
+
+
 # --------------------------------------------------------------------------------------------------------- empty rows
 
 
@@ -117,13 +125,14 @@ def test_rows_that_see_nothing(sinks: bool):
 
 @pytest.mark.slow
 def test_a_bias_of_minus_infinity_hides():
-    """-inf in the bias is a mask: also where it covers whole rows and whole blocks, and in the gradients."""
+    """-inf in the bias is a mask: also where it covers whole rows and whole blocks, and in the gradients. A sink of -inf is none."""
     case = Case("bias of minus infinity", ring=2, layout="striped", arrays=BIAS | SINKS)
     inputs, cotangents = make_inputs(case), make_cotangents(case)
     hidden = booleans("B", "H", "T", "S", density=0.4)(np.random.default_rng(0), case)
     hidden[:, :, 5:9] = True
     hidden[0, :, :, :24] = True
     inputs["bias"] = np.where(hidden, -np.inf, inputs["bias"]).astype(np.float32)
+    inputs["softmax_aux"][1] = -np.inf
     got = ring_results(case, inputs, cotangents)
     assert_like_the_oracle(case, got, inputs, cotangents)
     assert not np.any(got["d_bias"][hidden])
@@ -276,15 +285,25 @@ def test_mask_info_names_the_axis_inside_shard_map():
 # ----------------------------------------------------------------------------------------------------- shapes and types
 
 
-def test_short_shapes_broadcast():
-    """A mask of [T, S], a bias of [H, 1, S], ids of [T] and [1, T] mean what NumPy's broadcasting says."""
+@pytest.mark.parametrize("ring", [1, 2])
+def test_short_shapes_broadcast(ring: int):
+    """A mask of [T, S], a bias of [H, 1, S], ids of [T] and slopes of [1, H] mean what NumPy's broadcasting says."""
     query, key, value = small_inputs()
     rng = np.random.default_rng(4)
     mask, bias, ids = rng.random((16, 16)) < 0.8, rng.standard_normal((2, 1, 16)).astype(np.float32), np.repeat([0, 1], 8)
-    out = jax_core.ring_attention(query, key, value, None, bias, mask=mask, q_segment_ids=ids)
-    whole = np.broadcast_to(bias, (1, 2, 16, 16))
-    wanted = reference_attention(query, key, value, None, whole, mask=mask[None, None], q_segment_ids=ids[None])
-    np.testing.assert_allclose(out, wanted.out, atol=1e-6)
+    slopes = rng.uniform(0, 1, (1, 2)).astype(np.float32)
+
+    def ours(bias, slopes):
+        options = {"mask": mask, "q_segment_ids": ids, "alibi_slopes": slopes, "mesh": ring_mesh(ring)}
+        return (jax_core.ring_attention(query, key, value, None, bias, **options) ** 2).sum()
+
+    def theirs(bias, slopes):
+        bias = jnp.broadcast_to(bias, (1, 2, 16, 16))
+        out = reference_attention(query, key, value, None, bias, mask=mask, q_segment_ids=ids[None], alibi_slopes=slopes[0]).out
+        return (out**2).sum()
+
+    got, wanted = (jax.jit(jax.value_and_grad(loss, (0, 1)))(bias, slopes) for loss in (ours, theirs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, wanted)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64"])
@@ -295,7 +314,8 @@ def test_ids_of_every_integer_type(dtype: str):
     options: dict[str, Any] = {"sliding_window": (200, 100), "q_position_ids": ids, "q_segment_ids": (ids > 30).astype(dtype)}
     if dtype != "int8":
         options["alibi_slopes"] = np.array([0.01, 0.02], np.float32)
-    out = jax_core.ring_attention(query, key, value, mesh=ring_mesh(2), **options)
+    with jax.enable_x64(dtype == "int64"):
+        out = jax_core.ring_attention(query, key, value, mesh=ring_mesh(2), **options)
     wide = {name: x.astype(np.int32) if name.endswith("ids") else x for name, x in options.items()}
     np.testing.assert_allclose(out, reference_attention(query, key, value, **wide).out, atol=1e-6)
 
@@ -415,6 +435,26 @@ def _built(option: str, value: Any) -> Any:
         ids, mask = shaped(2, 8, dtype="int32"), shaped(1, 1, 8, 8, dtype="bool")
         return jax_core.MaskInfo(attention_mask=mask) if value == "mask" else jax_core.MaskInfo(None, ids, ids)
     return value
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "logits_soft_cap", "dropout_prob"])
+def test_a_traced_number_is_refused(name: str):
+    with pytest.raises(ValueError, match=f"{name} must be a Python number"):
+        jax.jit(lambda number: jax_core.ring_attention(*small_inputs(), dropout_seed=1, **{name: number}))(0.5)
+
+
+def test_the_signature_is_the_reference_designs():
+    """Names, order and defaults that users of the design rely on."""
+    parameters = inspect.signature(jax_core.ring_attention).parameters
+    assert list(parameters)[:5] == ["query", "key", "value", "softmax_aux", "bias"]
+    defaults = {"mask_info": None, "mask_builder": None, "sliding_window": None, "chunk_size": None, "causal": False}
+    defaults |= {"logits_soft_cap": None, "softmax_scale": None, "axis_name": None, "fused_backward": False, "platform": None}
+    defaults |= {"cfg": None, "mesh": None, "in_specs": None, "out_specs": None, "layout": "contiguous", "return_lse": False}
+    for name, default in defaults.items():
+        assert parameters[name].default == default, name
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+    config = jax_core.RingAttentionConfig()
+    assert (config.fwd_params.q_blocksize, config.fwd_params.kv_blocksize) == (512, 512)
 
 
 @pytest.mark.parametrize("platform", ["triton", "cuda", "pallas"])

@@ -1,4 +1,4 @@
-"""Layouts and static masks, by brute force over small sequences: every tile of every mask is judged pair by pair."""
+"""Layouts, static masks and the ring's schedule, by brute force over small sequences: every tile of every mask is judged pair by pair."""
 
 from itertools import chain, product
 from typing import Any
@@ -21,6 +21,7 @@ from jax_core.layout import (
     shard_multiple,
 )
 from jax_core.mask import Mask, empty, full, make_mask, visible
+from jax_core.schedule import shifts
 
 SIZES = [(layout, size, 2 * half * size) for layout, size, half in product(LAYOUTS, (1, 2, 3, 4, 8), (1, 2, 5))]
 MASKS = [
@@ -227,3 +228,28 @@ def test_causal_shards_of_a_ring(layout: str):
             assert bool(empty(mask, q_run, k_run)) == (not any(pairs))
             assert bool(full(mask, q_run, k_run)) == all(pairs)
     assert skipped == {"contiguous": 6, "zigzag": 28, "striped": 0}[layout]
+
+
+# ------------------------------------------------------------------------------------------------------------- schedule
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", [(4, 4), (2, 6), (6, 2)])
+def test_no_meeting_that_sees_anything_is_left_out(layout: str, lengths: tuple[int, int]):
+    """For every mask and ring, with as many, more and fewer keys than queries: a shift left out hides every pair."""
+    for mask, size in product(MASKS, (1, 2, 3, 4)):
+        chosen = shifts(mask, layout, size, *lengths)
+        assert chosen[0] == 0
+        assert list(chosen) == sorted(set(chosen))
+        for rank, shift in product(range(size), sorted(set(range(size)) - set(chosen))):
+            q_pos = np.array(shard_indices(layout, rank, size, size * lengths[0]))
+            k_pos = np.array(shard_indices(layout, (rank - shift) % size, size, size * lengths[1]))
+            assert not visible(mask, q_pos[:, None], k_pos[None]).any()
+
+
+def test_a_window_on_contiguous_shards_needs_only_neighbours():
+    assert shifts(make_mask(causal=True, window=4), "contiguous", 8, 4, 4) == (0, 1)
+    assert shifts(make_mask(causal=True, window=5), "contiguous", 8, 4, 4) == (0, 1, 2)
+    assert shifts(make_mask(window=1), "contiguous", 8, 4, 4) == (0, 1, 7)
+    assert shifts(make_mask(chunk=4), "contiguous", 8, 4, 4) == (0,)
+    assert shifts(make_mask(), "contiguous", 4, 4, 4) == (0, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""What the compiled program does: how often it rotates, that rotations and kernels alternate, and that memory falls with the ring."""
+"""What the compiled program does: how often it rotates, that kernels stand between, and that memory falls with the ring."""
 
 import re
 from functools import cache
@@ -76,7 +76,7 @@ def times(program: dict[str, list[Op]], kind: str, name: str = "ENTRY") -> int:
 
 
 def rotation_order(program: dict[str, list[Op]], name: str = "ENTRY") -> list[str]:
-    """"rotate" and "compute" in the order in which they run; a loop that rotates is shown by two rounds."""
+    """ "rotate" and "compute" in the order in which they run; a loop that rotates is shown by two rounds."""
     order = []
     for op in program[name]:
         if op.kind == "collective-permute":

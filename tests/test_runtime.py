@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from torch_bridge import coordinator, peers, runtime
-from torch_bridge.mesh import Ring
+from torch_bridge.mesh import Ring, jax_mesh, resolve, to_global, to_local
 
 WORKERS = Path(__file__).parent / "workers"
 PEER_TIMEOUT = 12.0  # what killed_peer.py gives to start()
@@ -46,10 +46,11 @@ def environment(**more: str) -> dict[str, str]:
 def processes(world: int, script: str, *arguments: str, timeout: float = 90.0) -> list[Ended]:
     """Start the script as every rank of a world, without torchrun, which would end the survivors of a death itself."""
     port = str(free_port())
+    own_ports = {f"OWN_PORT_{rank}": str(free_port()) for rank in range(world)}
     running = []
     for rank in range(world):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        own = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, f"OWN_PORT_{rank}": str(free_port())}
+        own = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **own_ports}
         command = [sys.executable, str(WORKERS / script), *arguments]
         running.append(
             subprocess.Popen(command, env=environment(**ranks, **own), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -132,6 +133,41 @@ def test_a_start_that_cannot_work_is_refused(way, message):
     for rank, ended in enumerate(processes(2, "starts.py", way)):
         assert ended.status == 0, ended.err
         assert re.search("refused: .*" + message.format(rank=rank), ended.out), ended.out
+
+
+def test_a_world_that_the_program_has_started_rightly_is_used():
+    for ended in processes(2, "starts.py", "right_world"):
+        assert ended.status == 0, ended.err
+        assert "started" in ended.out
+
+
+def test_a_death_during_the_start_does_not_hang():
+    survivor, _ = processes(2, "starts.py", "death")
+    assert survivor.status == runtime.EXIT_PEER_FAILURE, survivor.err
+    assert "the ring of global ranks [0, 1] lost a member in start step 1, on global rank 0: global rank 1 (died)" in survivor.err
+
+
+@pytest.mark.parametrize("where", ["ring", 3, object(), ["cp"]], ids=str)
+def test_only_meshes_groups_and_local_are_places(where):
+    with pytest.raises(ValueError, match=r'mesh must be a DeviceMesh, a ProcessGroup, "local" or None, got'):
+        resolve(where)
+
+
+@pytest.mark.parametrize("where", [None, "local"])
+def test_without_torch_distributed_there_is_a_ring_of_one(where):
+    ring = resolve(where)
+    assert (ring, ring.size, ring.group) == (Ring((0,), 0), 1, None)
+    local = jnp.ones((2, 3))
+    assert to_global(ring, local) is local
+    assert to_local(local).unsafe_buffer_pointer() == local.unsafe_buffer_pointer()
+    assert jax_mesh(ring).shape == {"ring": 1}
+    with pytest.raises(ValueError, match="mesh_dim chooses a dimension of a DeviceMesh, got mesh_dim='cp'"):
+        resolve(where, "cp")
+
+
+def test_a_ring_whose_processes_jax_does_not_see_is_refused():
+    with pytest.raises(RuntimeError, match=r"has none of ranks \[1\]; call torch_bridge.runtime.start"):
+        jax_mesh(Ring((0, 1), 0))
 
 
 def test_one_process_needs_no_torch_distributed():

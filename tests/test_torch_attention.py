@@ -198,7 +198,7 @@ def bad_inputs():
         "sinks": (dict(sinks=torch.zeros(3, 2, dtype=torch.float64)), "softmax_aux"),
         "mesh": (dict(mesh=3), "DeviceMesh"),
         "mask_mod": (dict(mask_mod=lambda b, h, i, j: i), "boolean"),
-        "python if": (dict(mask_mod=lambda b, h, i, j: True if i > j else False), "operators"),
+        "python if": (dict(mask_mod=lambda b, h, i, j: i > j if i else j > i), "operators"),
     }
 
 

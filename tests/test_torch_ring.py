@@ -6,16 +6,16 @@ from launch import torchrun
 
 @pytest.mark.slow
 def test_every_feature_on_a_ring_of_two():
-    printed = torchrun("attention_worker.py", 2, "1")
+    printed = torchrun("attention_worker.py", 2, "cpu", "1")
     assert printed.count("ok ") == 8, printed
 
 
 @pytest.mark.slow
 def test_ring_of_four():
-    printed = torchrun("attention_worker.py", 4, "1", "causal")
+    printed = torchrun("attention_worker.py", 4, "cpu", "1", "causal")
     assert printed.count("ok causal") == 3, printed
 
 
 def test_rings_of_a_2d_mesh_with_different_shapes():
-    printed = torchrun("attention_worker.py", 4, "2", "chunk, segments, slopes")
+    printed = torchrun("attention_worker.py", 4, "cpu", "2", "chunk, segments, slopes")
     assert printed.count("ok ") == 1, printed

@@ -1,10 +1,12 @@
 """ring_attention under JAX's transformations and on meshes of two axes, and the single-device blockwise_attention."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -226,22 +228,30 @@ def test_a_mask_function_may_close_over_arrays():
     assert_close(quick(jax.value_and_grad(loss(ring_attention)))(query), jax.value_and_grad(loss(oracle))(query))
 
 
-def test_jit_compiles_once_per_setting():
-    """Equal settings and shapes are one program, also when the caller makes new config and mask objects each time."""
-    query, key, value = random_qkv()
-    traces = []
+def test_equal_settings_compile_once():
+    """Also when the caller makes a new config, window and seed for each call, and does not use jit himself."""
+    arrays, compiled = random_qkv(), []
 
-    def mask_mod(batch, head, q_pos, k_pos):
-        traces.append(q_pos)
-        return q_pos >= k_pos
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        compiled.extend([event] * event.endswith("backend_compile_duration"))
 
-    step = jax.jit(lambda query, seed: ring_attention(query, key, value, mask_mod=mask_mod, dropout_prob=0.1, dropout_seed=seed))
-    for seed in range(3):
-        step(query + seed, jnp.uint32(seed))
-    assert step._cache_size() == 1
-    count = len(traces)
-    step(query, jnp.uint32(9))
-    assert len(traces) == count
+    def step(seed: int) -> None:
+        dropout = {"dropout_prob": 0.1, "dropout_seed": seed}
+        jax.grad(loss_of(partial(ring_attention, sliding_window=[3, 4], cfg=small_blocks(8), mask_mod=later, **dropout)))(*arrays)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        step(1)
+        assert compiled  # the listener hears
+        compiled.clear()
+        step(2)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+
+
+def later(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
+    return q_pos >= k_pos
 
 
 # ------------------------------------------------------------------------------------------------------ larger meshes
@@ -382,9 +392,8 @@ def test_blockwise_rounds_the_logits_when_told_to():
     logits = np.einsum("bqhd,bkhd->bhqk", query, np.repeat(key, 2, axis=2))
     bias = np.asarray(jnp.asarray(logits, jnp.bfloat16).astype(jnp.float32)) * 8**-0.5
     wanted = oracle(np.zeros_like(query), key, value, None, bias, causal=True)
-    exact, coarse = (
-        blockwise_attention(*arrays, dtype=jnp.bfloat16, float32_logits=flag).astype(jnp.float32) for flag in (True, False)
-    )
+    attend = partial(blockwise_attention, *arrays, dtype=jnp.bfloat16)
+    exact, coarse = (attend(float32_logits=flag).astype(jnp.float32) for flag in (True, False))
     np.testing.assert_allclose(coarse, wanted, rtol=1 / 128, atol=1e-6)
     assert np.any(exact != coarse)
 
@@ -410,6 +419,18 @@ def test_blockwise_precision_and_chunk_sizes_reach_the_program():
     assert "Precision.DEFAULT" not in program()
     sizes = [(2048, 2048), (8, 2048), (2048, 8)]
     assert len({program(query_chunk_size=q_size, key_chunk_size=k_size) for q_size, k_size in sizes}) == 3
+
+
+def test_blockwise_signature():
+    """EasyDeL's names, order and defaults; what its operator adds comes by keyword."""
+    parameters = inspect.signature(blockwise_attention).parameters.values()
+    defaults = {"bias": None, "deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0, "causal": True}
+    defaults |= {"query_chunk_size": 2048, "key_chunk_size": 2048, "dtype": jnp.float32, "policy": False, "precision": None}
+    defaults |= {"float32_logits": True, "prevent_cse": True}
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == ["query", "key", "value", *defaults]
+    assert {p.name: p.default for p in positional[3:]} == defaults
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == {"mask", "init_bias"}
 
 
 def test_blockwise_refuses():

@@ -64,7 +64,7 @@ def program(options: Options, signature: Signature, ring: Ring, device: torch.de
     out, lse = _results(signature)
     with precision_scope(out.dtype):
         start(ring=ring, device=device)
-        spec, operands = make_spec(options, Operands(*signature), Placement(AXIS if ring.size > 1 else None, ring.size))
+        spec, operands = make_spec(options, _operands(signature), Placement(AXIS if ring.size > 1 else None, ring.size))
     # Constants of the compiled program; as NumPy arrays they belong to no device.
     masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in operands.predicate_arrays)
     on_ring = partial(_on_ring, ring, device)
@@ -90,10 +90,15 @@ def _on_ring(ring: Ring, device: torch.device, function: Callable) -> Callable:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
 
 
+def _operands(arrays: Sequence[Any], masks=()) -> Operands:
+    named: dict[str, Any] = dict(zip(ARRAYS, arrays, strict=True))
+    return Operands(**named, predicate_arrays=masks)
+
+
 def _forward(spec: RingSpec, masks, operands: list[Any]):
-    return ring_forward(spec, Operands(*operands, predicate_arrays=masks))
+    return ring_forward(spec, _operands(operands, masks))
 
 
 def _backward(spec: RingSpec, masks, wanted: tuple[int, ...], operands: list[Any], out, lse, dout, dlse):
-    gradients = ring_backward(spec, Operands(*operands, predicate_arrays=masks), out, lse, dout, dlse)
+    gradients = ring_backward(spec, _operands(operands, masks), out, lse, dout, dlse)
     return [gradients[number] for number in wanted]

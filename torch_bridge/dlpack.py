@@ -79,7 +79,7 @@ def to_jax(tensor: torch.Tensor, device: "jax.Device | None" = None) -> "jax.Arr
 
     Zero-copy for a contiguous tensor on that device; anything else is made contiguous (and, on a CPU, 64-byte aligned) by
     torch first. The gradient graph stays behind. Raises ValueError for 64-bit dtypes outside JAX's x64 mode, and for a tensor
-    without memory (meta or fake).
+    without memory (meta) or without dense memory (sparse).
     """
     import jax
 

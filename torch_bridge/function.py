@@ -20,7 +20,7 @@ _NUMBERS: dict[Program, int] = {}
 
 
 def attend(
-    where: tuple[Any, str | None], tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, **options
+    where: tuple[Any, str | int | None], tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, **options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` of this rank's shards.
 
@@ -30,8 +30,8 @@ def attend(
     """
     ids = {name: narrow_ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
     device = tensors["query"].device  # type: ignore[union-attr]  # never None
-    operands = both_sides(Operands(**{**tensors, **ids}, dropout_seed=_seed_words(dropout_seed, device)))
-    arrays = operands[: len(ARRAYS)]
+    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": _seed_words(dropout_seed, device)}
+    arrays: tuple[Any, ...] = both_sides(Operands(**named))[: len(ARRAYS)]
     forms = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in arrays)
     return _Attention.apply(_number(where, options, forms, device), *arrays)
 
@@ -45,7 +45,7 @@ def _seed_words(seed: int | None, device: torch.device) -> torch.Tensor | None:
 
 
 @torch.compiler.assume_constant_result
-def _number(where: tuple[Any, str | None], options: dict[str, Any], forms: tuple, device: torch.device) -> int:
+def _number(where: tuple[Any, str | int | None], options: dict[str, Any], forms: tuple, device: torch.device) -> int:
     """The number of the program; under ``torch.compile`` found once, while tracing."""
     signature = tuple(None if form is None else Form(*form) for form in forms)
     found = program(Options(**options), signature, resolve(*where), device)

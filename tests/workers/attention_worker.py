@@ -3,9 +3,11 @@
 Every process makes the same whole tensors from a seed, shards them, and compares its shard of the output, the LSE and every
 gradient. Gradients of operands that ranks share are summed over the ring first. Prints "ok <case> <layout>" for each on rank 0.
 
-Arguments: how many rings (rows of a 2-D mesh, each with shards of a length of its own), then the cases, none meaning all.
+Arguments: "cpu" or "cuda"; how many rings (rows of a 2-D mesh, each with shards of a length of its own); the cases, none meaning
+all.
 """
 
+import os
 import sys
 
 import torch
@@ -70,7 +72,7 @@ def check(case: str, layout: str, mesh, shard: int) -> None:
     size, rank, place = mesh["cp"].size(), mesh.get_local_rank("cp"), {"mesh": mesh, "mesh_dim": "cp", "layout": layout}
     options = dict(CASES[case])
     whole = whole_inputs(size * shard, cross=case == "cross")
-    whole = {name: whole[name] for name in (*ALWAYS, *options.pop("arrays", ()))}
+    whole = {name: whole[name].to(mesh.device_type) for name in (*ALWAYS, *options.pop("arrays", ()))}
     length = whole["q"].shape[1]
     weights = (
         torch.randn(BATCH, length, HEADS, DIM + 4, dtype=torch.float64),
@@ -79,7 +81,7 @@ def check(case: str, layout: str, mesh, shard: int) -> None:
     out, lse, gradients = results(whole, options | {"mesh": "local"}, weights)
 
     def held(x: torch.Tensor, dim: int) -> torch.Tensor:
-        return x.index_select(dim, torch.tensor(shard_indices(layout, rank, size, x.shape[dim])))
+        return x.index_select(dim, torch.tensor(shard_indices(layout, rank, size, x.shape[dim]), device=x.device))
 
     shared = ("sinks", "alibi_slopes")
     shards = {name: x if name in shared else held(x, SEQUENCE_DIM.get(name, 1)) for name, x in whole.items()}
@@ -94,11 +96,13 @@ def check(case: str, layout: str, mesh, shard: int) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def main(rings: str, *cases: str) -> None:
-    dist.init_process_group("gloo")
+def main(device: str, rings: str, *cases: str) -> None:
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     start()  # before the whole sequence's attention, which needs no other process and would start JAX as a single one
     torch.manual_seed(2)
-    mesh = init_device_mesh("cpu", (int(rings), dist.get_world_size() // int(rings)), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(device, (int(rings), dist.get_world_size() // int(rings)), mesh_dim_names=("dp", "cp"))
     layouts = ("contiguous", "zigzag", "striped")
     for i, case in enumerate(CASES):
         if cases and case not in cases:

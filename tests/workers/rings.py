@@ -3,7 +3,7 @@
 import jax
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_bridge import mesh, runtime
 from torch_bridge.dlpack import to_jax, to_torch
@@ -35,6 +35,34 @@ def run(ring: mesh.Ring, local: torch.Tensor) -> torch.Tensor:
     return to_torch(array)
 
 
+def refused(*where) -> str:
+    """What resolve says to what it does not take."""
+    try:
+        mesh.resolve(*where)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(f"{where} was taken")
+
+
+def check_refusals(rank: int, device_mesh: DeviceMesh) -> None:
+    assert "dimensions ['dp', 'cp'] needs mesh_dim" in refused(device_mesh)
+    assert "one of the mesh's dimensions ['dp', 'cp'], got 'tp'" in refused(device_mesh, "tp")
+    assert "one of the mesh's dimensions ['dp', 'cp'], got 2" in refused(device_mesh, 2)
+    assert "mesh_dim chooses a dimension of a DeviceMesh" in refused(dist.group.WORLD, "cp")
+    pair = dist.new_group([0, 2])
+    half = DeviceMesh("cpu", [1, 2])
+    if rank in (0, 2):
+        assert mesh.resolve(pair) == mesh.Ring((0, 2), rank // 2)
+    else:
+        assert f"global rank {rank}) is not a member" in refused(pair)
+    if rank in (1, 2):
+        assert mesh.resolve(half).ranks == (1, 2)
+    else:
+        assert f"global rank {rank}) is not in the mesh of ranks [1, 2]" in refused(half)
+    assert mesh.resolve("local") == mesh.Ring((rank,), 0)
+    assert mesh.resolve(init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "cp")), "cp") == mesh.Ring((rank,), 0)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -42,6 +70,8 @@ def main() -> None:
     ring = mesh.resolve(device_mesh, "cp")
     assert ring.ranks == ((0, 1) if rank < 2 else (2, 3)), ring
     assert mesh.resolve(device_mesh["cp"]) == ring
+    assert dist.get_process_group_ranks(ring.group) == list(ring.ranks)
+    check_refusals(rank, device_mesh)
     shape = SIZES[rank // 2]
     for turn in range(20):
         out = run(ring, torch.full(shape, float(10 * turn + rank)))

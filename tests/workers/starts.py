@@ -1,6 +1,7 @@
-"""Two processes start JAX in a way that cannot work (the first argument) and print what start() says to it."""
+"""Two processes start JAX in the way of the first argument, and print what start() says to it."""
 
 import os
+import signal
 import sys
 
 import torch.distributed as dist
@@ -23,6 +24,20 @@ def other_world() -> None:
     jax.distributed.initialize("localhost:" + os.environ["OWN_PORT_" + os.environ["RANK"]], 1, 0)
 
 
+def right_world() -> None:
+    """The program's own jax.distributed, as it must be."""
+    import jax
+
+    port = os.environ["OWN_PORT_0"]
+    jax.distributed.initialize(f"localhost:{port}", 2, dist.get_rank(), local_device_ids=[0])
+
+
+def death() -> None:
+    """Rank 1 dies once the others wait for it."""
+    if dist.get_rank() == 1:
+        runtime._initialize = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def many_devices() -> None:
     """Eight CPU devices in each process."""
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -32,7 +47,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     globals()[sys.argv[1]]()
     try:
-        runtime.start(mesh.resolve())
+        runtime.start(mesh.resolve(), peer_timeout=8.0)
+        print("started")
     except RuntimeError as error:
         print(f"refused: {error}")
 

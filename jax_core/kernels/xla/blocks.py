@@ -1,0 +1,184 @@
+"""Cutting two shards into blocks for the XLA kernel, and joining the results.
+
+Names of dimensions in comments: n/m query and key blocks, b batch, h key/value heads, g query heads of a group, q and k positions
+in a block, d dim.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_core.block import Extras, Scores
+from jax_core.config import FwdParams
+from jax_core.layout import Run
+from jax_core.mask import empty
+from jax_core.varying import vary, varying_axes
+
+
+class Side(NamedTuple):
+    """What the masks need to know of one side's positions, in blocks."""
+
+    index: Any  # [n, q] in the whole sequence
+    position: Any  # [n, b|1, q], the index unless position ids replace it
+    segment: Any  # [n, b|1, q] or None
+    real: Any  # [n, q] False on padding up to a whole block, or None without any
+
+
+class Queries(NamedTuple):
+    q: Any  # [n, b, h, g, q, d]
+    side: Side
+
+
+class Keys(NamedTuple):
+    k: Any  # [m, b, h, k, d]
+    v: Any
+    side: Side
+
+
+class Tiles(NamedTuple):
+    """What belongs to a pair of blocks, ``[n, m, ...]``."""
+
+    needed: Any  # bool
+    bias: Any  # [n, m, b|1, h|1, g|1, q, k] or None
+    mask: Any
+
+
+class Rest(NamedTuple):
+    """Operands that no block cuts."""
+
+    slopes: Any  # [b|1, h, g, 1, 1] or None
+    seed: Any
+    batch: Any  # [b] global numbers
+    head: Any  # [h, g] global numbers
+    predicate_arrays: tuple
+
+
+def cut(q, k, v, q_runs, k_runs, scores: Scores, extras: Extras, config: FwdParams):
+    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    q_size, k_size = _block_size(q_runs, config.q_blocksize), _block_size(k_runs, config.kv_blocksize)
+    # Every value gets the same type under shard_map's check_vma, so that loops and branches agree.
+    axes = varying_axes(q, k, v, extras, [run.start for run in (*q_runs, *k_runs)])
+    q_side = _side(q_runs, q_size, extras.q_position_ids, extras.q_segment_ids)
+    k_side = _side(k_runs, k_size, extras.kv_position_ids, extras.kv_segment_ids)
+    tiles = Tiles(
+        ~_empty(scores, q_side, k_side),
+        split_tiles(extras.bias, kv_heads, group, q_size, k_size),
+        split_tiles(extras.mask, kv_heads, group, q_size, k_size),
+    )
+    batch0, head0 = (0, 0) if extras.origin is None else (extras.origin[0], extras.origin[1])
+    slopes = extras.alibi_slopes
+    rest = Rest(
+        None if slopes is None else slopes.reshape(-1, kv_heads, group, 1, 1),
+        extras.dropout_seed,
+        batch0 + jnp.arange(q.shape[0], dtype=jnp.int32),
+        head0 + jnp.arange(q.shape[2], dtype=jnp.int32).reshape(kv_heads, group),
+        (),
+    )
+    queries = Queries(split_rows(q, kv_heads, q_size), q_side)
+    keys = Keys(split_keys(k, k_size), split_keys(v, k_size), k_side)
+    queries, keys, tiles, rest = vary((queries, keys, tiles, rest), axes)
+    return queries, keys, tiles, rest._replace(predicate_arrays=extras.predicate_arrays)
+
+
+def _block_size(runs: tuple[Run, ...], wanted: int) -> int:
+    return min(wanted, runs[0].length)
+
+
+def _side(runs: tuple[Run, ...], size: int, position_ids, segment_ids) -> Side:
+    index = jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
+    length = index.shape[0]
+    position = index[None] if position_ids is None else position_ids
+    real = None if length % size == 0 else _split(jnp.arange(length) >= 0, 0, size, False)
+    segment = None if segment_ids is None else _split(segment_ids, 1, size)
+    return Side(_split(index, 0, size), _split(position, 1, size), segment, real)
+
+
+def _empty(scores: Scores, q: Side, k: Side):
+    """``[n, m]``: no pair of the blocks is visible, as far as positions and segments bound them."""
+    q_run, k_run = _bounds(q.position), _bounds(k.position)
+    none = empty(scores.mask, _expand(q_run, 1), _expand(k_run, 0))
+    if q.segment is not None:
+        (q_low, q_high), (k_low, k_high) = _range(q.segment), _range(k.segment)
+        none = none | (q_high < 0)[:, None] | (q_high[:, None] < k_low) | (k_high < q_low[:, None])
+    return jnp.broadcast_to(none, (q.index.shape[0], k.index.shape[0]))
+
+
+class _Bounds(NamedTuple):
+    """A run by its first and last position, as :func:`jax_core.mask.empty` reads it: ``start + stride * (length - 1)``."""
+
+    start: Any
+    stride: Any
+    length: int
+
+
+def _bounds(position) -> _Bounds:
+    low, high = _range(position)
+    return _Bounds(low, high - low, 2)
+
+
+def _expand(bounds: _Bounds, axis: int) -> Any:
+    return _Bounds(jnp.expand_dims(bounds.start, axis), jnp.expand_dims(bounds.stride, axis), bounds.length)
+
+
+def _range(x):
+    """``[n, b, q] -> ([n], [n])``: the least and the greatest of each block."""
+    return x.min((1, 2)), x.max((1, 2))
+
+
+def _split(x, axis: int, size: int, fill=None):
+    """Cuts ``axis`` into blocks of ``size``, which become the leading axis; the last is filled up (None: with its last value)."""
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, -x.shape[axis] % size)
+    x = jnp.pad(x, pad, mode="edge") if fill is None else jnp.pad(x, pad, constant_values=fill)
+    x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def split_rows(x, kv_heads: int, size: int):
+    """``[b, length, h*g, d] -> [n, b, h, g, q, d]``"""
+    blocks = _split(x, 1, size, 0)
+    n, b, q, heads, d = blocks.shape
+    return blocks.reshape(n, b, q, kv_heads, heads // kv_heads, d).transpose(0, 1, 3, 4, 2, 5)
+
+
+def join_rows(blocks, length: int):
+    n, b, h, g, q, d = blocks.shape
+    return blocks.transpose(1, 0, 4, 2, 3, 5).reshape(b, n * q, h * g, d)[:, :length]
+
+
+def split_heads(x, kv_heads: int, size: int, fill):
+    """``[b, h*g, length] -> [n, b, h, g, q]``"""
+    blocks = _split(x, 2, size, fill)
+    n, b, heads, q = blocks.shape
+    return blocks.reshape(n, b, kv_heads, heads // kv_heads, q)
+
+
+def join_heads(blocks, length: int):
+    n, b, h, g, q = blocks.shape
+    return blocks.transpose(1, 2, 3, 0, 4).reshape(b, h * g, n * q)[..., :length]
+
+
+def split_keys(x, size: int):
+    """``[b, length, h, d] -> [m, b, h, k, d]``"""
+    return jnp.swapaxes(_split(x, 1, size, 0), 2, 3)
+
+
+def join_keys(blocks, length: int):
+    m, b, h, k, d = blocks.shape
+    return blocks.transpose(1, 0, 3, 2, 4).reshape(b, m * k, h, d)[:, :length]
+
+
+def split_tiles(x, kv_heads: int, group: int, q_size: int, k_size: int):
+    """``[b|1, h*g|1, q_length, k_length] -> [n, m, b|1, h|1, g|1, q, k]``"""
+    if x is None:
+        return None
+    blocks = _split(_split(x, 3, k_size, 0), 3, q_size, 0)
+    heads = (kv_heads, group) if x.shape[1] != 1 else (1, 1)
+    n, m, b, _, q, k = blocks.shape
+    return blocks.reshape(n, m, b, *heads, q, k)
+
+
+def join_tiles(blocks, shape):
+    """``[m, n, b|1, h|1, g|1, q, k]`` back to ``shape``."""
+    m, n, b, h, g, q, k = blocks.shape
+    return blocks.transpose(2, 3, 4, 1, 5, 0, 6).reshape(b, h * g, n * q, m * k)[..., : shape[2], : shape[3]]

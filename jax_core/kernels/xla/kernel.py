@@ -1,0 +1,180 @@
+"""Forward and backward of the kernel in plain XLA, after FlashAttention (Dao et al. 2022, arXiv:2205.14135).
+
+Both shards are cut into blocks; scores exist one ``[batch, heads, q_block, k_block]`` block at a time, and a block that the masks
+leave empty is skipped. The backward computes the scores again and makes dQ, dK and dV in one sweep.
+
+Names of dimensions in comments: n/m query and key blocks, b batch, h key/value heads, g query heads of a group, q and k positions
+in a block, d dim.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_core.block import Extras, Grads, Partial, Scores, accumulation_dtype
+from jax_core.config import FwdParams
+from jax_core.kernels.xla.blocks import (
+    Keys,
+    Queries,
+    Tiles,
+    cut,
+    join_heads,
+    join_keys,
+    join_rows,
+    join_tiles,
+    split_heads,
+    split_rows,
+)
+from jax_core.kernels.xla.scores import distance, dropout_factor, logits, product, sum_to
+from jax_core.varying import vary, varying_axes
+
+FUSED_BACKWARD = True
+
+
+def unsupported(scores: Scores, config: FwdParams) -> str | None:
+    del scores  # every mask and every score
+    if config.num_stages is not None or config.num_warps is not None:
+        return "the xla kernel has no stages or warps; leave num_stages and num_warps None"
+    return None
+
+
+class _State(NamedTuple):
+    """The online softmax of a query block: numerator, running maximum, denominator."""
+
+    numerator: Any  # [b, h, g, q, d]
+    maximum: Any  # [b, h, g, q]
+    denominator: Any
+
+
+def forward(q, k, v, q_runs, k_runs, *, scores: Scores, extras: Extras, carry: Partial, config: FwdParams) -> Partial:
+    queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
+    start = _start(carry, queries.q.shape[2], queries.q.shape[4])
+
+    def query_block(_, block):
+        query, row, state = block
+        state, _ = lax.scan(partial(_update_unless_empty, scores, rest, query), state, (keys, row))
+        return None, _finish(state)
+
+    _, (out, lse) = lax.scan(query_block, None, (queries, tiles, start))
+    return Partial(join_rows(out, q.shape[1]), join_heads(lse, q.shape[1]))
+
+
+def _update_unless_empty(scores, rest, query, state, block):
+    key, tile = block
+    update = partial(_update, scores, rest, query, key, tile)
+    return lax.cond(tile.needed, update, lambda state: state, state), None
+
+
+def _update(scores, rest, query: Queries, key: Keys, tile: Tiles, state: _State) -> _State:
+    x, _ = logits(scores, rest, query, key, tile)
+    maximum = jnp.maximum(state.maximum, x.max(-1))
+    finite = jnp.where(jnp.isneginf(maximum), 0, maximum)
+    weights = jnp.exp(x - finite[..., None])
+    decay = jnp.exp(state.maximum - finite)
+    denominator = state.denominator * decay + weights.sum(-1)
+    kept = weights * dropout_factor(scores, rest, query, key, weights.dtype)
+    numerator = state.numerator * decay[..., None] + product("bhgqk,bhkd->bhgqd", kept, key.v, scores)
+    return _State(numerator, maximum, denominator)
+
+
+def _start(carry: Partial, kv_heads: int, size: int) -> _State:
+    """The state of every query block: a partial is normalised, so its denominator is 1 at the maximum ``lse`` (0 without keys)."""
+    lse = split_heads(carry.lse, kv_heads, size, -jnp.inf)
+    return _State(split_rows(carry.out, kv_heads, size), lse, jnp.where(jnp.isneginf(lse), 0, jnp.ones_like(lse)))
+
+
+def _finish(state: _State) -> tuple:
+    some = state.denominator > 0
+    denominator = jnp.where(some, state.denominator, 1)
+    maximum = jnp.where(some, state.maximum, 0)
+    return state.numerator / denominator[..., None], jnp.where(some, maximum + jnp.log(denominator), -jnp.inf)
+
+
+class _Rows(NamedTuple):
+    """What the backward knows of each query row, in blocks."""
+
+    dout: Any  # [n, b, h, g, q, d]
+    lse: Any  # [n, b, h, g, q]
+    delta: Any
+
+
+class _Shares(NamedTuple):
+    """A pair of blocks' share of the gradients."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dalibi_slopes: Any
+
+
+def backward(q, k, v, dout, lse, delta, q_runs, k_runs, *, scores: Scores, extras: Extras, config: FwdParams) -> Grads:
+    queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
+    kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)  # exp(x - inf) is 0: a row that saw no key, or stands for padding
+    rows = _Rows(split_rows(dout, kv_heads, size), split_heads(lse, kv_heads, size, jnp.inf), split_heads(delta, kv_heads, size, 0))
+    columns = jax.tree.map(lambda tile: jnp.swapaxes(tile, 0, 1), tiles)
+    dtype = accumulation_dtype(q.dtype)
+    zero = partial(_zero_shares, queries, keys, tiles, rest, dtype)
+
+    def key_block(totals, block):
+        key, column = block
+
+        def query_block(totals, block):
+            number, query, row, tile = block
+            share = partial(_shares, scores, rest, query, row, key, tile)
+            share = lax.cond(tile.needed, lambda _: share(), lambda _: zero(), None)
+            dq, dk, dv, dslopes = totals
+            totals = dq.at[number].add(share.dq), dk + share.dk, dv + share.dv, _add(dslopes, share.dalibi_slopes)
+            return totals, share.dbias
+
+        dq, dslopes = totals
+        nothing = zero()
+        numbers = jnp.arange(queries.q.shape[0])
+        (dq, dk, dv, dslopes), dbias = lax.scan(
+            query_block, (dq, nothing.dk, nothing.dv, dslopes), (numbers, queries, rows, column)
+        )
+        return (dq, dslopes), (dk, dv, dbias)
+
+    dq = vary(jnp.zeros(queries.q.shape, dtype), varying_axes(queries, keys))
+    (dq, dslopes), (dk, dv, dbias) = lax.scan(key_block, (dq, zero().dalibi_slopes), (keys, columns))
+    return Grads(
+        join_rows(dq, q.shape[1]),
+        join_keys(dk, k.shape[1]),
+        join_keys(dv, k.shape[1]),
+        None if dbias is None else join_tiles(dbias, extras.bias.shape),
+        None if dslopes is None else dslopes.reshape(extras.alibi_slopes.shape),
+    )
+
+
+def _zero_shares(queries, keys, tiles, rest, dtype) -> _Shares:
+    def zeros(array, leading):
+        return None if array is None else jnp.zeros(array.shape[leading:], dtype)
+
+    shares = _Shares(zeros(queries.q, 1), zeros(keys.k, 1), zeros(keys.v, 1), zeros(tiles.bias, 2), zeros(rest.slopes, 0))
+    return vary(shares, varying_axes(queries, keys))
+
+
+def _add(total, share):
+    return None if total is None else total + share
+
+
+def _shares(scores: Scores, rest, query: Queries, row: _Rows, key: Keys, tile: Tiles) -> _Shares:
+    x, tanh = logits(scores, rest, query, key, tile)
+    weights = jnp.exp(x - row.lse[..., None])
+    factor = dropout_factor(scores, rest, query, key, weights.dtype)
+    dweights = product("bhgqd,bhkd->bhgqk", row.dout, key.v, scores) * factor
+    dlogits = weights * (dweights - row.delta[..., None])
+    dproducts = dlogits * scores.scale
+    if tanh is not None:
+        dproducts = dproducts * (1 - tanh * tanh)
+    return _Shares(
+        dq=product("bhgqk,bhkd->bhgqd", dproducts, key.k, scores),
+        dk=product("bhgqk,bhgqd->bhkd", dproducts, query.q, scores),
+        dv=product("bhgqk,bhgqd->bhkd", weights * factor, row.dout, scores),
+        dbias=None if tile.bias is None else sum_to(dlogits, tile.bias.shape),
+        dalibi_slopes=None if rest.slopes is None else sum_to(-dlogits * distance(query, key), rest.slopes.shape),
+    )

@@ -1,0 +1,101 @@
+"""What a score is, for the XLA kernel: one place for the forward and the backward.
+
+Names of dimensions in comments: n/m query and key blocks, b batch, h key/value heads, g query heads of a group, q and k positions
+in a block, d dim.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_core.block import Scores, accumulation_dtype
+from jax_core.dropout import keep_mask
+from jax_core.kernels.xla.blocks import Keys, Queries, Rest, Side, Tiles
+from jax_core.mask import visible
+from jax_core.predicate import Predicate
+from jax_core.varying import vary, varying_axes
+
+
+def logits(scores: Scores, rest: Rest, query: Queries, key: Keys, tile: Tiles):
+    """The block's logits, ``-inf`` where a mask hides them, and the soft cap's tanh or None."""
+    x = product("bhgqd,bhkd->bhgqk", query.q, key.k, scores)
+    if scores.logits_dtype is not None:
+        x = x.astype(scores.logits_dtype).astype(x.dtype)
+    x, tanh = x * scores.scale, None
+    if scores.softcap is not None:
+        tanh = jnp.tanh(x / scores.softcap)
+        x = tanh * scores.softcap
+    if tile.bias is not None:
+        x = x + tile.bias.astype(x.dtype)
+    if rest.slopes is not None:
+        x = x - rest.slopes.astype(x.dtype) * distance(query, key).astype(x.dtype)
+    return jnp.where(_visible(scores, rest, query.side, key.side, tile), x, -jnp.inf), tanh
+
+
+def _visible(scores: Scores, rest: Rest, q: Side, k: Side, tile: Tiles):
+    """Broadcasts to ``[b, h, g, q, k]``."""
+    seen = visible(scores.mask, _over_queries(q.position), _over_keys(k.position))
+    if q.segment is not None:
+        q_segment, k_segment = _over_queries(q.segment), _over_keys(k.segment)
+        seen = seen & (q_segment == k_segment) & (q_segment >= 0)
+    if k.real is not None:
+        seen = seen & k.real
+    if tile.mask is not None:
+        seen = seen & tile.mask
+    for predicate, arrays in zip(scores.predicates, rest.predicate_arrays, strict=True):
+        seen = seen & _evaluate(predicate, arrays, rest, q, k)
+    return seen
+
+
+def _evaluate(predicate: Predicate, arrays, rest: Rest, q: Side, k: Side):
+    """The predicate on every element: mapped over keys, queries, the two head dimensions and the batch."""
+    q_at, k_at = (q.position, k.position) if predicate.over == "position" else (q.index[None], k.index[None])
+    count = rest.batch.shape[0]
+    q_at, k_at = (jnp.broadcast_to(at, (count, at.shape[-1])) for at in (q_at, k_at))
+    arguments = vary((rest.batch, rest.head, q_at, k_at), varying_axes(rest, q, k))
+    function = partial(predicate.apply, arrays)
+    for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (None, 0, None, None), (0, None, 0, 0)):
+        function = jax.vmap(function, axes)
+    return function(*arguments)
+
+
+def dropout_factor(scores: Scores, rest: Rest, query: Queries, key: Keys, dtype):
+    if not scores.dropout_prob:
+        return jnp.ones((), dtype)
+    kept = keep_mask(
+        rest.seed,
+        rest.batch[:, None, None, None, None],
+        rest.head[None, :, :, None, None],
+        query.side.index[:, None],
+        key.side.index[None, :],
+        scores.dropout_prob,
+    )
+    return kept.astype(dtype) / (1 - scores.dropout_prob)
+
+
+def distance(query: Queries, key: Keys):
+    return jnp.abs(_over_queries(query.side.position) - _over_keys(key.side.position))
+
+
+def _over_queries(x):
+    """``[b|1, q] -> [b|1, 1, 1, q, 1]``"""
+    return x[:, None, None, :, None]
+
+
+def _over_keys(x):
+    """``[b|1, k] -> [b|1, 1, 1, 1, k]``"""
+    return x[:, None, None, None, :]
+
+
+def product(formula: str, a, b, scores: Scores):
+    """A matrix product in the accumulation dtype."""
+    dtype = accumulation_dtype(b.dtype)
+    precision = scores.precision or lax.Precision.HIGHEST
+    return jnp.einsum(formula, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=dtype)
+
+
+def sum_to(x, shape):
+    """Sums the dimensions that are 1 in ``shape``."""
+    return x.sum([i for i, length in enumerate(shape) if length == 1 and x.shape[i] != 1], keepdims=True)
