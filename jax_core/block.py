@@ -3,6 +3,7 @@
 A kernel is a module with
 
 - ``unsupported(scores, config) -> str | None``: None, or in words why it cannot compute this;
+- ``default_params() -> (FwdParams, BwdParams)``: what it uses where the caller gives none;
 - ``forward(q, k, v, q_runs, k_runs, *, scores, extras, carry, config) -> Partial``: attention of the query shard over the key
   shard, continuing the online softmax from ``carry``, the partial so far (at first: ``out`` 0, ``lse`` -inf);
 - ``FUSED_BACKWARD``: whether its backward makes dQ, dK and dV in one sweep over the scores;

@@ -79,9 +79,8 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
         precision=options.precision,
         logits_dtype=options.logits_dtype,
     )
-    cfg = options.cfg or RingAttentionConfig()
-    kernel = choose_kernel(options.platform, cfg, scores, options.fused_backward)
-    spec = RingSpec(scores, kernel, options.layout, place.axis_name, place.size, cfg.fwd_params, cfg.bwd_params)
+    kernel, params = choose_kernel(options.platform, options.cfg, scores, options.fused_backward)
+    spec = RingSpec(scores, kernel, options.layout, place.axis_name, place.size, *params)
     return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
 
 

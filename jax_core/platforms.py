@@ -5,7 +5,7 @@ from types import ModuleType
 import jax
 
 from jax_core.block import Scores
-from jax_core.config import FwdParams, RingAttentionConfig, check_platform
+from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, check_platform
 from jax_core.kernels import xla
 
 _KERNELS: dict[str, ModuleType] = {"xla": xla}
@@ -16,18 +16,23 @@ _MISSING = {
 }
 
 
-def choose_kernel(platform: str | None, cfg: RingAttentionConfig, scores: Scores, fused_backward: bool = False) -> ModuleType:
-    """A named kernel runs or the error says why it cannot; "auto" (or None) takes the first that can, which ends at xla."""
-    named = _named(platform, cfg)
-    _check_backend(cfg)
+def choose_kernel(
+    platform: str | None, cfg: RingAttentionConfig | None, scores: Scores, fused_backward: bool = False
+) -> tuple[ModuleType, tuple[FwdParams, BwdParams]]:
+    """The kernel and its parameters: those of ``cfg``, or the kernel's own without one. A named kernel runs or the error says why
+    it cannot; "auto" (or None) takes the first that can, which ends at xla."""
+    given = cfg or RingAttentionConfig()
+    named = _named(platform, given)
+    _check_backend(given)
     if named in _MISSING:
         raise NotImplementedError(f'platform="{named}": {_MISSING[named]}; use platform="xla" or "auto"')
     kernel = _KERNELS["xla" if named == "auto" else named]
-    for params in (cfg.fwd_params, cfg.bwd_params):
-        _check_supported(kernel, named, scores, params)
+    params = kernel.default_params() if cfg is None else (cfg.fwd_params, cfg.bwd_params)
+    for part in params:
+        _check_supported(kernel, named, scores, part)
     if fused_backward and not kernel.FUSED_BACKWARD:
         raise NotImplementedError(f'platform="{named}" makes dQ and dK/dV in separate sweeps; leave fused_backward False')
-    return kernel
+    return kernel, params
 
 
 def _named(platform: str | None, cfg: RingAttentionConfig) -> str:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_core.block import Extras, Grads, Partial, Scores, accumulation_dtype
-from jax_core.config import FwdParams
+from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.xla.blocks import (
     Keys,
     Queries,
@@ -39,6 +39,11 @@ def unsupported(scores: Scores, config: FwdParams) -> str | None:
     if config.num_stages is not None or config.num_warps is not None:
         return "the xla kernel has no stages or warps; leave num_stages and num_warps None"
     return None
+
+
+def default_params() -> tuple[FwdParams, BwdParams]:
+    """Blocks that fit a CPU's cache (benchmarks/NOTES.md)."""
+    return FwdParams(256, 256), BwdParams(256, 256)
 
 
 class _State(NamedTuple):
