@@ -1,6 +1,6 @@
 """Attention of one process on a CPU: ring_attn (XLA kernel) beside torch SDPA, in one run. Seconds, least of several.
 
-    python benchmarks/cpu.py [--blocks 64 128 256 512]
+python benchmarks/cpu.py [--blocks 64 128 256 512]
 """
 
 import argparse

@@ -125,7 +125,7 @@ def test_rows_that_see_nothing(sinks: bool):
 
 @pytest.mark.slow
 def test_a_bias_of_minus_infinity_hides():
-    """-inf in the bias is a mask: also where it covers whole rows and whole blocks, and in the gradients. A sink of -inf is none."""
+    """-inf in the bias is a mask, also where it covers whole rows and blocks, and in the gradients. A sink of -inf is none."""
     case = Case("bias of minus infinity", ring=2, layout="striped", arrays=BIAS | SINKS)
     inputs, cotangents = make_inputs(case), make_cotangents(case)
     hidden = booleans("B", "H", "T", "S", density=0.4)(np.random.default_rng(0), case)

@@ -1,4 +1,4 @@
-"""Layouts, static masks and the ring's schedule, by brute force over small sequences: every tile of every mask is judged pair by pair."""
+"""Layouts, static masks and the schedule, by brute force over small sequences: every tile of every mask is judged pair by pair."""
 
 from itertools import chain, product
 from typing import Any
