@@ -34,8 +34,11 @@ class BwdParams(FwdParams):
 
 @dataclass(frozen=True)
 class RingAttentionConfig:
-    """Settings of one ring attention; giving none leaves the block sizes to the kernel. ``platform``: which kernel; ``backend``: the hardware that the numbers were chosen for
-    (anything but "any" is checked against the hardware that runs)."""
+    """Settings of one ring attention; giving none leaves the block sizes to the kernel.
+
+    ``platform``: which kernel. ``backend``: the hardware that the numbers were chosen for (anything but "any" is checked against
+    the hardware that runs).
+    """
 
     fwd_params: FwdParams = field(default_factory=FwdParams)
     bwd_params: BwdParams = field(default_factory=BwdParams)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_core.options import Options, Placement, make_spec
 from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
-from torch_bridge.dlpack import precision_scope, to_jax, to_torch
+from torch_bridge.dlpack import keeping_device, precision_scope, to_jax, to_torch
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, to_global, to_local
 from torch_bridge.runtime import start, watch
 
@@ -35,6 +35,7 @@ class Program:
     """One attention, ready to run on this process's shards, which come in the order of ``ARRAYS``."""
 
     ring: Ring
+    device: torch.device
     out: Form
     lse: Form
     compiled_forward: Callable
@@ -49,7 +50,7 @@ class Program:
         return self._run("backward", self.compiled_backward(wanted), list(operands), out, lse, dout, dlse)
 
     def _run(self, step: str, function: Callable, *tensors) -> list[torch.Tensor]:
-        with precision_scope(self.out.dtype), watch(self.ring, step) as call:
+        with keeping_device(self.device), precision_scope(self.out.dtype), watch(self.ring, step) as call:
             shards = jax.tree.map(lambda tensor: to_global(self.ring, to_jax(tensor)), tensors)
             results = [to_local(result) for result in function(*shards)]
             for result in results:
@@ -62,14 +63,14 @@ def program(options: Options, signature: Signature, ring: Ring, device: torch.de
     """Checks the request (ValueError, NotImplementedError) and makes its program. JAX runs after it: with a ring of several
     processes the first call is a collective one of all processes."""
     out, lse = _results(signature)
-    with precision_scope(out.dtype):
+    with keeping_device(device), precision_scope(out.dtype):
         start(ring=ring, device=device)
         spec, operands = make_spec(options, _operands(signature), Placement(AXIS if ring.size > 1 else None, ring.size))
     # Constants of the compiled program; as NumPy arrays they belong to no device.
     masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in operands.predicate_arrays)
     on_ring = partial(_on_ring, ring, device)
     forward = on_ring(partial(_forward, spec, masks))
-    return Program(ring, out, lse, forward, cache(lambda wanted: on_ring(partial(_backward, spec, masks, wanted))))
+    return Program(ring, device, out, lse, forward, cache(lambda wanted: on_ring(partial(_backward, spec, masks, wanted))))
 
 
 def _results(signature: Signature) -> tuple[Form, Form]:

@@ -24,6 +24,14 @@ _INT32 = torch.iinfo(torch.int32)
 _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 
+def keeping_device(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which ``device`` is torch's current CUDA device, and after which the caller's is again.
+
+    Torch exports a tensor on its current device only, and JAX, starting on several GPUs, leaves another one current.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def precision_scope(dtype: torch.dtype) -> AbstractContextManager[object]:
     """A context in which JAX keeps ``dtype``: x64 on for float64, nothing for every other dtype.
 
@@ -88,7 +96,8 @@ def to_jax(tensor: torch.Tensor, device: "jax.Device | None" = None) -> "jax.Arr
     if tensor.is_sparse or tensor.layout != torch.strided:
         raise ValueError(f"JAX takes dense tensors, got layout {tensor.layout}; call .to_dense() first")
     _check_width(tensor)
-    return jax.dlpack.from_dlpack(_exportable(tensor), device=device)
+    with keeping_device(tensor.device):
+        return jax.dlpack.from_dlpack(_exportable(tensor), device=device)
 
 
 def to_torch(array: "jax.Array") -> torch.Tensor:
