@@ -147,7 +147,7 @@ def test_a_death_during_the_start_does_not_hang():
     assert "the ring of global ranks [0, 1] lost a member in start step 1, on global rank 0: global rank 1 (died)" in survivor.err
 
 
-@pytest.mark.parametrize("where", ["ring", 3, object(), ["cp"]], ids=str)
+@pytest.mark.parametrize("where", ["ring", 3, 1.5, ["cp"]], ids=str)
 def test_only_meshes_groups_and_local_are_places(where):
     with pytest.raises(ValueError, match=r'mesh must be a DeviceMesh, a ProcessGroup, "local" or None, got'):
         resolve(where)

@@ -96,6 +96,8 @@ def to_jax(tensor: torch.Tensor, device: "jax.Device | None" = None) -> "jax.Arr
     if tensor.is_sparse or tensor.layout != torch.strided:
         raise ValueError(f"JAX takes dense tensors, got layout {tensor.layout}; call .to_dense() first")
     _check_width(tensor)
+    if tensor.is_cuda:
+        jax.local_devices()  # starts JAX, if it has not: before the device is set
     with keeping_device(tensor.device):
         return jax.dlpack.from_dlpack(_exportable(tensor), device=device)
 
