@@ -4,7 +4,7 @@ from jax_core.layout import check_shard_length
 from jax_core.ring import Operands
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-_INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+_INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: int32 does not hold it
 
 
 def check_operands(operands: Operands, layout: str, size: int) -> None:

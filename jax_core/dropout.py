@@ -6,6 +6,7 @@ it again. The hash is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw 2
 """
 
 import jax.numpy as jnp
+import numpy as np
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -39,11 +40,11 @@ def keep_mask(seed, batch, head, q_index, k_index, prob: float):
 def seed_words(seed):
     """A Python int (64 bits of it), a uint32 pair, or a traced integer, as the uint32 ``[2]`` of :func:`keep_mask`."""
     if isinstance(seed, int):
-        return jnp.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], jnp.uint32)
+        return jnp.asarray(np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32))
     seed = jnp.asarray(seed)
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.shape not in ((), (2,)):
         raise ValueError(f"dropout_seed must be an int, an integer scalar or uint32 [2], got {seed.dtype} {seed.shape}")
     if seed.shape == (2,):
         return seed.astype(jnp.uint32)
-    high = seed >> 32 if seed.dtype.itemsize == 8 else jnp.where(seed < 0, 0xFFFFFFFF, 0)
+    high = seed >> 32 if seed.dtype.itemsize == 8 else jnp.where(seed < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
     return jnp.stack([seed.astype(jnp.uint32), high.astype(jnp.uint32)])

@@ -38,7 +38,12 @@ class Load(NamedTuple):
 
 def depart(loads: list[Load], axis_name, size: int) -> list[jax.Array]:
     """Starts the loads on their way, those with the same hop as one buffer; :func:`land` takes them apart on arrival."""
-    return [_rotate(jnp.concatenate(_same_hop(loads, hop)), hop, axis_name, size) for hop in _hops(loads)]
+    arriving: list[jax.Array] = []
+    for hop in _hops(loads):
+        words = jnp.concatenate(_same_hop(loads, hop))
+        words = after(words, arriving[-1]) if arriving else words
+        arriving.append(lax.ppermute(words, axis_name, [(rank, (rank + hop) % size) for rank in range(size)]))
+    return arriving
 
 
 def land(buffers: list[jax.Array], loads: list[Load]) -> list[jax.Array]:
@@ -50,16 +55,28 @@ def land(buffers: list[jax.Array], loads: list[Load]) -> list[jax.Array]:
     return [next(groups[load.hop]) for load in loads]
 
 
+def after(words: jax.Array, done: jax.Array) -> jax.Array:
+    """``words``, not sent before ``done`` is computed: two rotations of one program must have an order.
+
+    Without one XLA on CPU may take them in another order on each device, and wait for ever. It also drops optimization barriers,
+    so a word depends on ``done`` in earnest: it is added what only we know to be 0, a test for NaNs that no arithmetic makes.
+    """
+    words, done = lax.optimization_barrier((words, done))
+    bits = lax.bitcast_convert_type(done.reshape(-1)[:8], f"uint{8 * done.dtype.itemsize}")
+    never = jnp.all(bits == jnp.array(_ODD_NAN[done.dtype.itemsize], bits.dtype))
+    return words.at[0].add(never.astype(words.dtype))
+
+
+# By the bytes of an item: a NaN of every floating type, also when the items are words of one.
+_ODD_NAN = {2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
+
+
 def _hops(loads: list[Load]) -> list[int]:
     return sorted({load.hop for load in loads})
 
 
 def _same_hop(loads: list[Load], hop: int) -> list[jax.Array]:
     return [load.words for load in loads if load.hop == hop]
-
-
-def _rotate(words, hop: int, axis_name, size: int):
-    return lax.ppermute(words, axis_name, [(rank, (rank + hop) % size) for rank in range(size)])
 
 
 def _cut(words, counts: list[int]) -> list[jax.Array]:

@@ -20,7 +20,7 @@ from jax_core.columns import put_columns, take_columns
 from jax_core.config import BwdParams, FwdParams
 from jax_core.layout import Run, runs
 from jax_core.merge import join_sinks, sink_gradient, sinks_per_head
-from jax_core.packet import Load, depart, land, pack, unpack, word_type
+from jax_core.packet import Load, after, depart, land, pack, unpack, word_type
 from jax_core.schedule import shifts
 from jax_core.varying import vary, varying_axes
 
@@ -115,9 +115,8 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
         dkv = _add(unpack(landed[-1], dkv) if move.came else dkv, (grads.dk, grads.dv))
         return landed[0] if move.onward else words, shift + move.onward, dkv, _accumulate(sums, grads, shards[-1])
 
-    # The barrier keeps XLA from sharing the forward's first rotation, which would hold its result until now.
-    words, _ = lax.optimization_barrier((pack(own, word), delta))
-    start = words, jnp.int32(0), *_zero_gradients(operands, lse.dtype)
+    # The first rotation must not run beside the forward's, nor be shared with it, which would hold its result until now.
+    start = after(pack(own, word), delta), jnp.int32(0), *_zero_gradients(operands, lse.dtype)
     moves = _moves(spec, operands)
     _, _, dkv, sums = _walk(step, start, moves)
     dk, dv = _send_home(spec, dkv, word, sum(move.onward for move in moves))
@@ -148,9 +147,14 @@ def _in_full_shape(spec: RingSpec, operands: Operands):
 
     floats, transpose = jax.vjp(in_full_shape, given)
     names = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
-    ids = {name: _map(jnp.atleast_2d, getattr(operands, name)) for name in names}
+    ids = {name: _map(_as_ids, getattr(operands, name)) for name in names}
     mask = _map(lambda mask: _whole_rows(mask, rows, columns), operands.mask)
     return operands._replace(**floats._asdict(), **ids, mask=mask), transpose
+
+
+def _as_ids(x):
+    """Signed, and wide enough for differences of positions: int32, or int64 as it came."""
+    return jnp.atleast_2d(x if x.dtype.itemsize == 8 else x.astype(jnp.int32))
 
 
 def _whole_rows(x, rows: int, columns: int):

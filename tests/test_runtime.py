@@ -37,10 +37,10 @@ def free_port() -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without the eight devices of conftest.py, as a user's shell has it."""
+    """This process's, without the eight devices of conftest.py, as a user's shell has it, and without GPUs."""
     unset = ("XLA_FLAGS", "JAX_PLATFORMS")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
-    return {**kept, "PYTHONPATH": str(WORKERS.parent.parent), "OMP_NUM_THREADS": "1", **more}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(WORKERS.parent.parent), "OMP_NUM_THREADS": "1", **more}
 
 
 def processes(world: int, script: str, *arguments: str, timeout: float = 90.0) -> list[Ended]:

@@ -74,10 +74,8 @@ def check(case: str, layout: str, mesh, shard: int) -> None:
     whole = whole_inputs(size * shard, cross=case == "cross")
     whole = {name: whole[name].to(mesh.device_type) for name in (*ALWAYS, *options.pop("arrays", ()))}
     length = whole["q"].shape[1]
-    weights = (
-        torch.randn(BATCH, length, HEADS, DIM + 4, dtype=torch.float64),
-        torch.randn(BATCH, HEADS, length, dtype=torch.float64),
-    )
+    shapes = (BATCH, length, HEADS, DIM + 4), (BATCH, HEADS, length)
+    weights = [torch.randn(shape, dtype=torch.float64).to(mesh.device_type) for shape in shapes]
     out, lse, gradients = results(whole, options | {"mesh": "local"}, weights)
 
     def held(x: torch.Tensor, dim: int) -> torch.Tensor:
