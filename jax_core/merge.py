@@ -25,7 +25,7 @@ def sink_gradient(sinks, lse, delta):
     """
     lse = jnp.where(jnp.isneginf(lse), 0, lse)
     weight = jnp.exp(sinks.astype(lse.dtype)[None, :, :, None] - lse[:, :, None, :])
-    return -jnp.sum(weight * delta[:, :, None, :], axis=(0, 3)).astype(sinks.dtype)
+    return -jnp.sum(weight * delta[:, :, None, :], axis=(0, 3))
 
 
 def sinks_per_head(softmax_aux, heads: int):

@@ -97,7 +97,7 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
     ``out``, ``lse``: what the forward gave. ``dout``, ``dlse`` (may be None): their cotangents. The gradient of an operand that
     ranks share (sinks, slopes) is this rank's part of the sum.
     """
-    given, (operands, to_given_shape) = operands, _in_full_shape(spec, operands)
+    operands, to_given_shape = _in_full_shape(spec, operands)
     delta = _delta(out, lse, dout, dlse)
     own, word = _travellers(operands), word_type(operands.key.dtype)
 
@@ -121,7 +121,10 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
     _, _, dkv, sums = _walk(step, start, moves)
     dk, dv = _send_home(spec, dkv, word, sum(move.onward for move in moves))
     dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, delta)
-    return _cast_gradients(given, sums.dq, dk, dv, to_given_shape, _Floats(dsinks, sums.dbias, sums.dalibi_slopes))
+    floats = to_given_shape(_Floats(dsinks, sums.dbias, sums.dalibi_slopes))
+    query, key, value = (x.astype(operand.dtype) for x, operand in zip((sums.dq, dk, dv), operands[:3], strict=True))
+    nothing = jax.tree.map(lambda _: None, operands)
+    return nothing._replace(query=query, key=key, value=value, **floats._asdict())
 
 
 class _Floats(NamedTuple):
@@ -135,21 +138,28 @@ class _Floats(NamedTuple):
 def _in_full_shape(spec: RingSpec, operands: Operands):
     """The operands in the shapes that the ring works with (sinks ``[heads, n]``, rows and columns of bias and mask whole, the
     others with a batch dimension), and the function that brings gradients of those back to the shapes given."""
+    reshape = partial(_floats_in_full_shape, spec, operands)
     given = _Floats(operands.softmax_aux, operands.bias, operands.alibi_slopes)
-    heads, rows, columns = operands.query.shape[2], operands.query.shape[1], operands.key.shape[1] * spec.size
-
-    def in_full_shape(floats: _Floats) -> _Floats:
-        return _Floats(
-            _map(lambda sinks: sinks_per_head(sinks, heads), floats.softmax_aux),
-            _map(lambda bias: _whole_rows(bias, rows, columns), floats.bias),
-            _map(jnp.atleast_2d, floats.alibi_slopes),
-        )
-
-    floats, transpose = jax.vjp(in_full_shape, given)
     names = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
     ids = {name: _map(_as_ids, getattr(operands, name)) for name in names}
-    mask = _map(lambda mask: _whole_rows(mask, rows, columns), operands.mask)
-    return operands._replace(**floats._asdict(), **ids, mask=mask), transpose
+    mask = _map(partial(_whole_rows, spec, operands), operands.mask)
+
+    def to_given_shape(gradients: _Floats) -> _Floats:
+        # Sums over what was broadcast, in the gradients' own dtype: they are rounded to the operand's once, afterwards.
+        dtype = accumulation_dtype(operands.query.dtype)
+        _, transpose = jax.vjp(reshape, jax.tree.map(lambda array: array.astype(dtype), given))
+        (summed,) = transpose(gradients)
+        return jax.tree.map(lambda gradient, array: gradient.astype(array.dtype), summed, given)
+
+    return operands._replace(**reshape(given)._asdict(), **ids, mask=mask), to_given_shape
+
+
+def _floats_in_full_shape(spec: RingSpec, operands: Operands, given: _Floats) -> _Floats:
+    return _Floats(
+        _map(lambda sinks: sinks_per_head(sinks, operands.query.shape[2]), given.softmax_aux),
+        _map(partial(_whole_rows, spec, operands), given.bias),
+        _map(jnp.atleast_2d, given.alibi_slopes),
+    )
 
 
 def _as_ids(x):
@@ -157,9 +167,9 @@ def _as_ids(x):
     return jnp.atleast_2d(x if x.dtype.itemsize == 8 else x.astype(jnp.int32))
 
 
-def _whole_rows(x, rows: int, columns: int):
+def _whole_rows(spec: RingSpec, operands: Operands, x):
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    return jnp.broadcast_to(x, (*x.shape[:2], rows, columns))
+    return jnp.broadcast_to(x, (*x.shape[:2], operands.query.shape[1], operands.key.shape[1] * spec.size))
 
 
 def _map(function, value):
@@ -273,12 +283,3 @@ def _delta(out, lse, dout, dlse):
     """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
     delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(lse.dtype), dout.astype(lse.dtype), precision=lax.Precision.HIGHEST)
     return delta if dlse is None else delta - dlse.astype(lse.dtype)
-
-
-def _cast_gradients(operands: Operands, dq, dk, dv, to_given_shape, floats: _Floats) -> Operands:
-    given = _Floats(operands.softmax_aux, operands.bias, operands.alibi_slopes)
-    cast = jax.tree.map(lambda gradient, operand: gradient.astype(operand.dtype), floats, given)
-    (floats,) = to_given_shape(cast)
-    gradients = [x.astype(like.dtype) for x, like in zip((dq, dk, dv), operands, strict=False)]
-    nothing = jax.tree.map(lambda _: None, operands)
-    return nothing._replace(query=gradients[0], key=gradients[1], value=gradients[2], **floats._asdict())

@@ -168,7 +168,7 @@ def test_huge_logits_overflow_nothing():
 # ------------------------------------------------------------------------------------------------------------ dropout
 
 
-@pytest.mark.parametrize(("ring", "layout"), [(1, "contiguous"), (2, "zigzag"), (4, "striped"), (4, "contiguous")])
+@pytest.mark.parametrize(("ring", "layout"), [(1, "contiguous"), (2, "zigzag"), (4, "striped")])
 def test_the_same_weights_fall_on_every_ring_and_layout(ring: int, layout: str):
     """With queries of zero and one-hot values the output shows which weights were kept: exactly those of keep_mask."""
     length, prob = 48, 0.4
@@ -264,13 +264,14 @@ def test_mask_info_is_mask_and_segments_in_one():
     case = Case("mask info", ring=2, queries=12, arrays=PACKED | {"mask": booleans(1, 1, "T", "S")})
     inputs = make_inputs(case)
     query, key, value, mask, ids = (inputs[name] for name in ("query", "key", "value", "mask", "q_segment_ids"))
-    wanted = reference_attention(query, key, value, mask=mask, q_segment_ids=ids)
+    wanted = jax.jit(lambda *qkv: reference_attention(*qkv, mask=mask, q_segment_ids=ids))(query, key, value)
     info = jax_core.MaskInfo(attention_mask=mask, q_segment_ids=ids, kv_segment_ids=ids, sequence_axis_name="ring")
     out, lse = jax_core.ring_attention(query, key, value, mask_info=info, mesh=ring_mesh(2), return_lse=True)
     np.testing.assert_allclose(out, wanted.out, atol=1e-6)
     np.testing.assert_allclose(lse, wanted.lse, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_mask_info_names_the_axis_inside_shard_map():
     query, key, value = small_inputs()
 
@@ -332,10 +333,11 @@ def test_ids_of_every_integer_type(dtype: str):
     with jax.enable_x64(dtype == "int64"):
         out = jax_core.ring_attention(query, key, value, mesh=ring_mesh(2), **options)
     wide = {name: x.astype(np.int32) if name.endswith("ids") else x for name, x in options.items()}
-    np.testing.assert_allclose(out, reference_attention(query, key, value, **wide).out, atol=1e-6)
+    wanted = jax.jit(lambda *qkv: reference_attention(*qkv, **wide).out)(query, key, value)
+    np.testing.assert_allclose(out, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_sinks_slopes_and_bias_keep_their_own_dtype(dtype: str):
     """They need not have the query's; each gradient comes back in its operand's dtype."""
     query, key, value = small_inputs()
@@ -345,8 +347,8 @@ def test_sinks_slopes_and_bias_keep_their_own_dtype(dtype: str):
     def loss(sinks, slopes, bias, attend=jax_core.ring_attention, **more):
         return (attend(query, key, value, sinks, bias, alibi_slopes=slopes, **more) ** 2).sum()
 
-    got = jax.grad(loss, (0, 1, 2))(sinks, slopes, bias)
-    wanted = jax.grad(partial_out(loss), (0, 1, 2))(*(array.astype(jnp.float32) for array in (sinks, slopes, bias)))
+    got = jax.jit(jax.grad(loss, (0, 1, 2)))(sinks, slopes, bias)
+    wanted = jax.jit(jax.grad(partial_out(loss), (0, 1, 2)))(*(array.astype(jnp.float32) for array in (sinks, slopes, bias)))
     assert [array.dtype for array in got] == [jnp.dtype(dtype)] * 3
     for ours, exact in zip(got, wanted, strict=True):
         np.testing.assert_allclose(ours.astype(np.float32), exact, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-5)

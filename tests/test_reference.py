@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from attention_cases import LazyMask
+from attention_cases import LazyMask, quick_compiles
 from jax.test_util import check_grads
 
 from jax_core.dropout import keep_mask
@@ -19,11 +19,8 @@ SHAPES = {"B": 2, "T": 5, "S": 5, "H": 4, "Hkv": 2, "D": 3, "Dv": 2}
 
 @pytest.fixture(autouse=True)
 def float64_and_quick_compiles():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
+    with quick_compiles(), jax.enable_x64(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def random_qkv(rng: np.random.Generator, **changed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -229,6 +226,7 @@ def test_against_torch(kind: str):
         np.testing.assert_allclose(ours_gradient, gradient.transpose(1, 2), atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -251,6 +249,7 @@ def test_against_jax_nn(ours: dict[str, Any], theirs: dict[str, Any]):
 # ---------------------------------------------------------------------------------------------- gradients and errors
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     rng = np.random.default_rng(7)
     inputs = dict(zip(("query", "key", "value"), random_qkv(rng), strict=True))

@@ -10,7 +10,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import QUICK_COMPILE, ring_mesh, small_blocks
+from attention_cases import quick_compiles, ring_mesh, small_blocks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +24,12 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 LENGTH = 24
 
 
+@pytest.fixture(autouse=True)
+def without_optimisations():
+    with quick_compiles():
+        yield
+
+
 def normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), jnp.float32)
 
@@ -34,7 +40,7 @@ def random_qkv(batch: int = 2, length: int = LENGTH, heads: int = 4, kv_heads: i
 
 
 def oracle(*arrays: Any, **options: Any) -> jax.Array:
-    return reference_attention(*arrays, **options).out
+    return jax.jit(lambda *arrays: reference_attention(*arrays, **options).out)(*arrays)
 
 
 def loss_of(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -45,10 +51,6 @@ def loss_of(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return (out * jnp.sin(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)).sum()
 
     return loss
-
-
-def quick(function: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(function, compiler_options=QUICK_COMPILE)
 
 
 def assert_close(got: Any, wanted: Any) -> None:
@@ -70,7 +72,7 @@ WITH_SINKS = (SPEC, SPEC, SPEC, P())
 def test_gradients_outside_shard_map_are_whole(check_vma: bool):
     """Also of the sinks, which every rank holds: their gradient is the sum over the ranks, once."""
     arrays = (*random_qkv(), normal(4, 2))
-    got = quick(jax.value_and_grad(loss_of(on_ring(4, check_vma, WITH_SINKS)), (0, 1, 2, 3)))(*arrays)
+    got = jax.jit(jax.value_and_grad(loss_of(on_ring(4, check_vma, WITH_SINKS)), (0, 1, 2, 3)))(*arrays)
     assert_close(got, jax.value_and_grad(loss_of(partial(oracle, causal=True)), (0, 1, 2, 3))(*arrays))
 
 
@@ -84,7 +86,7 @@ def test_gradients_inside_shard_map_with_check_vma():
 
         return jax.grad(loss, (0, 1, 2, 3))(*arrays)
 
-    got = quick(jax.shard_map(local_gradients, mesh=ring_mesh(2), in_specs=WITH_SINKS, out_specs=WITH_SINKS))(*arrays)
+    got = jax.jit(jax.shard_map(local_gradients, mesh=ring_mesh(2), in_specs=WITH_SINKS, out_specs=WITH_SINKS))(*arrays)
     assert_close(got, jax.grad(lambda *arrays: (oracle(*arrays, causal=True) ** 2).sum(), (0, 1, 2, 3))(*arrays))
 
 
@@ -98,7 +100,7 @@ def test_gradients_inside_shard_map_without_check_vma_are_each_ranks_part():
         return (*sharded, jax.lax.psum(sinks, "ring"))
 
     mapped = jax.shard_map(local_gradients, mesh=ring_mesh(2), in_specs=WITH_SINKS, out_specs=WITH_SINKS, check_vma=False)
-    got = quick(mapped)(*arrays)
+    got = jax.jit(mapped)(*arrays)
     assert_close(got, jax.grad(lambda *arrays: (oracle(*arrays, causal=True) ** 2).sum(), (0, 1, 2, 3))(*arrays))
 
 
@@ -114,13 +116,14 @@ def test_shared_bias_and_slopes_and_replicated_queries(check_vma: bool):
 
     specs = (SPEC, SPEC, SPEC, P(None, None, "ring"), P())
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=SPEC, check_vma=check_vma)
-    got = quick(jax.grad(loss_of(mapped), (0, 1, 2, 3, 4)))(*arrays, bias, slopes)
+    got = jax.jit(jax.grad(loss_of(mapped), (0, 1, 2, 3, 4)))(*arrays, bias, slopes)
     wanted = jax.grad(loss_of(lambda q, k, v, b, s: oracle(q, k, v, None, b, alibi_slopes=s)), (0, 1, 2, 3, 4))(
         *arrays, bias, slopes
     )
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrt", [(0,), (1,), (3,)])
 def test_gradient_of_one_operand(wrt: tuple[int, ...]):
     """What is not differentiated may be anything: constants, NumPy arrays."""
@@ -146,8 +149,8 @@ def test_vmap_over_another_batch():
     sinks, bias = normal(4), normal(1, 4, LENGTH, LENGTH)
     attend = lambda *qkv: ring_attention(*qkv, sinks, bias, causal=True, cfg=small_blocks(8))  # noqa: E731
     wanted = [oracle(*(x[i] for x in stacked), sinks, bias, causal=True) for i in range(3)]
-    assert_close(quick(jax.vmap(attend))(*stacked), jnp.stack(wanted))
-    got = quick(jax.vmap(jax.grad(loss_of(attend), (0, 1, 2))))(*stacked)
+    assert_close(jax.jit(jax.vmap(attend))(*stacked), jnp.stack(wanted))
+    got = jax.jit(jax.vmap(jax.grad(loss_of(attend), (0, 1, 2))))(*stacked)
     one = jax.grad(loss_of(lambda *qkv: oracle(*qkv, sinks, bias, causal=True)), (0, 1, 2))(*(x[1] for x in stacked))
     assert_close(tuple(x[1] for x in got), one)
 
@@ -166,7 +169,7 @@ def test_vmap_over_everything():
 
     arrays = (query, key, value, bias, sinks, slopes, ids, seeds)
     wanted = [attend(oracle, *(x[i] for x in arrays)) for i in range(2)]
-    assert_close(quick(jax.vmap(partial(attend, ring_attention)))(*arrays), jnp.stack(wanted))
+    assert_close(jax.jit(jax.vmap(partial(attend, ring_attention)))(*arrays), jnp.stack(wanted))
 
 
 @pytest.mark.slow
@@ -180,19 +183,19 @@ def test_vmap_and_the_ring(outside: bool):
         spec = P(None, None, "ring")
         attend = jax.vmap(partial(ring_attention, axis_name="ring", causal=True))
         mapped = jax.shard_map(attend, mesh=ring_mesh(2), in_specs=(spec,) * 3, out_specs=spec)
-    got = quick(jax.grad(loss_of(mapped), (0, 1, 2)))(*stacked)
+    got = jax.jit(jax.grad(loss_of(mapped), (0, 1, 2)))(*stacked)
     assert_close(got, jax.grad(loss_of(jax.vmap(partial(oracle, causal=True))), (0, 1, 2))(*stacked))
 
 
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("policy", [None, pytest.param(jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow)])
 def test_checkpoint(policy: Any):
     arrays = random_qkv()
-    got = quick(jax.grad(loss_of(jax.checkpoint(on_ring(dropout_prob=0.2, dropout_seed=3), policy=policy)), (0, 1, 2)))(*arrays)
+    got = jax.jit(jax.grad(loss_of(jax.checkpoint(on_ring(dropout_prob=0.2, dropout_seed=3), policy=policy)), (0, 1, 2)))(*arrays)
     seed = jnp.array([3, 0], jnp.uint32)
     assert_close(got, jax.grad(loss_of(partial(oracle, causal=True, dropout_prob=0.2, dropout_seed=seed)), (0, 1, 2))(*arrays))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_scan_over_layers(check_vma: bool):
     """A stack of checkpointed layers inside shard_map, each with its own weights and sinks, differentiated in all of them."""
     x, weights, sinks = normal(2, LENGTH, 16), normal(3, 16, 48) / 4, normal(3, 4)
@@ -207,7 +210,7 @@ def test_scan_over_layers(check_vma: bool):
 
     sharded = partial(model, partial(ring_attention, axis_name="ring"))
     mapped = jax.shard_map(sharded, mesh=ring_mesh(2), in_specs=(SPEC, P(), P()), out_specs=SPEC, check_vma=check_vma)
-    got = quick(jax.value_and_grad(loss_of(mapped), (0, 1, 2)))(x, weights, sinks)
+    got = jax.jit(jax.value_and_grad(loss_of(mapped), (0, 1, 2)))(x, weights, sinks)
     assert_close(got, jax.value_and_grad(loss_of(partial(model, oracle)), (0, 1, 2))(x, weights, sinks))
 
 
@@ -225,7 +228,7 @@ def test_a_mask_function_may_close_over_arrays():
         return jax.lax.scan(layer, jnp.zeros((2, LENGTH, 4, 6)), windows)[0]
 
     loss = lambda attend: loss_of(lambda query: total(attend, query, table, windows))  # noqa: E731
-    assert_close(quick(jax.value_and_grad(loss(ring_attention)))(query), jax.value_and_grad(loss(oracle))(query))
+    assert_close(jax.jit(jax.value_and_grad(loss(ring_attention)))(query), jax.value_and_grad(loss(oracle))(query))
 
 
 def test_equal_settings_compile_once():
@@ -261,22 +264,21 @@ def two_axes(first: str) -> Mesh:
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (first, "ring"))
 
 
-@pytest.mark.parametrize("layout", ["zigzag"])
-def test_batch_over_another_axis(layout: str):
+def test_batch_over_another_axis():
     """With mesh= the batch entries keep their global numbers: dropout and mask_mod give what one device gives."""
     query, key, value = random_qkv(batch=4)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, LENGTH)))
     mask_mod = lambda b, h, q, k: (b + h + q + k) % 3 != 0  # noqa: E731
     options = {"mask_mod": mask_mod, "dropout_prob": 0.3, "dropout_seed": jnp.array([5, 6], jnp.uint32)}
-    order, back = (np.array(f(layout, 2, LENGTH)) for f in (permutation, inverse_permutation))
+    order, back = (np.array(f("zigzag", 2, LENGTH)) for f in (permutation, inverse_permutation))
     spec = P("data", "ring")
 
     def attend(query, key, value, ids):
         arrays = (x[:, order] for x in (query, key, value))
-        more = {"mesh": two_axes("data"), "in_specs": (spec,) * 3, "out_specs": spec, "layout": layout}
+        more = {"mesh": two_axes("data"), "in_specs": (spec,) * 3, "out_specs": spec, "layout": "zigzag"}
         return ring_attention(*arrays, q_segment_ids=ids[:, order], **more, **options)[:, back]
 
-    got = quick(jax.value_and_grad(loss_of(attend), (0, 1, 2)))(query, key, value, ids)
+    got = jax.jit(jax.value_and_grad(loss_of(attend), (0, 1, 2)))(query, key, value, ids)
     wanted = jax.value_and_grad(loss_of(lambda q, k, v, ids: oracle(q, k, v, q_segment_ids=ids, **options)), (0, 1, 2))
     assert_close(got, wanted(query, key, value, ids))
 
@@ -297,7 +299,7 @@ def test_heads_over_another_axis(sinks: tuple[int, ...]):
 
     arrays, wrt = (query, key, value, aux, bias, slopes), (0, 1, 2, 3, 4, 5)
     wanted = jax.value_and_grad(loss_of(lambda q, k, v, a, b, s: oracle(q, k, v, a, b, alibi_slopes=s, **options)), wrt)(*arrays)
-    assert_close(quick(jax.value_and_grad(loss_of(attend), wrt))(*arrays), wanted)
+    assert_close(jax.jit(jax.value_and_grad(loss_of(attend), wrt))(*arrays), wanted)
 
 
 @pytest.mark.slow
@@ -308,16 +310,16 @@ def test_a_ring_over_two_axes():
     attend = partial(ring_attention, axis_name=("outer", "ring"), causal=True)
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     wanted = jax.value_and_grad(loss_of(partial(oracle, causal=True)), (0, 1, 2))(*arrays)
-    assert_close(quick(jax.value_and_grad(loss_of(mapped), (0, 1, 2)))(*arrays), wanted)
+    assert_close(jax.jit(jax.value_and_grad(loss_of(mapped), (0, 1, 2)))(*arrays), wanted)
     on_mesh = partial(ring_attention, axis_name=("outer", "ring"), mesh=mesh, causal=True)
-    assert_close(quick(on_mesh)(*arrays), oracle(*arrays, causal=True))
+    assert_close(jax.jit(on_mesh)(*arrays), oracle(*arrays, causal=True))
 
 
 def test_create_shard_map_wrapper():
     """It gives a function and its arguments, which are the arrays that came."""
     arrays = (*random_qkv(), normal(4))
     function, arguments = create_shard_map_wrapper(*arrays, mesh=ring_mesh(2), axis_name="ring", causal=True, return_lse=True)
-    out, lse = quick(function)(*arguments)
+    out, lse = jax.jit(function)(*arguments)
     assert_close((out, lse), tuple(reference_attention(*arrays, causal=True)))
     assert len(arguments) == 4
 
@@ -330,7 +332,7 @@ BLOCKS = {"query_chunk_size": 7, "key_chunk_size": 5}
 def assert_blockwise(wanted: dict[str, Any], **options: Any) -> None:
     """blockwise_attention with `options` is the oracle with `wanted`, forward and backward."""
     arrays = random_qkv()
-    got = quick(jax.value_and_grad(loss_of(partial(blockwise_attention, **BLOCKS, **options)), (0, 1, 2)))(*arrays)
+    got = jax.jit(jax.value_and_grad(loss_of(partial(blockwise_attention, **BLOCKS, **options)), (0, 1, 2)))(*arrays)
     bias = wanted.pop("bias", None)
     assert_close(got, jax.value_and_grad(loss_of(lambda *qkv: oracle(*qkv, None, bias, **wanted)), (0, 1, 2))(*arrays))
 
@@ -360,15 +362,16 @@ def test_blockwise_gradient_of_the_bias():
     assert_close(got, jax.grad(lambda bias: loss_of(lambda *qkv: oracle(*qkv, None, bias, causal=True))(*arrays))(bias))
 
 
-@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_blockwise_dropout(typed: bool):
     """Only when not deterministic; the key's words are the seed; a probability of zero drops nothing and needs no key."""
     key = jax.random.key(7) if typed else jax.random.PRNGKey(7)
     seed = jax.random.key_data(key) if typed else key
     dropout = {"dropout_rng": key, "attn_pdrop": 0.3}
     assert_blockwise({"causal": True, "dropout_prob": 0.3, "dropout_seed": seed}, deterministic=False, **dropout)
-    assert_blockwise({"causal": True}, **dropout)
-    assert_blockwise({"causal": True}, deterministic=False, attn_pdrop=0.0)
+    plain = blockwise_attention(*random_qkv())
+    np.testing.assert_array_equal(blockwise_attention(*random_qkv(), **dropout), plain)
+    np.testing.assert_array_equal(blockwise_attention(*random_qkv(), deterministic=False, attn_pdrop=0.0), plain)
     with pytest.raises(ValueError, match="needs dropout_rng"):
         blockwise_attention(*random_qkv(), deterministic=False, attn_pdrop=0.3)
     assert np.any(keep_mask(seed, 0, 0, jnp.arange(LENGTH), 0, 0.3) != keep_mask(seed + 1, 0, 0, jnp.arange(LENGTH), 0, 0.3))
@@ -398,6 +401,7 @@ def test_blockwise_rounds_the_logits_when_told_to():
     assert np.any(exact != coarse)
 
 
+@pytest.mark.slow
 def test_blockwise_policy_and_prevent_cse():
     """A checkpoint policy changes what is kept and not the numbers; prevent_cse reaches jax.checkpoint."""
     for policy in (None, False, jax.checkpoint_policies.nothing_saveable):

@@ -81,15 +81,6 @@ def say_goodbye() -> None:
             _peers.connection.sendall(b'{"bye": true}\n')
 
 
-def hang_up() -> None:
-    """The last thing that the coordinator hears of this rank: it ends, and JAX's service with it, when all have hung up."""
-    connection, _peers.connection = _peers.connection, None
-    if connection is not None:
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-        connection.close()
-
-
 def trust_collectives() -> None:
     """The collectives report by themselves when a process has ended, as gloo does: leave good ends to them."""
     _peers.collectives_see_the_end = True

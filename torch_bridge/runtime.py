@@ -280,4 +280,3 @@ def shutdown() -> None:
             _state.owns_distributed = False
             with suppress(Exception):  # the coordinator may be gone, and nobody is left to handle it
                 jax.distributed.shutdown()
-        peers.hang_up()
