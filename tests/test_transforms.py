@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import quick_compiles, ring_mesh, small_blocks
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_core import blockwise_attention, create_shard_map_wrapper, ring_attention
@@ -313,6 +313,19 @@ def test_a_ring_over_two_axes():
     assert_close(jax.jit(jax.value_and_grad(loss_of(mapped), (0, 1, 2)))(*arrays), wanted)
     on_mesh = partial(ring_attention, axis_name=("outer", "ring"), mesh=mesh, causal=True)
     assert_close(jax.jit(on_mesh)(*arrays), oracle(*arrays, causal=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_that_lie_on_the_mesh_already(kind: AxisType):
+    """Both kinds of mesh axes, with operands placed by the caller; the gradients lie as their operands do."""
+    mesh = jax.make_mesh((2,), ("ring",), axis_types=(kind,))
+    arrays = (*random_qkv(), normal(4))
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, WITH_SINKS, strict=True)]
+    wrt = (0, 1, 2, 3)
+    got = jax.jit(jax.grad(lambda *arrays: (ring_attention(*arrays, mesh=mesh, causal=True) ** 2).sum(), wrt))(*placed)
+    assert_close(got, jax.grad(lambda *arrays: (oracle(*arrays, causal=True) ** 2).sum(), wrt)(*arrays))
+    assert all(gradient.sharding.is_equivalent_to(x.sharding, x.ndim) for gradient, x in zip(got, placed, strict=True))
 
 
 def test_create_shard_map_wrapper():
