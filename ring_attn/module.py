@@ -59,7 +59,7 @@ class RingAttention(nn.MultiheadAttention):
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; Liu et al. 2023, "Ring Attention with Blockwise
     Transformers", arXiv:2310.01889.
 
-    Raises ValueError for sizes that do not divide, a dropout outside [0, 1] and a number of sinks below 0.
+    Raises ValueError for sizes that do not divide, a dropout outside [0, 1) and a number of sinks below 0.
     """
 
     _qkv_same_embed_dim: bool
@@ -310,7 +310,7 @@ class RingAttention(nn.MultiheadAttention):
         difference = (logit - lse.transpose(1, 2)).unsqueeze(-1)
         weight, rest = torch.sigmoid(difference), torch.sigmoid(-difference)  # 1 - weight would cancel
         if seed is not None:
-            weight = weight * self._kept(q, keys, seed) * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))
+            weight = weight * self._kept(q, keys, seed) / (1 - dropout_p)
         return (rest * out + weight * self._per_query_head(self.bias_v, lse.dtype)).to(out.dtype)
 
     def _per_query_head(self, extra: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -319,13 +319,13 @@ class RingAttention(nn.MultiheadAttention):
 
     def _kept(self, q: Tensor, keys: int, seed: int) -> Tensor:
         """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]: its index is one past the last of the ring."""
+        from torch_bridge.dropout import keep_mask  # here, so that importing ring_attn loads no jax
+
         size = self._ring_size()
         rows = positions(q.shape[1] * size, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout, device=q.device)
         batch, heads = (torch.arange(count, device=q.device) for count in (q.shape[0], self.num_heads))
-        low, high, column = (torch.tensor(word, device=q.device) for word in (seed & 0xFFFFFFFF, seed >> 32, keys * size))
-        key = _threefry_2x32(low, high, batch[:, None, None], heads)
-        bits, _ = _threefry_2x32(*key, rows[:, None], column)
-        return (bits >= min(round(self.dropout * 2**32), 2**32 - 1)).unsqueeze(-1)
+        column = torch.tensor(keys * size, device=q.device)
+        return keep_mask(seed, batch[:, None, None], heads, rows[:, None], column, self.dropout).unsqueeze(-1)
 
     def _ring_size(self) -> int:
         return resolve(self.mesh, self.mesh_dim).size
@@ -336,8 +336,8 @@ def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: flo
         raise ValueError(f"embed_dim must be a positive multiple of num_heads, got embed_dim={embed_dim} and num_heads={num_heads}")
     if num_kv_heads <= 0 or num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout must lie in [0, 1], got {dropout}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
     if sinks < 0:
         raise ValueError(f"sinks must be a bool or the number of sinks per head, got {sinks}")
 
@@ -382,16 +382,3 @@ def _joined_segments(
             f"{tuple(q_ids.shape)} and {tuple(kv_ids.shape)}; give both when queries and keys differ in length"
         )
     return q_ids, kv_ids.masked_fill(padding, -1)
-
-
-def _threefry_2x32(key_0: Tensor, key_1: Tensor, count_0: Tensor, count_1: Tensor) -> tuple[Tensor, Tensor]:
-    """Threefry-2x32-20 on words held in int64, as ``jax_core.dropout`` defines the pattern of dropout (Salmon et al. 2011)."""
-    word = 0xFFFFFFFF
-    keys = (key_0, key_1, key_0 ^ key_1 ^ 0x1BD11BDA)
-    x, y = (count_0 + keys[0]) & word, (count_1 + keys[1]) & word
-    for group in range(5):
-        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            x = (x + y) & word
-            y = ((y << rotation) & word | (y >> (32 - rotation))) ^ x
-        x, y = (x + keys[(group + 1) % 3]) & word, (y + keys[(group + 2) % 3] + group + 1) & word
-    return x, y

@@ -475,7 +475,7 @@ X = torch.zeros(L, N, E)
         (ValueError, "embed_dim must be a positive multiple", lambda: RingAttention(0, 4)),
         (ValueError, "num_kv_heads must divide", lambda: RingAttention(E, H, num_kv_heads=3)),
         (ValueError, "num_kv_heads must divide", lambda: RingAttention(E, H, num_kv_heads=0)),
-        (ValueError, r"dropout must lie in \[0, 1\]", lambda: RingAttention(E, H, dropout=1.5)),
+        (ValueError, r"dropout must lie in \[0, 1\)", lambda: RingAttention(E, H, dropout=1.0)),
         (ValueError, "sinks must be a bool or the number", lambda: RingAttention(E, H, sinks=-1)),
         (NotImplementedError, "need_weights=False", lambda: RingAttention(E, H)(X, X, X, need_weights=True)),
         (ValueError, "query must be 3-D .* got 3 dims and 15 features", lambda: RingAttention(E, H)(X[..., 1:], X, X)),
