@@ -1,5 +1,9 @@
 """The native JAX API: one function for a shard inside ``shard_map``, for a mesh, and for one device."""
 
+from typing import Any
+
+import jax.numpy as jnp
+
 from jax_core.attend import attend
 from jax_core.dropout import seed_words
 from jax_core.on_mesh import on_mesh, plan_mesh
@@ -70,7 +74,8 @@ def ring_attention(
         alibi_slopes: ``[heads]`` or ``[batch, heads]``; adds ``-slope * abs(q - k)``.
         dropout_prob: probability that an attention weight is dropped; kept weights are scaled by ``1 / (1 - prob)``.
         dropout_seed: int, integer scalar or uint32 ``[2]``; the same on all devices. The pattern depends on the seed, batch, head
-            and the global indices of query and key alone.
+            and the global indices of query and key alone; batch and head count as for ``mask_mod`` (under ``vmap`` every entry is
+            batch 0: give each a seed).
         axis_name: the mesh axis (or axes) that shard the sequence.
         layout: "contiguous", "zigzag" or "striped": how the sequence lies over the ring (``jax_core.layout``).
         return_lse: also return the logarithm of the softmax's denominator.
@@ -137,7 +142,11 @@ def _gather(
     del return_lse  # the caller's
     seed = None if dropout_seed is None else seed_words(dropout_seed)
     ids = q_segment_ids, kv_segment_ids, q_position_ids, kv_position_ids
-    operands = Operands(query, key, value, softmax_aux, bias, mask, *ids, alibi_slopes, seed)
+    arrays = query, key, value, softmax_aux, bias, mask, *ids, alibi_slopes, seed
+    given: dict[str, Any] = {
+        name: None if array is None else jnp.asarray(array) for name, array in zip(Operands._fields, arrays, strict=False)
+    }
+    operands = Operands(**given)
     operands, axis_name = _open_mask_info(mask_info, operands, axis_name)
     window = tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window
     return Options(sliding_window=window, **static), operands, axis_name

@@ -17,7 +17,12 @@ def attend(options: Options, operands: Operands, axis_name=None, head_shards: in
     if axis_name is not None:
         size = _axis_size(axis_name)
         axes |= varying_axes(lax.axis_index(axis_name))
-    spec, operands = make_spec(options, operands, Placement(axis_name, size, head_shards, axes))
+    spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes))
+    further = varying_axes(completed.predicate_arrays) - axes
+    if further:  # a mask function that closes over arrays which vary over axes of their own
+        axes |= further
+        spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes))
+    operands = completed
     # One type for every operand under check_vma; the cast's transpose sums the gradients of operands that devices share.
     arrays = vary(operands._replace(predicate_arrays=()), axes)
     return _compiled(spec, arrays._replace(predicate_arrays=operands.predicate_arrays))

@@ -44,7 +44,7 @@ class Scores:
 class Extras(NamedTuple):
     """The arrays that ride beside the static mask, cut to one pair of shards. Each may be None.
 
-    ``bias`` float, ``mask`` bool: ``[batch|1, heads|1, q_length, k_length]``; ids int32 ``[batch|1, length]``; ``alibi_slopes``
+    ``bias`` float, ``mask`` bool: ``[batch|1, heads|1, q_length|1, k_length]``; ids int32 ``[batch|1, length]``; ``alibi_slopes``
     ``[batch|1, heads]``; ``dropout_seed`` uint32 ``[2]``; ``origin`` int32 ``[2]``, the global numbers of the first batch entry and
     the first head held here; ``predicate_arrays``: a tuple of arrays for each predicate.
     """

@@ -61,7 +61,7 @@ def _check_broadcast(name: str, x, whole: tuple[int, ...], dtypes: tuple[str, ..
         return
     _check_dtype(name, x, dtypes)
     shape = tuple(x.shape)
-    if len(shape) > 4 or any(have not in (1, want) for have, want in zip(shape[::-1], whole[::-1], strict=False)):
+    if not 1 <= len(shape) <= 4 or any(have not in (1, want) for have, want in zip(shape[::-1], whole[::-1], strict=False)):
         raise ValueError(
             f"{name} must broadcast to [batch, heads, query shard, keys of the whole sequence] = {list(whole)}; got shape {shape}"
         )

@@ -39,7 +39,8 @@ def keep_mask(seed, batch, head, q_index, k_index, prob: float):
 
 def seed_words(seed):
     """A Python int (64 bits of it), a uint32 pair, or a traced integer, as the uint32 ``[2]`` of :func:`keep_mask`."""
-    if isinstance(seed, int):
+    if isinstance(seed, (int, np.integer)):
+        seed = int(seed)
         return jnp.asarray(np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32))
     seed = jnp.asarray(seed)
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.shape not in ((), (2,)):

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from jax_core.layout import Run
 
+_FARTHEST = 2**31 - 1  # no two int32 positions are further apart: a wider window has no bound, a longer chunk no end
+
 
 class Mask(NamedTuple):
     """Which key positions a query position sees, from the positions alone.
@@ -22,11 +24,6 @@ class Mask(NamedTuple):
     right: int | None = None
     chunk: int | None = None
 
-    @property
-    def is_trivial(self) -> bool:
-        """Every query sees every key."""
-        return self == Mask()
-
 
 def make_mask(causal: bool = False, window: int | tuple[int | None, int | None] | None = None, chunk: int | None = None) -> Mask:
     """Checks the arguments and folds them together: a causal mask is a window whose right side is 0."""
@@ -36,7 +33,7 @@ def make_mask(causal: bool = False, window: int | tuple[int | None, int | None] 
     causal = bool(causal) or chunk is not None
     if causal and right is not None:
         right = None  # k <= q is the tighter bound
-    return Mask(causal, left, right, chunk)
+    return Mask(causal, left, right, chunk if chunk is not None and chunk <= _FARTHEST else None)
 
 
 def _window_sides(window) -> tuple[int | None, int | None]:
@@ -45,7 +42,7 @@ def _window_sides(window) -> tuple[int | None, int | None]:
         raise ValueError(f"sliding_window must be an int, a pair (left, right) of ints, or None; got {window!r}")
     if any(side is not None and side < -1 for side in sides):
         raise ValueError(f"sliding_window sides must be >= 0, or -1 or None for no bound; got {window!r}")
-    left, right = (None if side == -1 else side for side in sides)
+    left, right = (None if side is None or side == -1 or side > _FARTHEST else side for side in sides)
     return left, right
 
 
@@ -55,9 +52,9 @@ def visible(mask: Mask, q_pos, k_pos):
     if mask.causal:
         seen = seen & (k_pos <= q_pos)
     if mask.left is not None:
-        seen = seen & (k_pos >= q_pos - mask.left)
+        seen = seen & (q_pos - k_pos <= mask.left)
     if mask.right is not None:
-        seen = seen & (k_pos <= q_pos + mask.right)
+        seen = seen & (k_pos - q_pos <= mask.right)
     if mask.chunk is not None:
         seen = seen & (q_pos // mask.chunk == k_pos // mask.chunk)
     return seen
@@ -73,9 +70,9 @@ def empty(mask: Mask, q_run: Run, k_run: Run):
     if mask.causal:
         none = none | (k_first > q_last)
     if mask.left is not None:
-        none = none | (k_last < q_first - mask.left)
+        none = none | (q_first - k_last > mask.left)
     if mask.right is not None:
-        none = none | (k_first > q_last + mask.right)
+        none = none | (k_first - q_last > mask.right)
     if mask.chunk is not None:
         none = none | (k_last // mask.chunk < q_first // mask.chunk) | (k_first // mask.chunk > q_last // mask.chunk)
     return none
@@ -88,9 +85,9 @@ def full(mask: Mask, q_run: Run, k_run: Run):
     if mask.causal:
         every = every & (k_last <= q_first)
     if mask.left is not None:
-        every = every & (k_first >= q_last - mask.left)
+        every = every & (q_last - k_first <= mask.left)
     if mask.right is not None:
-        every = every & (k_last <= q_first + mask.right)
+        every = every & (k_last - q_first <= mask.right)
     if mask.chunk is not None:
         every = every & (q_first // mask.chunk == k_last // mask.chunk) & (q_last // mask.chunk == k_first // mask.chunk)
     return every

@@ -43,8 +43,10 @@ def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, re
     plan = MeshPlan(mesh, batch, sequence, heads, None, return_lse)
     for name, spec in specs.items():
         _check_spec(plan, operands, name, spec)
-    default = PartitionSpec(batch, sequence, heads, None), PartitionSpec(batch, heads, sequence)
-    return replace(plan, out_specs=out_specs if out_specs is not None else default if return_lse else default[0])
+    out, lse = PartitionSpec(batch, sequence, heads, None), PartitionSpec(batch, heads, sequence)
+    results = (out, lse) if return_lse else out
+    _check_out_specs(out_specs, results)
+    return replace(plan, out_specs=results)
 
 
 def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Callable, tuple]:
@@ -59,6 +61,8 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
         return (out, lse) if plan.return_lse else out
 
     in_specs = tuple(_spec(plan, operands, name) for name in given)
+    for (name, array), spec in zip(given.items(), in_specs, strict=True):
+        _check_divides(plan, name, array.shape, spec)
     mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
     return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
 
@@ -118,6 +122,33 @@ def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSp
         raise ValueError(f"in_specs has {name} as {spec}, but with the query split so it must be {PartitionSpec(*needed)}")
 
 
+def _check_out_specs(given, needed) -> None:
+    """The result lies as the query does; out_specs may say so, and nothing else."""
+    several = isinstance(needed, tuple) and not isinstance(needed, PartitionSpec)
+    pair = isinstance(given, (tuple, list)) and not isinstance(given, PartitionSpec)
+    pairs = zip(given, needed, strict=False) if several and pair else [(given, needed)]
+    fits = given is None or (pair == several and (not pair or len(given) == len(needed)))
+    if not fits or (given is not None and any(_axes(one) != _axes(other) for one, other in pairs)):
+        raise ValueError(f"out_specs must be {needed}, as the query is split; got {given}")
+
+
+def _axes(spec) -> list[tuple[str, ...]]:
+    """The axes of each dimension, without the dimensions at the end that are whole."""
+    axes = [_names(entry) for entry in spec]
+    while axes and not axes[-1]:
+        axes.pop()
+    return axes
+
+
+def _check_divides(plan: MeshPlan, name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+    for dimension, (length, axes) in enumerate(zip(shape, spec, strict=False)):
+        if length % plan.size(axes):
+            raise ValueError(
+                f"{name} has shape {shape}, but dimension {dimension} is split over {plan.size(axes)} devices (mesh axes "
+                f"{_names(axes)}) and must be a multiple of that; pad it, or use a smaller mesh"
+            )
+
+
 def _spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec:
     """How an operand is split, following the query; dimensions of length 1 are not."""
     array = getattr(operands, name)
@@ -137,11 +168,10 @@ def _spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec:
 
 
 def _in_global_shape(operands: Operands) -> Operands:
-    """Sinks as ``[heads, n]``: one that heads share must stay so when heads are split. Lists and NumPy arrays become JAX arrays."""
-    arrays = jax.tree.map(jnp.asarray, operands)
-    if arrays.softmax_aux is None or arrays.softmax_aux.ndim != 1 or arrays.query.ndim != 4:
-        return arrays
-    return arrays._replace(softmax_aux=sinks_per_head(arrays.softmax_aux, arrays.query.shape[2]))
+    """Sinks as ``[heads, n]``: one that heads share must stay so when heads are split."""
+    if operands.softmax_aux is None or operands.softmax_aux.ndim != 1 or operands.query.ndim != 4:
+        return operands
+    return operands._replace(softmax_aux=sinks_per_head(operands.softmax_aux, operands.query.shape[2]))
 
 
 def _origin(plan: MeshPlan, shards: Operands):

@@ -47,6 +47,7 @@ class Options:
     mask_builder: Callable | None = None
     platform: str | None = None
     cfg: RingAttentionConfig | None = None
+    predicates: tuple[Predicate, ...] = ()  # mask functions traced already, whose arrays are among the operands
     fused_backward: bool = False
     precision: Any = None
     logits_dtype: str | None = None
@@ -67,6 +68,8 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
     """Checks everything, and returns the static spec with the operands completed: ids of the side that was left out, and the
     arrays of the mask functions. ``operands`` are local shards."""
     check_layout(options.layout)
+    if options.cfg is not None and not isinstance(options.cfg, RingAttentionConfig):
+        raise ValueError(f"cfg must be a jax_core.RingAttentionConfig or None, got {type(options.cfg).__name__}")
     operands = both_sides(operands)
     check_operands(operands, options.layout, place.size)
     predicates, arrays = _predicates(options, operands, place)
@@ -112,7 +115,7 @@ def _predicates(options: Options, operands: Operands, place: Placement) -> tuple
         lengths = operands.query.shape[1] * place.size, operands.key.shape[1] * place.size
         heads, group = operands.query.shape[2], operands.query.shape[2] // operands.key.shape[2]
         made.append(from_mask_builder(options.mask_builder, *lengths, heads * place.head_shards, group))
-    return tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
+    return options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
 
 
 def _scale(options: Options, dim: int) -> float:

@@ -38,8 +38,8 @@ def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tupl
     """
     scalars = [vary(jnp.int32(0), axes)] * 4
     try:
-        closed = jax.make_jaxpr(mask_mod)(*scalars)
-    except jax.errors.JAXTypeError as error:
+        closed = jax.make_jaxpr(lambda *where: mask_mod(*where))(*scalars)  # a new function: traces are cached by function
+    except Exception as error:
         raise ValueError(
             "mask_mod is traced by JAX: it must be built from operators and jax.numpy on its four integer arguments "
             "(batch, head, q_pos, k_pos), with no `if`, `and`, `or` on them and no torch or NumPy array indexed by them"
@@ -61,9 +61,10 @@ def from_mask_builder(mask_builder: Callable, q_length: int, k_length: int, head
     The masks are stored as a table of tiles in which equal tiles are kept once: ``O(q_length * k_length / 128**2)`` numbers and
     the distinct tiles, instead of every boolean.
     """
-    masks = [mask_builder(q_length, k_length, heads, head, num_reps) for head in range(heads)]
     tiles: dict[bytes, int] = {}
-    table = np.array([_tile_numbers(mask, q_length, k_length, tiles) for mask in masks], np.int32)
+    with jax.ensure_compile_time_eval():  # a builder may use jax.numpy, also where the caller is traced
+        masks = [mask_builder(q_length, k_length, heads, head, num_reps) for head in range(heads)]
+        table = np.array([_tile_numbers(mask, q_length, k_length, tiles) for mask in masks], np.int32)
     if (table == table[:1]).all():
         table = table[:1]
     blocks = np.stack([np.frombuffer(tile, np.bool_).reshape(_TILE, _TILE) for tile in tiles])

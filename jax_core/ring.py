@@ -136,13 +136,13 @@ class _Floats(NamedTuple):
 
 
 def _in_full_shape(spec: RingSpec, operands: Operands):
-    """The operands in the shapes that the ring works with (sinks ``[heads, n]``, rows and columns of bias and mask whole, the
-    others with a batch dimension), and the function that brings gradients of those back to the shapes given."""
+    """The operands in the shapes that the ring works with (sinks ``[heads, n]``, bias and mask with 4 dimensions and all
+    columns, the others with a batch dimension), and the function that brings gradients of those back to the shapes given."""
     reshape = partial(_floats_in_full_shape, spec, operands)
     given = _Floats(operands.softmax_aux, operands.bias, operands.alibi_slopes)
     names = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
     ids = {name: _map(_as_ids, getattr(operands, name)) for name in names}
-    mask = _map(partial(_whole_rows, spec, operands), operands.mask)
+    mask = _map(partial(_whole_columns, spec, operands), operands.mask)
 
     def to_given_shape(gradients: _Floats) -> _Floats:
         # Sums over what was broadcast, in the gradients' own dtype: they are rounded to the operand's once, afterwards.
@@ -157,7 +157,7 @@ def _in_full_shape(spec: RingSpec, operands: Operands):
 def _floats_in_full_shape(spec: RingSpec, operands: Operands, given: _Floats) -> _Floats:
     return _Floats(
         _map(lambda sinks: sinks_per_head(sinks, operands.query.shape[2]), given.softmax_aux),
-        _map(partial(_whole_rows, spec, operands), given.bias),
+        _map(partial(_whole_columns, spec, operands), given.bias),
         _map(jnp.atleast_2d, given.alibi_slopes),
     )
 
@@ -167,9 +167,10 @@ def _as_ids(x):
     return jnp.atleast_2d(x if x.dtype.itemsize == 8 else x.astype(jnp.int32))
 
 
-def _whole_rows(spec: RingSpec, operands: Operands, x):
+def _whole_columns(spec: RingSpec, operands: Operands, x):
+    """``[batch|1, heads|1, rows|1, columns]``: the ring cuts columns, everything else may stay shared."""
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    return jnp.broadcast_to(x, (*x.shape[:2], operands.query.shape[1], operands.key.shape[1] * spec.size))
+    return jnp.broadcast_to(x, (*x.shape[:3], operands.key.shape[1] * spec.size))
 
 
 def _map(function, value):

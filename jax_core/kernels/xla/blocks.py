@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
     """What belongs to a pair of blocks, ``[n, m, ...]``."""
 
     needed: Any  # bool
-    bias: Any  # [n, m, b|1, h|1, g|1, q, k] or None
+    bias: Any  # [n, m, b|1, h|1, g|1, q|1, k] or None
     mask: Any
 
 
@@ -60,10 +60,11 @@ def cut(q, k, v, q_runs, k_runs, scores: Scores, extras: Extras, config: FwdPara
     axes = varying_axes(q, k, v, extras, [run.start for run in (*q_runs, *k_runs)])
     q_side = _side(q_runs, q_size, extras.q_position_ids, extras.q_segment_ids)
     k_side = _side(k_runs, k_size, extras.kv_position_ids, extras.kv_segment_ids)
+    blocks = q_side.index.shape[0]
     tiles = Tiles(
         ~_empty(scores, q_side, k_side),
-        split_tiles(extras.bias, kv_heads, group, q_size, k_size),
-        split_tiles(extras.mask, kv_heads, group, q_size, k_size),
+        split_tiles(extras.bias, kv_heads, group, q_size, k_size, blocks),
+        split_tiles(extras.mask, kv_heads, group, q_size, k_size, blocks),
     )
     batch0, head0 = (0, 0) if extras.origin is None else (extras.origin[0], extras.origin[1])
     slopes = extras.alibi_slopes
@@ -168,17 +169,19 @@ def join_keys(blocks, length: int):
     return blocks.transpose(1, 0, 3, 2, 4).reshape(b, m * k, h, d)[:, :length]
 
 
-def split_tiles(x, kv_heads: int, group: int, q_size: int, k_size: int):
-    """``[b|1, h*g|1, q_length, k_length] -> [n, m, b|1, h|1, g|1, q, k]``"""
+def split_tiles(x, kv_heads: int, group: int, q_size: int, k_size: int, blocks: int):
+    """``[b|1, h*g|1, q_length|1, k_length] -> [n, m, b|1, h|1, g|1, q|1, k]`` with ``blocks`` query blocks."""
     if x is None:
         return None
-    blocks = _split(_split(x, 3, k_size, 0), 3, q_size, 0)
+    columns = _split(x, 3, k_size, 0)
+    tiles = _split(columns, 3, q_size, 0) if x.shape[2] != 1 else jnp.broadcast_to(columns[None], (blocks, *columns.shape))
     heads = (kv_heads, group) if x.shape[1] != 1 else (1, 1)
-    n, m, b, _, q, k = blocks.shape
-    return blocks.reshape(n, m, b, *heads, q, k)
+    return tiles.reshape(*tiles.shape[:3], *heads, *tiles.shape[4:])
 
 
-def join_tiles(blocks, shape):
-    """``[m, n, b|1, h|1, g|1, q, k]`` back to ``shape``."""
-    m, n, b, h, g, q, k = blocks.shape
-    return blocks.transpose(2, 3, 4, 1, 5, 0, 6).reshape(b, h * g, n * q, m * k)[..., : shape[2], : shape[3]]
+def join_tiles(tiles, shape):
+    """``[m, n, b|1, h|1, g|1, q|1, k]`` back to ``shape``, summed over the query blocks where they share a row."""
+    if shape[2] == 1:
+        tiles = tiles.sum(1, keepdims=True)
+    m, n, b, h, g, q, k = tiles.shape
+    return tiles.transpose(2, 3, 4, 1, 5, 0, 6).reshape(b, h * g, n * q, m * k)[..., : shape[2], : shape[3]]
