@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import ring_attn
 from jax_core import BwdParams, FwdParams, RingAttentionConfig
 
-SHAPES = ((1, 8192, 4, 32), (1, 4096, 16, 64), (4, 1024, 16, 64))  # batch, length, heads, dim
+SHAPES = tuple((1, 2**power, 8, 64) for power in range(10, 15))  # batch, length, heads, dim
 
 
 def best(function: Callable[[], object], runs: int = 3) -> float:

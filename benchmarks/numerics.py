@@ -1,45 +1,44 @@
 """The rounding error of jax_core.ring_attention on rings of 1 to 8 CPU devices, as the tables of docs/numerics.md.
 
-python benchmarks/numerics.py [--length 1024]
+python benchmarks/numerics.py
 """
 
-import argparse
 import os
 import platform
 from collections.abc import Callable, Iterator
+from itertools import product
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
-from jax_core import ring_attention  # noqa: E402
-from jax_core.layout import LAYOUTS, inverse_permutation, permutation  # noqa: E402
-from jax_core.reference import reference_attention  # noqa: E402
+from jax_core import ring_attention
+from jax_core.layout import LAYOUTS, inverse_permutation, permutation
+from jax_core.reference import reference_attention
 
-HEADS, KV_HEADS, DIM = 4, 2, 64
+LENGTH, HEADS, KV_HEADS, DIM = 1024, 4, 2, 64
 DTYPES = ("float32", "bfloat16", "float16")
-BARE = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # the results, and which axis of each runs along the sequence
-BOTH = BARE | {"dsinks": None, "dbias": 2}
+AXES = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1, "dsinks": None, "dbias": 2}  # which axis runs along the sequence
+BARE, EXTRA = list(AXES)[:5], list(AXES)[5:]
 
 Arrays = list[np.ndarray]
-Attention = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def make_inputs(length: int, dtype: str) -> Arrays:
+def make_inputs(dtype: str) -> Arrays:
     """Query, key, value, sinks, bias and the cotangents of out and LSE, in the dtype (sinks and the LSE's in float32)."""
     rng, heads = np.random.default_rng(0), (HEADS, KV_HEADS, KV_HEADS)
-    qkv = [rng.standard_normal((1, length, held, DIM)) for held in heads]
-    more = [rng.standard_normal(shape) for shape in ((HEADS,), (1, HEADS, length, length))]
-    cotangents = [rng.standard_normal(shape) for shape in ((1, length, HEADS, DIM), (1, HEADS, length))]
+    qkv = [rng.standard_normal((1, LENGTH, held, DIM)) for held in heads]
+    more = [rng.standard_normal(shape) for shape in ((HEADS,), (1, HEADS, LENGTH, LENGTH))]
+    cotangents = [rng.standard_normal(shape) for shape in ((1, LENGTH, HEADS, DIM), (1, HEADS, LENGTH))]
     kinds = [dtype, dtype, dtype, "float32", dtype, dtype, "float32"]
     return [array.astype(jnp.dtype(kind)) for array, kind in zip(qkv + more + cotangents, kinds, strict=True)]
 
 
-def results(attend: Attention, inputs: Arrays, both: bool) -> Arrays:
+def results(attend: Callable[..., tuple], inputs: Arrays, both: bool) -> Arrays:
     """out, lse and the gradients: of query, key and value, and with `both` of sinks and bias too."""
 
     @jax.jit
@@ -63,15 +62,15 @@ def dense(inputs: Arrays, both: bool, number: str) -> Arrays:
 
 def ring(inputs: Arrays, both: bool, size: int, layout: str) -> Arrays:
     """jax_core.ring_attention over `size` devices; results in the sequence's own order."""
-    order, back = (np.array(f(layout, size, inputs[0].shape[1])) for f in (permutation, inverse_permutation))
+    order, back = (np.array(f(layout, size, LENGTH)) for f in (permutation, inverse_permutation))
     mesh = Mesh(np.array(jax.devices()[:size]), ("ring",))
 
     def attend(*arrays):
         return ring_attention(*arrays, causal=True, layout=layout, return_lse=True, mesh=mesh)
 
-    axes = (1, 1, 1, None, 2, 1, 2)
-    got = results(attend, [take(array, order, axis) for array, axis in zip(inputs, axes, strict=True)], both)
-    return [take(array.astype(np.float64), back, axis) for array, axis in zip(got, BOTH.values(), strict=False)]
+    moved = [take(array, order, axis) for array, axis in zip(inputs, (1, 1, 1, None, 2, 1, 2), strict=True)]
+    got = results(attend, moved, both)
+    return [take(array.astype(np.float64), back, axis) for array, axis in zip(got, AXES.values(), strict=False)]
 
 
 def take(array: np.ndarray, order: np.ndarray, axis: int | None) -> np.ndarray:
@@ -88,38 +87,32 @@ def error(got: np.ndarray, exact: np.ndarray) -> str:
     return f"{np.sqrt(np.mean(off**2) / np.mean(exact**2)):.1e} ({np.max(np.abs(off)) / np.max(np.abs(exact)):.1e})"
 
 
-def rows(length: int, dtype: str, both: bool, layouts: tuple[str, ...]) -> Iterator[list[str]]:
-    names = list(BOTH)[5:] if both else list(BARE)
-    inputs = make_inputs(length, dtype)
-    every = dict(zip(BOTH, dense(inputs, both, "float64"), strict=False))
+def rows(dtype: str, names: list[str], layouts: tuple[str, ...]) -> Iterator[list[str]]:
+    inputs, both = make_inputs(dtype), names == EXTRA
+    exact = dense(inputs, both, "float64")
 
-    def line(name: str, got: Arrays) -> list[str]:
-        have = dict(zip(BOTH, got, strict=False))
-        return [dtype, name, *(error(rounded(have[name], name, dtype), every[name]) for name in names)]
+    def row(computed_by: str, got: Arrays) -> list[str]:
+        pairs = {name: (rounded(have, name, dtype), true) for name, have, true in zip(AXES, got, exact, strict=False)}
+        return [dtype, computed_by, *(error(*pairs[name]) for name in names)]
 
-    yield line("plain, dense", dense(inputs, both, "float32"))
-    yield line("ring of 1", ring(inputs, both, 1, "contiguous"))
-    for layout in layouts:
-        for size in (2, 4, 8):
-            yield line(f"ring of {size}, {layout}", ring(inputs, both, size, layout))
+    yield row("plain, dense", dense(inputs, both, "float32"))
+    yield row("ring of 1", ring(inputs, both, 1, "contiguous"))
+    for layout, size in product(layouts, (2, 4, 8)):
+        yield row(f"ring of {size}, {layout}", ring(inputs, both, size, layout))
 
 
-def table(length: int, both: bool, layouts: tuple[str, ...]) -> None:
-    names = list(BOTH)[5:] if both else list(BARE)
+def table(names: list[str], layouts: tuple[str, ...]) -> None:
     print("\n| " + " | ".join(["dtype", "computed by", *names]) + " |\n" + "|---" * (len(names) + 2) + "|")
     for dtype in DTYPES:
-        for row in rows(length, dtype, both, layouts):
+        for row in rows(dtype, names, layouts):
             print("| " + " | ".join(row) + " |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=1024)
-    length = parser.parse_args().length
     versions = f"jax {jax.__version__}, numpy {np.__version__}, Python {platform.python_version()}, CPU ({platform.machine()})"
-    print(f"{versions}: causal, {length} tokens, {HEADS} query heads on {KV_HEADS} key heads, dim {DIM}")
-    table(length, False, LAYOUTS)
-    table(length, True, ("zigzag",))
+    print(f"{versions}: causal, {LENGTH} tokens, {HEADS} query heads on {KV_HEADS} key heads, dim {DIM}")
+    table(BARE, LAYOUTS)
+    table(EXTRA, ("zigzag",))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,18 @@ class Predicate:
     apply: Callable[..., Any] = field(compare=False)
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """A mask function's token: its text alone could hide the last digits of a number."""
+
+    function: Callable[..., Any]
+    text: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tuple]:
     """``mask_mod(batch, head, q_pos, k_pos) -> bool``, in the style of FlexAttention, traced once on int32 scalars.
 
@@ -49,9 +61,10 @@ def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tupl
         raise ValueError(f"mask_mod must return one boolean scalar, got {[str(result) for result in results]}")
 
     def apply(arrays, *where):
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, list(arrays)))(*where)[0]
+        consts = [array.reshape(const.aval.shape) for array, const in zip(arrays, closed.jaxpr.constvars, strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*where)[0]
 
-    return Predicate((mask_mod, str(closed.jaxpr), tuple(map(str, axes))), "position", apply), tuple(closed.consts)
+    return Predicate(_Traced(mask_mod, str(closed.jaxpr), tuple(map(str, axes))), "position", apply), tuple(closed.consts)
 
 
 def from_mask_builder(mask_builder: Callable, q_length: int, k_length: int, heads: int, num_reps: int) -> tuple[Predicate, tuple]:

@@ -57,8 +57,9 @@ def ring_attention(
         chunk_size: Llama-4's chunked attention (causal within a chunk).
         bias: float, broadcasts to ``[batch, heads, seq of this shard, whole key sequence]``: rows in shard order, columns in the
             sequence's own order. mask: bool (True: may attend), likewise.
-        mask_mod: ``(batch, head, q_pos, k_pos) -> bool``, traced by JAX: operators only. Keep one function object: a new one
-            compiles anew. mask_builder: as in :func:`jax_core.ring_attention`.
+        mask_mod: ``(batch, head, q_pos, k_pos) -> bool``, traced by JAX on each call: operators only; it may close over JAX
+            or NumPy-made JAX arrays, whose values may change. Keep one function object: a new one compiles anew. mask_builder:
+            as in :func:`jax_core.ring_attention`, called once for each function object and shape.
         sinks: ``[heads]``, ``[n]`` (shared by all heads) or ``[heads, n]`` logits that join the softmax's denominator.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``; adds ``-slope * abs(q - k)``.
         q_segment_ids, kv_segment_ids: ints ``[batch, seq]`` or ``[seq]``; attention stays within equal ids, negative is padding.
@@ -80,6 +81,7 @@ def ring_attention(
         torch_bridge.runtime.PeerFailure: another process of the ring died.
     """
     _check_tensors(dict(q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes), q)
+    _check_numbers(dict(scale=scale, softcap=softcap, dropout_p=dropout_p))
     if qkv_format not in _FORMATS:
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
     from torch_bridge.function import attend  # here, so that importing ring_attn loads no jax
@@ -122,11 +124,24 @@ def _check_tensors(tensors: dict[str, torch.Tensor | None], q: torch.Tensor) -> 
             )
         if x.device != q.device:
             raise ValueError(f"all tensors must be on one device: q is on {q.device}, {name} on {x.device}; move it with .to()")
+        if x.dtype == torch.float64 != q.dtype:
+            raise ValueError(f"{name} may be float64 only where q is: q is {q.dtype}; cast it with .to(q.dtype)")
+
+
+def _check_numbers(numbers: dict[str, Any]) -> None:
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(
+                f"{name} must be a Python number, which is compiled in and has no gradient; got {type(value).__name__}; take "
+                ".item() of a tensor, or multiply q by one that is learned"
+            )
 
 
 def _seed(dropout_p: float, seed: int | torch.Tensor | None) -> int | None:
     if seed is None:
         return int(torch.randint(2**63 - 1, ())) if dropout_p else None
-    if isinstance(seed, torch.Tensor) and (seed.numel() != 1 or seed.is_floating_point()):
-        raise ValueError(f"dropout_seed must be an int or an integer tensor of one element, got {seed.dtype} {list(seed.shape)}")
-    return int(seed)
+    if isinstance(seed, torch.Tensor) and seed.numel() == 1 and not seed.is_floating_point():
+        seed = int(seed)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"dropout_seed must be an int of 64 bits, or an integer tensor of one element; got {seed!r}")
+    return seed

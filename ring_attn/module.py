@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jax_core.layout import check_layout
+from jax_core.mask import make_mask
 from ring_attn.functional import ring_attention
 from ring_attn.sequence import positions, unshard
 from torch_bridge.mesh import resolve
@@ -95,6 +97,8 @@ class RingAttention(nn.MultiheadAttention):
         nn.Module.__init__(self)  # MultiheadAttention's own would make parameters for as many K/V heads as query heads
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_sizes(embed_dim, num_heads, num_kv_heads, dropout, sinks)
+        check_layout(layout)
+        make_mask(causal, sliding_window, chunk_size)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.kdim = embed_dim if kdim is None else kdim
@@ -338,7 +342,7 @@ def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: flo
         raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
-    if sinks < 0:
+    if not isinstance(sinks, int) or sinks < 0:
         raise ValueError(f"sinks must be a bool or the number of sinks per head, got {sinks}")
 
 

@@ -5,7 +5,6 @@ takes: a DeviceMesh (with ``mesh_dim`` when it has several dims), a ProcessGroup
 group (a ring of one when torch.distributed is not initialised).
 """
 
-import hashlib
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jax_core.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
+from torch_bridge.agreement import check_agreement
 from torch_bridge.mesh import Ring, resolve
 
 
@@ -157,7 +157,8 @@ def shard_batch(
       segment id to -1.
     - ``position_ids``: also ``[seq]`` or ``[1, seq]``. None counts from 0 through the whole sequence, segments included.
 
-    A label never crosses a segment boundary and is never on padding, nor a padding token: those are ``ignore_index``.
+    No label is on padding, and one that is shifted here never crosses a segment boundary nor is a padding token: those are
+    ``ignore_index``.
     Ranks hold different numbers of labels, so a mean loss is the local sum over the count summed over the ring (the rank's
     loss is then its share, and gradients are summed over the ring).
 
@@ -239,23 +240,13 @@ def _sum_over_ring(grad: Tensor, ring: Ring) -> Tensor:
 
 
 def _check_agreement(tensor: Tensor, dim: int, length: int | None, layout: str, ring: Ring) -> None:
-    """Raise on every rank when any rank calls with something else: a collective of unequal shapes hangs or corrupts."""
-    if ring.size == 1:
-        return
     needs_grad = tensor.requires_grad and torch.is_grad_enabled()
     call = f"{list(tensor.shape)} {tensor.dtype} dim={dim} layout={layout} length={length} requires_grad={needs_grad}"
-    # A hash is one number whatever the call, so that comparing needs no agreement itself.
-    digest = int.from_bytes(hashlib.sha256(call.encode()).digest()[:8], "big", signed=True)
-    digests = torch.cat(_gather(torch.tensor([digest], device=tensor.device), ring))
-    if bool((digests == digest).all()):
-        return
-    calls: list[Any] = [None] * ring.size
-    dist.all_gather_object(calls, call, group=ring.group)
-    raise ValueError(
-        "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring, got "
-        + "; ".join(f"ring rank {rank}: {other}" for rank, other in enumerate(calls))
-        + "; pad the shards to one length first"
+    must = (
+        "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring; pad the shards "
+        "to one length first"
     )
+    check_agreement(ring, call, must, tensor.device)
 
 
 def _check_tensor(tensor: Tensor) -> None:

@@ -287,7 +287,7 @@ def test_mask_info_names_the_axis_inside_shard_map():
 # ----------------------------------------------------------------------------------------------------- shapes and types
 
 
-@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("ring", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_short_shapes_broadcast(ring: int):
     """A mask of [T, S], a bias of [H, 1, S], ids of [T] and slopes of [1, H] mean what NumPy's broadcasting says."""
     query, key, value = small_inputs()
@@ -323,7 +323,9 @@ def test_gradients_of_what_is_broadcast_are_summed_before_they_are_rounded():
     assert root_mean_square(error) <= 2 * root_mean_square(rounding)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int64"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uint8", "int16", "uint16")), "int64"]
+)
 def test_ids_of_every_integer_type(dtype: str):
     """Small and unsigned types neither wrap round nor fail to travel: positions up to 250, a window wider than the type."""
     query, key, value = small_inputs()

@@ -1,4 +1,4 @@
-"""Layouts, static masks and the schedule, by brute force over small sequences: every tile of every mask is judged pair by pair."""
+"""Layouts, static masks and the schedule, by brute force over small random sequences: every tile is judged pair by pair."""
 
 from itertools import chain, product
 from typing import Any
@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from jax_core.layout import (
     LAYOUTS,
@@ -23,18 +25,21 @@ from jax_core.layout import (
 from jax_core.mask import Mask, empty, full, make_mask, visible
 from jax_core.schedule import shifts
 
-SIZES = [(layout, size, 2 * half * size) for layout, size, half in product(LAYOUTS, (1, 2, 3, 4, 8), (1, 2, 5))]
-MASKS = [
-    make_mask(causal, window, chunk)
-    for causal, window, chunk in product(
-        (False, True), (None, 0, 1, 4, (2, 0), (0, 3), (None, 2), (3, None), (-1, 1)), (None, 1, 3, 4)
-    )
-]
-RUNS = [Run(start, stride, length) for start, stride, length in product((0, 1, 4, 7, 12), (1, 3), (1, 2, 5))]
+brute_force = settings(deadline=None, derandomize=True, max_examples=200)
+
+sides = st.none() | st.integers(-1, 7)
+masks = st.builds(make_mask, st.booleans(), st.none() | st.integers(0, 7) | st.tuples(sides, sides), st.none() | st.integers(1, 6))
+tiles = st.builds(Run, st.integers(0, 15), st.integers(1, 4), st.integers(1, 6))
+layouts, sizes = st.sampled_from(LAYOUTS), st.integers(1, 8)
+halves = st.integers(1, 5)  # of a shard, so that zigzag can split it
 
 
 def positions_of(run: Run) -> np.ndarray:
     return np.array([run.start + i * run.stride for i in range(run.length)])
+
+
+def seen_by(mask: Mask, q_pos: Any, k_pos: Any) -> np.ndarray:
+    return visible(mask, np.asarray(q_pos)[:, None], np.asarray(k_pos)[None])
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -54,25 +59,25 @@ def test_shards_by_hand(layout: str, shards: list[str]):
     assert permutation(layout, 3, 12) == list(chain(*expected))
 
 
-@pytest.mark.parametrize(("layout", "size", "length"), SIZES)
-def test_every_position_lies_on_one_rank(layout: str, size: int, length: int):
+@brute_force
+@given(layouts, sizes, halves)
+def test_every_position_lies_on_one_rank(layout: str, size: int, half: int):
+    length = 2 * half * size
     order = permutation(layout, size, length)
     assert sorted(order) == list(range(length))
-    assert np.array_equal(np.arange(length)[order][inverse_permutation(layout, size, length)], np.arange(length))
-    per_rank = length // size
-    assert [order[rank * per_rank :][:per_rank] for rank in range(size)] == [
-        shard_indices(layout, rank, size, length) for rank in range(size)
-    ]
+    assert [order[place] for place in inverse_permutation(layout, size, length)] == list(range(length))
+    assert order == list(chain(*(shard_indices(layout, rank, size, length) for rank in range(size))))
 
 
-@pytest.mark.parametrize(("layout", "size", "length"), SIZES)
-def test_runs_are_the_shard(layout: str, size: int, length: int):
-    """One or two runs, in shard order, also when the rank is a NumPy number or traced."""
-    for rank in range(size):
-        held = runs(layout, rank, size, length // size)
-        assert 1 <= len(held) <= 2
-        assert list(chain(*map(positions_of, held))) == shard_indices(layout, rank, size, length)
-        assert [tuple(run) for run in runs(layout, np.int32(rank), size, length // size)] == [tuple(run) for run in held]
+@brute_force
+@given(layouts, sizes, halves, st.data())
+def test_runs_are_the_shard(layout: str, size: int, half: int, data: st.DataObject):
+    """One or two runs, in shard order, also when the rank is a NumPy number."""
+    rank = data.draw(st.integers(0, size - 1))
+    held = runs(layout, rank, size, 2 * half)
+    assert 1 <= len(held) <= 2
+    assert list(chain(*map(positions_of, held))) == shard_indices(layout, rank, size, 2 * half * size)
+    assert runs(layout, np.int32(rank), size, 2 * half) == held
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,13 +100,12 @@ def test_zigzag_gives_each_rank_the_same_causal_work():
     assert all(len(set(step)) == 1 for step in per_step)
 
 
-def test_padded_length():
-    for layout, size, length in product(LAYOUTS, (1, 2, 3, 4), range(30)):
-        padded = padded_length(layout, size, length)
-        multiple = size * (2 if layout == "zigzag" else 1)
-        assert padded % multiple == 0
-        assert 0 <= padded - length < multiple
-        assert len(permutation(layout, size, padded)) == padded
+@brute_force
+@given(layouts, sizes, st.integers(0, 100))
+def test_padded_length(layout: str, size: int, length: int):
+    padded = padded_length(layout, size, length)
+    assert 0 <= padded - length < size * shard_multiple(layout)
+    assert len(permutation(layout, size, padded)) == padded
 
 
 def test_what_layouts_refuse():
@@ -145,7 +149,6 @@ def test_what_layouts_refuse():
 )
 def test_make_mask(arguments: tuple[Any, ...], mask: Mask):
     assert make_mask(*arguments) == mask
-    assert make_mask(*arguments).is_trivial == (mask == Mask())
 
 
 @pytest.mark.parametrize("window", [-2, (-2, 0), (0, -3), (1, 2, 3), (1,), "3", 1.5, (1.0, 2), True, (True, 1)])
@@ -169,15 +172,12 @@ def plainly_visible(mask: Mask, q: int, k: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_visible_of_ints_arrays_and_traced_values(mask: Mask):
-    expected = np.array([[plainly_visible(mask, q, k) for k in range(14)] for q in range(14)])
-    assert [[bool(visible(mask, q, k)) for k in range(14)] for q in range(14)] == expected.tolist()
-    q_pos, k_pos = np.arange(14)[:, None], np.arange(14)[None]
-    np.testing.assert_array_equal(visible(mask, q_pos, k_pos), expected)
-    traced = jax.jit(lambda q, k: visible(mask, q, k))(q_pos, k_pos)
-    assert traced.dtype == bool
-    np.testing.assert_array_equal(traced, expected)
+@brute_force
+@given(masks)
+def test_visible_of_ints_and_arrays(mask: Mask):
+    expected = [[plainly_visible(mask, q, k) for k in range(14)] for q in range(14)]
+    assert [[bool(visible(mask, q, k)) for k in range(14)] for q in range(14)] == expected
+    np.testing.assert_array_equal(seen_by(mask, range(14), range(14)), expected)
 
 
 def test_visible_is_boolean_and_broadcasts_even_without_a_mask():
@@ -187,17 +187,23 @@ def test_visible_is_boolean_and_broadcasts_even_without_a_mask():
     assert seen.all()
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_tiles_are_judged_soundly(mask: Mask):
-    """`empty` only of tiles with no visible pair, `full` only of tiles with no hidden pair; exactly so where the strides are 1."""
-    for q_run, k_run in product(RUNS, RUNS):
-        seen = visible(mask, positions_of(q_run)[:, None], positions_of(k_run)[None])
-        assert not (empty(mask, q_run, k_run) and seen.any())
-        assert not (full(mask, q_run, k_run) and not seen.all())
-        if q_run.stride == k_run.stride == 1:
-            assert bool(full(mask, q_run, k_run)) == bool(seen.all())
-            if not _two_bounds_meet(mask):
-                assert bool(empty(mask, q_run, k_run)) == (not seen.any())
+@brute_force
+@given(masks, tiles, tiles)
+def test_tiles_are_judged_soundly(mask: Mask, q_run: Run, k_run: Run):
+    """`empty` only of tiles with no visible pair, `full` only of tiles with no hidden pair."""
+    seen = seen_by(mask, positions_of(q_run), positions_of(k_run))
+    assert not (empty(mask, q_run, k_run) and seen.any())
+    assert not (full(mask, q_run, k_run) and not seen.all())
+
+
+@brute_force
+@given(masks, tiles, tiles)
+def test_tiles_of_stride_one_are_judged_exactly(mask: Mask, q_run: Run, k_run: Run):
+    q_run, k_run = q_run._replace(stride=1), k_run._replace(stride=1)
+    seen = seen_by(mask, positions_of(q_run), positions_of(k_run))
+    assert full(mask, q_run, k_run) == seen.all()
+    if not _two_bounds_meet(mask):
+        assert empty(mask, q_run, k_run) == (not seen.any())
 
 
 def _two_bounds_meet(mask: Mask) -> bool:
@@ -205,16 +211,20 @@ def _two_bounds_meet(mask: Mask) -> bool:
     return mask.chunk is not None and mask.left is not None
 
 
-@pytest.mark.parametrize("mask", MASKS[::9], ids=str)
-def test_tiles_of_numpy_and_traced_runs(mask: Mask):
-    starts = np.arange(0, 13, 3, dtype=np.int32)
-    q_start, k_start = (grid.ravel() for grid in np.meshgrid(starts, starts))
-    for judge in (empty, full):
-        expected = [bool(judge(mask, Run(int(q), 1, 3), Run(int(k), 2, 2))) for q, k in zip(q_start, k_start, strict=True)]
-        np.testing.assert_array_equal(judge(mask, Run(q_start, 1, 3), Run(k_start, 2, 2)), expected)
-        traced = jax.jit(lambda q, k, judge=judge: judge(mask, Run(q, 1, 3), Run(k, 2, 2)))(q_start, k_start)
-        assert traced.dtype == bool
-        np.testing.assert_array_equal(traced, expected)
+@pytest.mark.parametrize(
+    "mask", [make_mask(), make_mask(True), make_mask(window=(3, 2)), make_mask(True, 4), make_mask(window=1, chunk=3)], ids=str
+)
+def test_masks_of_numpy_and_traced_positions(mask: Mask):
+    """The same answers as of ints, and booleans, from arrays of tiles and from tracers."""
+
+    def judge(q: Any, k: Any) -> tuple[Any, Any, Any]:
+        return visible(mask, q, k), empty(mask, Run(q, 1, 3), Run(k, 2, 2)), full(mask, Run(q, 1, 3), Run(k, 2, 2))
+
+    q_start, k_start = (grid.ravel() for grid in np.meshgrid(*2 * [np.arange(0, 13, dtype=np.int32)]))
+    expected = [list(map(bool, judge(int(q), int(k)))) for q, k in zip(q_start, k_start, strict=True)]
+    for found in (judge(q_start, k_start), jax.jit(judge)(q_start, k_start)):
+        assert [array.dtype for array in found] == [bool] * 3
+        np.testing.assert_array_equal(np.transpose(found), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -233,18 +243,22 @@ def test_causal_shards_of_a_ring(layout: str):
 # ------------------------------------------------------------------------------------------------------------- schedule
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("lengths", [(4, 4), (2, 6), (6, 2)])
-def test_no_meeting_that_sees_anything_is_left_out(layout: str, lengths: tuple[int, int]):
-    """For every mask and ring, with as many, more and fewer keys than queries: a shift left out hides every pair."""
-    for mask, size in product(MASKS, (1, 2, 3, 4)):
-        chosen = shifts(mask, layout, size, *lengths)
-        assert chosen[0] == 0
-        assert list(chosen) == sorted(set(chosen))
-        for rank, shift in product(range(size), sorted(set(range(size)) - set(chosen))):
-            q_pos = np.array(shard_indices(layout, rank, size, size * lengths[0]))
-            k_pos = np.array(shard_indices(layout, (rank - shift) % size, size, size * lengths[1]))
-            assert not visible(mask, q_pos[:, None], k_pos[None]).any()
+@brute_force
+@given(masks, layouts, st.integers(1, 6), halves, halves)
+@example(make_mask(True, 3), "striped", 4, 1, 3)
+def test_the_schedule_has_every_meeting_that_sees_anything(mask: Mask, layout: str, size: int, q_half: int, k_half: int):
+    """With as many, more and fewer keys than queries; and nothing else but shift 0, where the shards' strides are 1."""
+    chosen = shifts(mask, layout, size, 2 * q_half, 2 * k_half)
+    q_shards, k_shards = ([shard_indices(layout, rank, size, 2 * half * size) for rank in range(size)] for half in (q_half, k_half))
+    needed = {
+        (rank - source) % size
+        for rank, source in product(range(size), range(size))
+        if seen_by(mask, q_shards[rank], k_shards[source]).any()
+    } | {0}
+    assert list(chosen) == sorted(set(chosen))
+    assert needed <= set(chosen) <= set(range(size))
+    if layout != "striped" and not _two_bounds_meet(mask):
+        assert set(chosen) == needed
 
 
 def test_a_window_on_contiguous_shards_needs_only_neighbours():

@@ -87,14 +87,14 @@ def rotation_order(program: dict[str, list[Op]], name: str = "ENTRY") -> list[st
     return order
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_forward_rotates_once_less_than_there_are_ranks(size):
     program = computations(compiled(size, backward=False).as_text())
     assert times(program, "collective-permute") == size - 1
     assert times(program, "all-gather") == 0
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_backward_rotates_kv_n_minus_1_and_gradients_n_times(size):
     """K/V share a buffer with dK/dV wherever both travel: 1 alone, N-2 together, 1 of dK/dV alone, and 1 home."""
     program = computations(compiled(size, backward=True).as_text())
@@ -118,14 +118,14 @@ def test_a_window_leaves_out_the_shards_that_no_rank_sees():
     assert times(program, "collective-permute") == 2  # one shard back, and around to one shard ahead
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_memory_per_device_falls_as_the_ring_grows(backward):
     used = {size: compiled(size, backward).memory_analysis().temp_size_in_bytes for size in (2, 4, 8)}
     assert used[4] < used[2], used  # a ring of two has no loop to buffer for, so the first step is smaller
     assert used[8] < 0.55 * used[4], used
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_no_more_than_two_travelling_shards_are_held(size):
     """Buffers of the size of a packed K/V shard: the one in use, the one arriving, and nothing that grows with the ring."""
     program = compiled(size, backward=False).as_text()

@@ -68,6 +68,7 @@ def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
     return Ended(process.returncode, out, err, time.time())
 
 
+@pytest.mark.slow
 def test_rings_of_a_2d_mesh_run_at_the_same_time_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(WORKERS / "rings.py")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
@@ -76,13 +77,14 @@ def test_rings_of_a_2d_mesh_run_at_the_same_time_under_torchrun():
     assert not NOISE.search(done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("way", ["early", "late"])
+@pytest.mark.parametrize("way", [pytest.param("early", marks=pytest.mark.slow), "late"])
 def test_a_clean_end_is_quiet(way):
     for ended in processes(2, "ends.py", way):
         assert ended.status == 0, ended.err
         assert not NOISE.search(ended.err), ended.err
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_it_at_once_and_leaves_the_others_alone():
     fine, failed = processes(2, "ends.py", "user_error")
     assert (fine.status, fine.err) == (0, "")
@@ -91,6 +93,7 @@ def test_an_error_of_one_rank_ends_it_at_once_and_leaves_the_others_alone():
     assert failed.err.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_a_step_whose_peer_has_left_does_not_hang():
     left_alone, left = processes(2, "ends.py", "early_exit_status")
     assert (left.status, left.err) == (5, "")
@@ -100,8 +103,10 @@ def test_a_step_whose_peer_has_left_does_not_hang():
 
 @pytest.mark.parametrize(
     ("victim", "survivors"),
-    [(2, "leave"), (0, "linger")],
-    ids=["killed", "rank 0 killed, others catch the error"],
+    [
+        pytest.param(2, "leave", id="killed"),
+        pytest.param(0, "linger", id="rank 0 killed, others catch the error", marks=pytest.mark.slow),
+    ],
 )
 def test_the_death_of_a_peer_ends_the_others_with_the_ring_and_the_step(victim, survivors):
     ended = processes(4, "killed_peer.py", str(victim), survivors)
@@ -121,6 +126,7 @@ def test_the_death_of_a_peer_ends_the_others_with_the_ring_and_the_step(victim, 
         assert opposite.status == runtime.EXIT_PEER_FAILURE  # no connection of its own broke: the watchdog ended it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "message"),
     [
@@ -135,12 +141,14 @@ def test_a_start_that_cannot_work_is_refused(way, message):
         assert re.search("refused: .*" + message.format(rank=rank), ended.out), ended.out
 
 
+@pytest.mark.slow
 def test_a_world_that_the_program_has_started_rightly_is_used():
     for ended in processes(2, "starts.py", "right_world"):
         assert ended.status == 0, ended.err
         assert "started" in ended.out
 
 
+@pytest.mark.slow
 def test_a_death_during_the_start_does_not_hang():
     survivor, _ = processes(2, "starts.py", "death")
     assert survivor.status == runtime.EXIT_PEER_FAILURE, survivor.err

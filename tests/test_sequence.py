@@ -210,11 +210,13 @@ def test_bad_input_is_named(call, words):
         call()
 
 
+@pytest.mark.slow
 def test_importing_loads_no_jax():
     code = "import sys, ring_attn.sequence, ring_attn.module; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=_environment(), timeout=120)
 
 
+@pytest.mark.slow
 def test_over_four_processes():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     worker = Path(__file__).parent / "workers" / "sequence_worker.py"

@@ -227,3 +227,38 @@ def test_second_derivatives_are_refused():
     (dq, *_) = torch.autograd.grad(ring_attn.ring_attention(*inputs), inputs, grad_outputs=weights, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
+
+
+def test_a_mask_mod_is_read_afresh_on_every_call():
+    import jax.numpy as jnp
+
+    class SameDocument:
+        def __init__(self, ids):
+            self.ids = ids
+
+        def __call__(self, batch, head, q_pos, k_pos):
+            return self.ids[q_pos] == self.ids[k_pos]
+
+    q, k, v = qkv()
+    rule = SameDocument(None)
+    for cut in (7, 12):
+        ids = torch.arange(21) // cut
+        rule.ids = jnp.asarray(ids.to(torch.int32).numpy())
+        ours = ring_attn.ring_attention(q, k, v, mask_mod=rule)
+        assert_same(ours, sdpa(q, k, v, attn_mask=ids[:, None] == ids[None]), (q, k, v))
+
+
+@pytest.mark.parametrize(
+    "number",
+    [{"scale": torch.tensor(0.5)}, {"softcap": torch.tensor(2.0)}, {"dropout_p": torch.tensor(0.1)}, {"dropout_seed": 2**70}],
+)
+def test_numbers_are_numbers(number):
+    with pytest.raises(ValueError, match=next(iter(number))):
+        ring_attn.ring_attention(*qkv(), **{"dropout_p": 0.1, "dropout_seed": 1} | number)
+
+
+def test_a_window_wider_than_any_position_has_no_bound():
+    inputs = qkv()
+    for window in (2**31 - 1, 10**12, (None, 2**31 - 2)):
+        assert_same(ring_attn.ring_attention(*inputs, sliding_window=window), sdpa(*inputs), inputs)
+    assert_same(ring_attn.ring_attention(*inputs, chunk_size=10**12), sdpa(*inputs, is_causal=True), inputs)

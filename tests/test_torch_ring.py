@@ -3,14 +3,14 @@
 import pytest
 from launch import torchrun
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_every_feature_on_a_ring_of_two():
     printed = torchrun("attention_worker.py", 2, "cpu", "1")
     assert printed.count("ok ") == 8, printed
 
 
-@pytest.mark.slow
 def test_ring_of_four():
     printed = torchrun("attention_worker.py", 4, "cpu", "1", "causal")
     assert printed.count("ok causal") == 3, printed
@@ -19,3 +19,8 @@ def test_ring_of_four():
 def test_rings_of_a_2d_mesh_with_different_shapes():
     printed = torchrun("attention_worker.py", 4, "cpu", "2", "chunk, segments, slopes")
     assert printed.count("ok ") == 1, printed
+
+
+def test_ranks_that_disagree_are_told():
+    printed = torchrun("disagreement_worker.py", 2)
+    assert printed.count("refused") == 10 and printed.count("and works") == 2, printed

@@ -12,12 +12,18 @@ from jax.sharding import PartitionSpec
 
 from jax_core.options import Options, Placement, make_spec
 from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
+from torch_bridge.agreement import check_agreement
 from torch_bridge.dlpack import keeping_device, precision_scope, to_jax, to_torch
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, to_global, to_local
 from torch_bridge.runtime import start, watch
 
 ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # what torch hands over, in this order
 Tensors = Sequence[torch.Tensor | None]
+
+_MUST_AGREE = (
+    "ring_attention must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
+    "pad the sequence so that it divides (ring_attn.pad)"
+)
 
 
 class Form(NamedTuple):
@@ -27,7 +33,7 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
 
-Signature = tuple[Form | None, ...]  # one for each of ARRAYS
+Signature = tuple[Form | None, ...]  # one for each of ARRAYS, then one for each array of a mask function
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +53,10 @@ class Program:
 
     def backward(self, operands: Tensors, out, lse, dout, dlse, wanted: tuple[int, ...]) -> list[torch.Tensor]:
         """The gradients of the operands numbered in ``wanted``, in its order."""
-        return self._run("backward", self.compiled_backward(wanted), list(operands), out, lse, dout, dlse)
+        # Those of query, key and value always: what travels must not depend on which of them a rank wants.
+        made = tuple(sorted({0, 1, 2, *wanted}))
+        gradients = self._run("backward", self.compiled_backward(made), list(operands), out, lse, dout, dlse)
+        return [gradients[made.index(number)] for number in wanted]
 
     def _run(self, step: str, function: Callable, *tensors) -> list[torch.Tensor]:
         with keeping_device(self.device), precision_scope(self.out.dtype), watch(self.ring, step) as call:
@@ -68,6 +77,7 @@ def program(options: Options, signature: Signature, ring: Ring, device: torch.de
         spec, operands = make_spec(options, _operands(signature), Placement(AXIS if ring.size > 1 else None, ring.size))
     # Constants of the compiled program; as NumPy arrays they belong to no device.
     masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in operands.predicate_arrays)
+    check_agreement(ring, _described(options, signature), _MUST_AGREE, device)
     on_ring = partial(_on_ring, ring, device)
     forward = on_ring(partial(_forward, spec, masks))
     return Program(ring, device, out, lse, forward, cache(lambda wanted: on_ring(partial(_backward, spec, masks, wanted))))
@@ -91,15 +101,25 @@ def _on_ring(ring: Ring, device: torch.device, function: Callable) -> Callable:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
 
 
-def _operands(arrays: Sequence[Any], masks=()) -> Operands:
-    named: dict[str, Any] = dict(zip(ARRAYS, arrays, strict=True))
-    return Operands(**named, predicate_arrays=masks)
+def _operands(arrays: Sequence[Any], lifted: bool = False, masks=()) -> Operands:
+    """``lifted``: the arrays after ``ARRAYS`` are those of a mask function, which may be none."""
+    named: dict[str, Any] = dict(zip(ARRAYS, arrays, strict=False))
+    return Operands(**named, predicate_arrays=((tuple(arrays[len(ARRAYS) :]),) if lifted else ()) + masks)
+
+
+def _described(options: Options, signature: Signature) -> str:
+    """The request in words that are equal on all ranks when the requests are."""
+    settings = {name: value for name, value in vars(options).items() if value != getattr(Options, name)}
+    settings |= {name: getattr(value, "__qualname__", "given") for name, value in settings.items() if callable(value)}
+    settings |= {"predicates": [str(predicate.token) for predicate in options.predicates]} if options.predicates else {}
+    operands = [f"{name} {list(form.shape)} {form.dtype}" for name, form in zip(ARRAYS, signature, strict=False) if form]
+    return f"{', '.join(operands)} with {settings}"
 
 
 def _forward(spec: RingSpec, masks, operands: list[Any]):
-    return ring_forward(spec, _operands(operands, masks))
+    return ring_forward(spec, _operands(operands, len(masks) < len(spec.scores.predicates), masks))
 
 
 def _backward(spec: RingSpec, masks, wanted: tuple[int, ...], operands: list[Any], out, lse, dout, dlse):
-    gradients = ring_backward(spec, _operands(operands, masks), out, lse, dout, dlse)
+    gradients = ring_backward(spec, _operands(operands, len(masks) < len(spec.scores.predicates), masks), out, lse, dout, dlse)
     return [gradients[number] for number in wanted]

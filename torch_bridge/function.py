@@ -5,14 +5,17 @@ Torch saves plain tensors (the operands, the output, the LSE), so checkpointing 
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
 from jax_core.options import Options, both_sides
+from jax_core.predicate import from_mask_mod
 from jax_core.ring import Operands
 from torch_bridge.compiled import ARRAYS, Form, Program, program
-from torch_bridge.dlpack import narrow_ids
+from torch_bridge.dlpack import narrow_ids, precision_scope
 from torch_bridge.mesh import resolve
+from torch_bridge.runtime import start
 
 # An operator's arguments are tensors and numbers; a program goes by its number in this list, which only grows.
 _PROGRAMS: list[Program] = []
@@ -29,11 +32,25 @@ def attend(
     ``options``: the fields of :class:`jax_core.options.Options`.
     """
     ids = {name: narrow_ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
-    device = tensors["query"].device  # type: ignore[union-attr]  # never None
-    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": _seed_words(dropout_seed, device)}
+    query = tensors["query"]
+    assert query is not None
+    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": _seed_words(dropout_seed, query.device)}
     arrays: tuple[Any, ...] = both_sides(Operands(**named))[: len(ARRAYS)]
+    if options["mask_mod"] is not None:
+        options, arrays = _lift_mask_mod(where, options, arrays)
     forms = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in arrays)
-    return _Attention.apply(_number(where, options, forms, device), *arrays)
+    return _Attention.apply(_number(where, options, forms, query.device), *arrays)
+
+
+@torch.compiler.disable
+def _lift_mask_mod(where, options: dict[str, Any], arrays: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The mask function as it is now: traced, and the arrays that it closes over as further operands."""
+    device = arrays[0].device
+    start(ring=resolve(*where), device=device)
+    with precision_scope(arrays[0].dtype):
+        predicate, consts = from_mask_mod(options["mask_mod"])
+        further = [torch.from_numpy(np.array(const, ndmin=1)).to(device) for const in consts]
+    return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)
 
 
 def _seed_words(seed: int | None, device: torch.device) -> torch.Tensor | None:

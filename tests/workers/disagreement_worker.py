@@ -1,0 +1,28 @@
+"""Run by torchrun on two ranks that ask for different things: both must be told, and the ring must work afterwards."""
+
+import torch
+import torch.distributed as dist
+
+import ring_attn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x = torch.ones(1, 8, 2, 4)
+asked = {
+    "option": dict(q=x, k=x, v=x, causal=rank == 0),
+    "layout": dict(q=x, k=x, v=x, layout=("zigzag", "striped")[rank]),
+    "shape": dict(q=x[:, : 8 - 2 * rank], k=x, v=x),
+    "operand": dict(q=x, k=x, v=x, **({"sinks": torch.zeros(2)} if rank else {})),
+    "mask_mod": dict(q=x, k=x, v=x, mask_mod=(lambda b, h, i, j: i > j) if rank else (lambda b, h, i, j: i >= j)),
+}
+for name, arguments in asked.items():
+    try:
+        ring_attn.ring_attention(**arguments)
+    except ValueError as error:
+        assert "ring rank 0" in str(error) and "ring rank 1" in str(error), error
+        print(f"refused {name}", flush=True)
+# K/V need gradients on one rank only: the rotations are the same all the same.
+q, k = x.clone().requires_grad_(), x.clone().requires_grad_(rank == 0)
+ring_attn.ring_attention(q, k, x).sum().backward()
+print("and works", flush=True)
+dist.destroy_process_group()
