@@ -4,8 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# Tried at both ends: torch 2.11.0 (with Python 3.12, jax 0.11.2) and 2.13.0 (3.11, jax 0.10.2), jax 0.10.0 and 0.11.2, numpy 2.0.2 and
-# 2.5.2. Raise an upper bound only after the tests passed with it.
+# Tried at both ends: torch 2.11.0 (with Python 3.12, jax 0.11.2) and 2.13.0 (with 3.11, jax 0.10.2), jax 0.10.0 and 0.11.2, numpy
+# 2.0.2 and 2.5.2. Raise an upper bound only after the tests passed with it.
 DEPENDENCIES = ["torch>=2.11,<2.14", "jax>=0.10,<0.12", "numpy>=2.0,<3"]
 
 EXTRAS = {
