@@ -169,7 +169,7 @@ def test_huge_logits_overflow_nothing():
 # ------------------------------------------------------------------------------------------------------------ dropout
 
 
-@pytest.mark.parametrize(("ring", "layout"), [(1, "contiguous"), (2, "zigzag"), (4, "striped")])
+@pytest.mark.parametrize(("ring", "layout"), [pytest.param(1, "contiguous", marks=pytest.mark.slow), (2, "zigzag"), (4, "striped")])
 def test_the_same_weights_fall_on_every_ring_and_layout(ring: int, layout: str):
     """With queries of zero and one-hot values the output shows which weights were kept: exactly those of keep_mask."""
     length, prob = 48, 0.4

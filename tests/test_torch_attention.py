@@ -51,7 +51,7 @@ def test_bias_and_mask_are_torchs_attn_mask():
     assert_same(ours, sdpa(*inputs[:3], attn_mask=inputs[3].masked_fill(~mask, -torch.inf)), inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_error_is_that_of_torchs_attention_in_the_same_dtype(dtype):
     inputs = qkv(dtype=dtype)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]

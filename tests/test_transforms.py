@@ -68,7 +68,7 @@ def on_ring(size: int = 2, check_vma: bool = True, specs: tuple[P, ...] = (SPEC,
 WITH_SINKS = (SPEC, SPEC, SPEC, P())
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_outside_shard_map_are_whole(check_vma: bool):
     """Also of the sinks, which every rank holds: their gradient is the sum over the ranks, once."""
     arrays = (*random_qkv(), normal(4, 2))
