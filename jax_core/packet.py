@@ -19,7 +19,7 @@ def word_type(dtype) -> type:
 
 def pack(tree, word) -> jax.Array:
     """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit."""
-    return jnp.concatenate([part for leaf in jax.tree.leaves(tree) for part in _split(leaf, jnp.dtype(word))])
+    return jnp.concatenate([lax.bitcast_convert_type(leaf, word).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
 def unpack(words: jax.Array, like):
@@ -84,22 +84,8 @@ def _cut(words, counts: list[int]) -> list[jax.Array]:
     return [words[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
-def _split(leaf, word) -> list[jax.Array]:
-    """The leaf's bits as arrays of words, low halves first. Shifts, because a bitcast to smaller items adds a tiny last dimension,
-    which a TPU pads to 128."""
-    bits = lax.bitcast_convert_type(leaf, _bits_type(leaf)).reshape(-1)
-    width = 8 * word.itemsize
-    return [(bits >> shift).astype(word) for shift in range(0, 8 * leaf.dtype.itemsize, width)]
-
-
 def _restore(words, leaf):
-    width, kind = 8 * words.dtype.itemsize, _bits_type(leaf)
-    parts = words.reshape(leaf.dtype.itemsize // words.dtype.itemsize, *leaf.shape).astype(kind)
-    bits = parts[0]
-    for i in range(1, parts.shape[0]):
-        bits = bits | (parts[i] << (width * i))
-    return lax.bitcast_convert_type(bits, leaf.dtype)
-
-
-def _bits_type(leaf) -> jnp.dtype:
-    return jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+    # Bitcasts, not shifts of the bits: XLA on GPU loses the low halves of shifted words that travel (benchmarks/NOTES.md).
+    per_item = leaf.dtype.itemsize // words.dtype.itemsize
+    shape = leaf.shape if per_item == 1 else (*leaf.shape, per_item)
+    return lax.bitcast_convert_type(words.reshape(shape), leaf.dtype)
