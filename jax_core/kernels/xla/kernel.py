@@ -43,7 +43,7 @@ def unsupported(scores: Scores, config: FwdParams) -> str | None:
 
 def default_params() -> tuple[FwdParams, BwdParams]:
     """Blocks that fit a CPU's cache (benchmarks/NOTES.md)."""
-    return FwdParams(256, 256), BwdParams(256, 256)
+    return FwdParams(512, 256), BwdParams(512, 256)
 
 
 class _State(NamedTuple):
