@@ -3,20 +3,17 @@
 import copy
 import io
 import math
-import os
 import pickle
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from launch import torchrun
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn.module import RingAttention
 
-ROOT = Path(__file__).parents[1]
 N, L, S, E, H = 2, 6, 6, 16, 4
 
 
@@ -507,11 +504,5 @@ def test_repr_names_the_options():
 
 @pytest.mark.slow
 def test_over_two_processes():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    worker = Path(__file__).parent / "workers" / "module_worker.py"
-    done = subprocess.run(
-        [*command, worker], cwd=ROOT, env=environment, timeout=240, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("module worker: all right") == 2, done.stdout
+    printed = torchrun("module_worker.py", 2)
+    assert printed.count("module worker: all right") == 2, printed

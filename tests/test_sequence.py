@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import torchrun
 
 import ring_attn.sequence as sequence
 from jax_core.layout import LAYOUTS, shard_indices, shard_multiple
@@ -218,13 +219,8 @@ def test_importing_loads_no_jax():
 
 @pytest.mark.slow
 def test_over_four_processes():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    worker = Path(__file__).parent / "workers" / "sequence_worker.py"
-    done = subprocess.run(
-        [*command, worker], cwd=ROOT, env=_environment(), timeout=150, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("sequence worker: all right") == 4, done.stdout
+    printed = torchrun("sequence_worker.py", 4, PYTHONWARNINGS="default")
+    assert printed.count("sequence worker: all right") == 4, printed
 
 
 def _environment():
