@@ -3,7 +3,8 @@
     python benchmarks/gpu_check.py
 
 One GPU: zero copy both ways, and the error of output and gradients against float64 beside that of torch SDPA in the same dtype.
-Several: every feature on a ring of all of them, in float64 against the whole sequence (tests/workers/attention_worker.py).
+Several: every feature on rings of them, in float64 (the xla kernel) and float32 (Triton's), against the whole sequence in float64
+(tests/workers/attention_worker.py).
 """
 
 import os
@@ -64,8 +65,9 @@ def ring(processes: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     worker = ROOT / "tests" / "workers" / "attention_worker.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "4"}
-    print(f"a ring of {processes}, every feature, float64, forward and all gradients:", flush=True)
-    subprocess.run([*command, str(worker), "cuda", "1"], check=True, env=environment, stderr=subprocess.STDOUT)
+    for dtype, rings in (("float64", 1), ("float32", 1), ("float32", processes // 2)):
+        print(f"{rings} x a ring of {processes // rings}, every feature, {dtype}, forward and all gradients:", flush=True)
+        subprocess.run([*command, str(worker), "cuda", str(rings), dtype], check=True, env=environment, stderr=subprocess.STDOUT)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,6 @@ def _gather(
     **static,
 ) -> tuple[Options, Operands, str | tuple[str, ...] | None]:
     """The arguments of :func:`ring_attention` as static options, arrays, and the ring's axis."""
-    del return_lse  # the caller's
     seed = None if dropout_seed is None else seed_words(dropout_seed)
     ids = q_segment_ids, kv_segment_ids, q_position_ids, kv_position_ids
     arrays = query, key, value, softmax_aux, bias, mask, *ids, alibi_slopes, seed
@@ -149,7 +148,7 @@ def _gather(
     operands = Operands(**given)
     operands, axis_name = _open_mask_info(mask_info, operands, axis_name)
     window = tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window
-    return Options(sliding_window=window, **static), operands, axis_name
+    return Options(sliding_window=window, lse_gradient=return_lse, **static), operands, axis_name
 
 
 def _open_mask_info(mask_info: MaskInfo | None, operands: Operands, axis_name):

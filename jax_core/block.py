@@ -2,19 +2,21 @@
 
 A kernel is a module with
 
-- ``unsupported(scores, config) -> str | None``: None, or in words why it cannot compute this;
-- ``default_params() -> (FwdParams, BwdParams)``: what it uses where the caller gives none;
-- ``forward(q, k, v, q_runs, k_runs, *, scores, extras, carry, config) -> Partial``: attention of the query shard over the key
-  shard, continuing the online softmax from ``carry``, the partial so far (at first: ``out`` 0, ``lse`` -inf);
-- ``FUSED_BACKWARD``: whether its backward makes dQ, dK and dV in one sweep over the scores;
-- ``backward(q, k, v, dout, lse, delta, q_runs, k_runs, *, scores, extras, config) -> Grads``: the pair's share of the gradients,
-  given the rows' final ``lse`` and ``delta``.
+- ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot compute this with these parameters;
+- ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses where the caller gives none;
+- ``forward(q, k, v, q_runs, k_runs, *, own, scores, extras, carry, out_dtype, config) -> Partial``: attention of the query shard
+  over the key shard, continuing the online softmax from ``carry``, the partial so far, or None at the first pair; ``out`` in
+  ``out_dtype``;
+- ``backward(q, k, v, rows, q_runs, k_runs, *, own, scores, extras, dq, fused, config) -> Grads``: the pair's share of the
+  gradients, given what is final of the query rows. ``dq`` is the query gradient so far, or None, which the result's ``dq``
+  includes; ``fused`` demands dQ, dK and dV in one sweep over the scores.
+
+``own``: whether it is known, before any array is, that both shards are the same rank's, as at the first pair.
 
 Shapes: ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``,
 ``out``/``dout [batch, q_length, heads, value_dim]``, ``lse``/``delta [batch, heads, q_length]``. Partial results and gradients are
-in the accumulation dtype: float32, or float64 for float64 inputs. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key
-(its ``out`` is 0). ``delta = rowsum(out * dout) - dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the
-second term makes the LSE output differentiable).
+in the accumulation dtype: float32, or float64 for float64 inputs; only the ``out`` of the last pair may be asked for in the
+query's own. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key (its ``out`` is 0).
 """
 
 from dataclasses import dataclass
@@ -39,6 +41,29 @@ class Scores:
     predicates: tuple[Predicate, ...] = ()
     precision: Any = None  # of the matrix products: a jax.lax.Precision name, None for the kernel's own choice
     logits_dtype: str | None = None  # round q . k to this dtype before the softmax; None keeps the accumulation dtype
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides whether a kernel can compute an attention, and how: known before any array is.
+
+    Lengths are those of a shard. ``extras``: which of :class:`Extras`' arrays there are. ``lse_gradient``: whether the LSE may
+    have a cotangent.
+    """
+
+    scores: Scores
+    dtype: Any
+    batch: int
+    q_length: int
+    k_length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    layout: str = "contiguous"
+    size: int = 1
+    extras: frozenset[str] = frozenset()
+    lse_gradient: bool = True
 
 
 class Extras(NamedTuple):
@@ -68,8 +93,20 @@ class Partial(NamedTuple):
     lse: jax.Array
 
 
+class Rows(NamedTuple):
+    """What the backward knows of the query rows: the final ``out`` in the query's dtype, its cotangent, the final ``lse``, and
+    ``delta = rowsum(out * dout) - dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes
+    the LSE output differentiable)."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
 class Grads(NamedTuple):
-    """A pair's share of the gradients; ``dbias``, ``dalibi_slopes`` have their operand's shape, or are None without one."""
+    """A pair's share of the gradients, ``dq`` with all before it; ``dbias``, ``dalibi_slopes`` have their operand's shape, or are
+    None without one."""
 
     dq: jax.Array
     dk: jax.Array

@@ -65,6 +65,7 @@ def blockwise_attention(
         causal=causal,
         dropout_prob=attn_pdrop if dropping else 0.0,
         cfg=RingAttentionConfig(FwdParams(query_chunk_size, key_chunk_size), BwdParams(query_chunk_size, key_chunk_size)),
+        lse_gradient=False,
         precision=precision,
         logits_dtype=None if float32_logits else jnp.dtype(dtype).name,
     )

@@ -1,7 +1,7 @@
 """Block sizes and launch settings, under the reference design's names."""
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, get_args
 
 Platform = Literal["triton", "pallas", "cuda", "xla", "auto"]
 Backend = Literal["gpu", "tpu", "cpu", "any"]
@@ -12,24 +12,28 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 @dataclass(frozen=True)
 class FwdParams:
     """A kernel's tile: ``q_blocksize`` x ``kv_blocksize`` positions. ``num_stages`` and ``num_warps`` belong to kernels that
-    have them; None leaves them to the kernel, a number given to a kernel without them is an error."""
+    have them; None leaves each to the kernel, a number given to a kernel without them is an error."""
 
-    q_blocksize: int = 512
-    kv_blocksize: int = 512
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
     num_stages: int | None = None
     num_warps: int | None = None
 
     def __post_init__(self):
         for name in ("q_blocksize", "kv_blocksize", "num_stages", "num_warps"):
             value = getattr(self, name)
-            optional = name.startswith("num_") and value is None
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{type(self).__name__}.{name} must be a positive int, got {value!r}")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{type(self).__name__}.{name} must be a positive int or None, got {value!r}")
+
+    def completed(self, defaults: Self) -> Self:
+        """These parameters, with ``defaults`` where they say None."""
+        return replace(defaults, **{name: value for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
 class BwdParams(FwdParams):
-    """The same for the backward kernel."""
+    """The same for the backward kernel. Triton's dK/dV sweep takes such tiles, its dQ sweep their transpose: ``kv_blocksize``
+    queries x ``q_blocksize`` keys, so that the longer side stands still in both."""
 
 
 @dataclass(frozen=True)

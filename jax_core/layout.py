@@ -18,10 +18,11 @@ LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 
 class Run(NamedTuple):
-    """Positions ``start, start + stride, ...``, ``length`` of them. ``start`` may be traced; the others are ints."""
+    """Positions ``start, start + stride, ...``, ``length`` of them. ``start`` may be traced; the others are ints, but where only
+    the ends of runs are looked at."""
 
     start: Any
-    stride: int
+    stride: Any
     length: int
 
 

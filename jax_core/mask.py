@@ -4,14 +4,15 @@ Written once with operators only (``&``, ``|``, comparisons, ``//``), so that on
 JAX values and the scalars of a kernel language.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from jax_core.layout import Run
 
 _FARTHEST = 2**31 - 1  # no two int32 positions are further apart: a wider window has no bound, a longer chunk no end
 
 
-class Mask(NamedTuple):
+@dataclass(frozen=True)
+class Mask:
     """Which key positions a query position sees, from the positions alone.
 
     ``causal``: ``k <= q``. ``left``/``right``: a sliding window ``q - left <= k <= q + right`` (None: no bound on that side).
@@ -46,7 +47,7 @@ def _window_sides(window) -> tuple[int | None, int | None]:
     return left, right
 
 
-def visible(mask: Mask, q_pos, k_pos):
+def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an annotation
     """Elementwise: does the query at ``q_pos`` see the key at ``k_pos``? Arguments broadcast."""
     seen = (q_pos == q_pos) & (k_pos == k_pos)
     if mask.causal:

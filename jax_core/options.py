@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_core.block import Scores
+from jax_core.block import Extras, Problem, Scores
 from jax_core.check import check_operands
 from jax_core.config import RingAttentionConfig
 from jax_core.layout import check_layout
@@ -49,6 +49,7 @@ class Options:
     cfg: RingAttentionConfig | None = None
     predicates: tuple[Predicate, ...] = ()  # mask functions traced already, whose arrays are among the operands
     fused_backward: bool = False
+    lse_gradient: bool = True  # False: the LSE has no cotangent, and one that comes is not looked at
     precision: Any = None
     logits_dtype: str | None = None
 
@@ -82,9 +83,29 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
         precision=options.precision,
         logits_dtype=options.logits_dtype,
     )
-    kernel, params = choose_kernel(options.platform, options.cfg, scores, options.fused_backward)
-    spec = RingSpec(scores, kernel, options.layout, place.axis_name, place.size, *params)
+    kernel, forward, backward = choose_kernel(options.platform, options.cfg, _problem(options, operands, place, scores))
+    ring = options.layout, place.axis_name, place.size
+    spec = RingSpec(scores, kernel, *ring, forward, backward, options.fused_backward, options.lse_gradient)
     return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
+
+
+def _problem(options: Options, operands: Operands, place: Placement, scores: Scores) -> Problem:
+    query, key, value = operands[:3]
+    return Problem(
+        scores=scores,
+        dtype=query.dtype,
+        batch=query.shape[0],
+        q_length=query.shape[1],
+        k_length=key.shape[1],
+        heads=query.shape[2],
+        kv_heads=key.shape[2],
+        dim=query.shape[3],
+        value_dim=value.shape[3],
+        layout=options.layout,
+        size=place.size,
+        extras=frozenset(name for name in Extras._fields[:-1] if getattr(operands, name) is not None),
+        lse_gradient=options.lse_gradient,
+    )
 
 
 def both_sides(operands: Operands) -> Operands:

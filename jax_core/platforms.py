@@ -4,35 +4,52 @@ from types import ModuleType
 
 import jax
 
-from jax_core.block import Scores
+from jax_core.block import Problem
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, check_platform
-from jax_core.kernels import xla
+from jax_core.kernels import triton, xla
 
-_KERNELS: dict[str, ModuleType] = {"xla": xla}
+_KERNELS: dict[str, ModuleType] = {"triton": triton, "xla": xla}
 _MISSING = {
-    "triton": "the Triton kernels (GPU) are not part of this release",
     "cuda": "the cuDNN kernel (GPU) is not part of this release",
     "pallas": "the Pallas kernels (TPU) are not part of this release",
 }
 
+Choice = tuple[ModuleType, FwdParams, BwdParams]
 
-def choose_kernel(
-    platform: str | None, cfg: RingAttentionConfig | None, scores: Scores, fused_backward: bool = False
-) -> tuple[ModuleType, tuple[FwdParams, BwdParams]]:
-    """The kernel and its parameters: those of ``cfg``, or the kernel's own without one. A named kernel runs or the error says why
+
+def choose_kernel(platform: str | None, cfg: RingAttentionConfig | None, problem: Problem) -> Choice:
+    """The kernel and its parameters: those of ``cfg``, completed with the kernel's own. A named kernel runs or the error says why
     it cannot; "auto" (or None) takes the first that can, which ends at xla."""
     given = cfg or RingAttentionConfig()
     named = _named(platform, given)
     _check_backend(given)
+    if named == "auto":
+        return _first_that_can(given, problem)
     if named in _MISSING:
         raise NotImplementedError(f'platform="{named}": {_MISSING[named]}; use platform="xla" or "auto"')
-    kernel = _KERNELS["xla" if named == "auto" else named]
-    params = kernel.default_params() if cfg is None else (cfg.fwd_params, cfg.bwd_params)
-    for part in params:
-        _check_supported(kernel, named, scores, part)
-    if fused_backward and not kernel.FUSED_BACKWARD:
-        raise NotImplementedError(f'platform="{named}" makes dQ and dK/dV in separate sweeps; leave fused_backward False')
-    return kernel, params
+    choice, reason = _try(_KERNELS[named], given, problem)
+    if reason is not None:
+        raise NotImplementedError(f'platform="{named}": {reason}')
+    return choice
+
+
+def _first_that_can(given: RingAttentionConfig, problem: Problem) -> Choice:
+    reasons = {}
+    for name in _preference(problem):
+        choice, reasons[name] = _try(_KERNELS[name], given, problem)
+        if reasons[name] is None:
+            return choice
+    raise NotImplementedError("no platform can: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+
+
+def _preference(problem: Problem) -> tuple[str, ...]:
+    return ("triton", "xla") if jax.default_backend() == "gpu" else ("xla",)
+
+
+def _try(kernel: ModuleType, given: RingAttentionConfig, problem: Problem) -> tuple[Choice, str | None]:
+    forward, backward = kernel.default_params(problem)
+    forward, backward = given.fwd_params.completed(forward), given.bwd_params.completed(backward)
+    return (kernel, forward, backward), kernel.unsupported(problem, forward, backward)
 
 
 def _named(platform: str | None, cfg: RingAttentionConfig) -> str:
@@ -47,9 +64,3 @@ def _named(platform: str | None, cfg: RingAttentionConfig) -> str:
 def _check_backend(cfg: RingAttentionConfig) -> None:
     if cfg.backend != "any" and cfg.backend != jax.default_backend():
         raise ValueError(f'cfg is for backend "{cfg.backend}", but this program runs on "{jax.default_backend()}"; use "any"')
-
-
-def _check_supported(kernel: ModuleType, named: str, scores: Scores, params: FwdParams) -> None:
-    reason = kernel.unsupported(scores, params)
-    if reason is not None:
-        raise NotImplementedError(f'platform="{named}": {reason}')

@@ -104,5 +104,18 @@ def _tile_number(mask, q_length, k_length, tiles, row, column) -> int:
 
 def _look_up(arrays, batch, head, q, k):
     table, blocks = map(jnp.asarray, arrays)
-    head = jnp.minimum(head, table.shape[0] - 1)  # one table serves all heads when their masks are equal
+    head = head if table.shape[0] > 1 else 0  # one table serves all heads when their masks are equal
     return blocks[table[head, q // _TILE, k // _TILE], q % _TILE, k % _TILE]
+
+
+def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bool]:
+    """Whether the predicate's answer can depend on the batch entry, and on the head; True where that is not known. ``axes``: the
+    mesh axes that its arguments vary over."""
+    scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    jaxpr = jax.make_jaxpr(lambda *where: predicate.apply(arrays, *vary(where, axes)))(*scalars).jaxpr
+    needed = {variable for variable in jaxpr.outvars if not hasattr(variable, "val")}
+    for equation in reversed(jaxpr.eqns):
+        if needed & set(equation.outvars):
+            needed |= {variable for variable in equation.invars if not hasattr(variable, "val")}
+    batch, head = jaxpr.invars[:2]
+    return batch in needed, head in needed

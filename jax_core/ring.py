@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_core.block import Extras, Grads, Partial, Scores, accumulation_dtype
+from jax_core.block import Extras, Grads, Rows, Scores, accumulation_dtype
 from jax_core.columns import put_columns, take_columns
 from jax_core.config import BwdParams, FwdParams
 from jax_core.layout import Run, runs
@@ -62,6 +62,8 @@ class RingSpec:
     size: int = 1
     fwd_params: FwdParams = FwdParams()
     bwd_params: BwdParams = BwdParams()
+    fused_backward: bool = False
+    lse_gradient: bool = True
 
 
 def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -72,23 +74,28 @@ def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     operands, _ = _in_full_shape(spec, operands)
     own = _travellers(operands)
+    moves = _moves(spec, operands)
+    # Sinks join after the last pair; without them the last pair gives the output as it leaves.
+    wide, final = accumulation_dtype(operands.query.dtype), operands.query.dtype
+    last_dtype = final if operands.softmax_aux is None else wide
 
     def step(state, move: _Move):
         words, shift, result = state
         loads = [Load(words, move.onward)] if move.onward else []
         arriving = depart(loads, spec.axis_name, spec.size)
-        shards, extras = _meeting(spec, operands, unpack(words, own), shift)
-        result = spec.kernel.forward(*shards, scores=spec.scores, extras=extras, carry=result, config=spec.fwd_params)
+        shards, extras = _meeting(spec, operands, unpack(words, own) if move.came else own, shift)
+        settings = dict(
+            own=not move.came, scores=spec.scores, out_dtype=wide if move.onward else last_dtype, config=spec.fwd_params
+        )
+        result = spec.kernel.forward(*shards, extras=extras, carry=result, **settings)
         arriving, result = lax.optimization_barrier((arriving, result))
         return *(land(arriving, loads) or [words]), shift + move.onward, result
 
-    # How far K/V have come does not matter here, so that all meetings but the last are one loop.
-    moves = [move._replace(came=0) for move in _moves(spec, operands)]
-    start = pack(own, word_type(operands.key.dtype)), jnp.int32(0), _nothing_seen(operands)
-    _, _, result = _walk(step, start, moves)
+    words = pack(own, word_type(operands.key.dtype)) if len(moves) > 1 else None
+    _, _, result = _walk(step, (words, jnp.int32(0), None), moves)
     if operands.softmax_aux is not None:
         result = join_sinks(result, operands.softmax_aux)
-    return result.out.astype(operands.query.dtype), result.lse
+    return result.out.astype(final), result.lse
 
 
 def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
@@ -98,8 +105,8 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
     ranks share (sinks, slopes) is this rank's part of the sum.
     """
     operands, to_given_shape = _in_full_shape(spec, operands)
-    delta = _delta(out, lse, dout, dlse)
-    own, word = _travellers(operands), word_type(operands.key.dtype)
+    rows = Rows(out, dout, lse, _delta(out, lse, dout, dlse if spec.lse_gradient else None))
+    own, word, moves = _travellers(operands), word_type(operands.key.dtype), _moves(spec, operands)
 
     def step(state, move: _Move):
         words, shift, dkv, sums = state
@@ -107,20 +114,19 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
         loads = [Load(words, move.onward)] if move.onward else []
         loads += [Load(pack(dkv, word), move.came)] if move.came else []
         arriving = depart(loads, spec.axis_name, spec.size)
-        shards, extras = _meeting(spec, operands, unpack(words, own), shift)
-        rows = dout, lse, delta
-        grads = spec.kernel.backward(*shards[:3], *rows, *shards[3:], scores=spec.scores, extras=extras, config=spec.bwd_params)
+        (q, k, v, q_runs, k_runs), extras = _meeting(spec, operands, unpack(words, own) if move.came else own, shift)
+        settings = dict(own=not move.came, scores=spec.scores, fused=spec.fused_backward, config=spec.bwd_params)
+        grads = spec.kernel.backward(q, k, v, rows, q_runs, k_runs, extras=extras, dq=sums.dq, **settings)
         arriving, grads = lax.optimization_barrier((arriving, grads))
         landed = land(arriving, loads)
-        dkv = _add(unpack(landed[-1], dkv) if move.came else dkv, (grads.dk, grads.dv))
-        return landed[0] if move.onward else words, shift + move.onward, dkv, _accumulate(sums, grads, shards[-1])
+        dkv = _add(unpack(landed[-1], dkv) if move.came else None, (grads.dk, grads.dv))
+        return landed[0] if move.onward else words, shift + move.onward, dkv, _accumulate(sums, grads, k_runs)
 
     # The first rotation must not run beside the forward's, nor be shared with it, which would hold its result until now.
-    start = after(pack(own, word), delta), jnp.int32(0), *_zero_gradients(operands, lse.dtype)
-    moves = _moves(spec, operands)
-    _, _, dkv, sums = _walk(step, start, moves)
+    words = after(pack(own, word), rows.delta) if len(moves) > 1 else None
+    _, _, dkv, sums = _walk(step, (words, jnp.int32(0), None, _no_sums(operands, lse.dtype)), moves)
     dk, dv = _send_home(spec, dkv, word, sum(move.onward for move in moves))
-    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, delta)
+    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, rows.delta)
     floats = to_given_shape(_Floats(dsinks, sums.dbias, sums.dalibi_slopes))
     query, key, value = (x.astype(operand.dtype) for x, operand in zip((sums.dq, dk, dv), operands[:3], strict=True))
     nothing = jax.tree.map(lambda _: None, operands)
@@ -211,8 +217,9 @@ def _moves(spec: RingSpec, operands: Operands) -> list[_Move]:
 
 
 def _walk(step, state, moves: list[_Move]):
-    """The state after all moves. Equal moves in a row are one loop: XLA cannot run its rotations ahead of its kernels, which would
-    overlap nothing and hold every shard at once, and the program does not grow with the ring."""
+    """The state after all moves. Equal moves in a row (all but the first and the last, without gaps) are one loop: XLA cannot run
+    its rotations ahead of its kernels, which would overlap nothing and hold every shard at once, and the program does not grow
+    with the ring."""
     for move, equal in groupby(moves):
         state = _repeat(partial(step, move=move), state, len(list(equal)))
     return state
@@ -242,13 +249,6 @@ def _meeting(spec: RingSpec, operands: Operands, here: _Travellers, shift):
     return (operands.query, here.key, here.value, q_runs, k_runs), extras
 
 
-def _nothing_seen(operands: Operands) -> Partial:
-    batch, length, heads, _ = operands.query.shape
-    dtype = accumulation_dtype(operands.query.dtype)
-    out = jnp.zeros((batch, length, heads, operands.value.shape[-1]), dtype)
-    return vary(Partial(out, jnp.full((batch, heads, length), -jnp.inf, dtype)), varying_axes(operands))
-
-
 class _Sums(NamedTuple):
     """Gradients that stay with the rank."""
 
@@ -257,19 +257,20 @@ class _Sums(NamedTuple):
     dalibi_slopes: Any
 
 
-def _zero_gradients(operands: Operands, dtype):
-    """``((dk, dv), sums)``, all zero."""
-    arrays = (operands.key, operands.value), _Sums(operands.query, operands.bias, operands.alibi_slopes)
-    return vary(jax.tree.map(lambda array: jnp.zeros(array.shape, dtype), arrays), varying_axes(operands))
+def _no_sums(operands: Operands, dtype) -> _Sums:
+    """Nothing yet; each meeting writes its own columns of the bias' gradient."""
+    if operands.bias is None:
+        return _Sums(None, None, None)
+    return _Sums(None, vary(jnp.zeros(operands.bias.shape, dtype), varying_axes(operands)), None)
 
 
 def _accumulate(sums: _Sums, grads: Grads, k_runs: tuple[Run, ...]) -> _Sums:
     dbias = None if sums.dbias is None else put_columns(sums.dbias, grads.dbias, k_runs)
-    return _Sums(sums.dq + grads.dq, dbias, _add(sums.dalibi_slopes, grads.dalibi_slopes))
+    return _Sums(grads.dq, dbias, _add(sums.dalibi_slopes, grads.dalibi_slopes))
 
 
 def _add(total, share):
-    return jax.tree.map(jnp.add, total, share)
+    return share if total is None else jax.tree.map(jnp.add, total, share)
 
 
 def _send_home(spec: RingSpec, dkv, word, travelled: int):
@@ -282,5 +283,5 @@ def _send_home(spec: RingSpec, dkv, word, travelled: int):
 
 def _delta(out, lse, dout, dlse):
     """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
-    delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(lse.dtype), dout.astype(lse.dtype), precision=lax.Precision.HIGHEST)
+    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
     return delta if dlse is None else delta - dlse.astype(lse.dtype)

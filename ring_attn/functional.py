@@ -35,6 +35,7 @@ def ring_attention(
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     return_lse: bool = False,
+    fused_backward: bool = False,
     platform: str = "auto",
     cfg: Any = None,
 ) -> Any:  # a Tensor, with return_lse two: a union would have every caller tell them apart
@@ -70,6 +71,8 @@ def ring_attention(
             all ranks it is the same whatever the ring and the layout.
         return_lse: also return ``lse [batch, heads, seq]`` (whatever ``qkv_format``), natural logarithm, float32 (float64 for
             float64 inputs), ``-inf`` where a row saw no key. Differentiable.
+        fused_backward: True demands dQ, dK and dV in one sweep over the scores: faster where memory is slow, and with Triton no
+            longer the same bits in every run.
         platform, cfg: the kernel and its settings, as in :func:`jax_core.ring_attention`.
 
     Returns:
@@ -107,6 +110,8 @@ def ring_attention(
         mask_builder=mask_builder,
         platform=platform,
         cfg=cfg,
+        fused_backward=fused_backward,
+        lse_gradient=return_lse,
     )
     out = out.transpose(1, 2) if qkv_format == "bhsd" else out
     return (out, lse) if return_lse else out

@@ -433,7 +433,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "specs that disagree": ((X, X, X), RING | {"in_specs": (P(None, "ring"), P(), P())}, r"in_specs has key as .* it must be"),
     "length that does not divide": ((X[:, :7], X[:, :7], X[:, :7]), RING, r"7"),
     "config of another type": (QKV, {"cfg": {"fwd_params": 3}}, r"fwd_params must be FwdParams"),
-    "block of nothing": (QKV, {"cfg": {"block": 0}}, r"q_blocksize must be a positive int, got 0"),
+    "block of nothing": (QKV, {"cfg": {"block": 0}}, r"q_blocksize must be a positive int or None, got 0"),
 }
 # fmt: on
 

@@ -12,12 +12,12 @@ def test_every_feature_on_a_ring_of_two():
 
 
 def test_ring_of_four():
-    printed = torchrun("attention_worker.py", 4, "cpu", "1", "causal")
+    printed = torchrun("attention_worker.py", 4, "cpu", "1", "float64", "causal")
     assert printed.count("ok causal") == 3, printed
 
 
 def test_rings_of_a_2d_mesh_with_different_shapes():
-    printed = torchrun("attention_worker.py", 4, "cpu", "2", "chunk, segments, slopes")
+    printed = torchrun("attention_worker.py", 4, "cpu", "2", "float64", "chunk, segments, slopes")
     assert printed.count("ok ") == 1, printed
 
 

@@ -451,7 +451,7 @@ def test_blockwise_signature():
 
 
 def test_blockwise_refuses():
-    with pytest.raises(ValueError, match="q_blocksize must be a positive int, got 0"):
+    with pytest.raises(ValueError, match="q_blocksize must be a positive int or None, got 0"):
         blockwise_attention(*random_qkv(), query_chunk_size=0)
     with pytest.raises(ValueError, match="bias must"):
         blockwise_attention(*random_qkv(), bias=jnp.zeros((3, 3)))

@@ -81,7 +81,8 @@ def cut(q, k, v, q_runs, k_runs, scores: Scores, extras: Extras, config: FwdPara
     return queries, keys, tiles, rest._replace(predicate_arrays=extras.predicate_arrays)
 
 
-def _block_size(runs: tuple[Run, ...], wanted: int) -> int:
+def _block_size(runs: tuple[Run, ...], wanted: int | None) -> int:
+    assert wanted is not None
     return min(wanted, runs[0].length)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_core.block import Extras, Grads, Partial, Scores, accumulation_dtype
+from jax_core.block import Extras, Grads, Partial, Problem, Rows, Scores, accumulation_dtype
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.xla.blocks import (
     Keys,
@@ -31,18 +31,17 @@ from jax_core.kernels.xla.blocks import (
 from jax_core.kernels.xla.scores import distance, dropout_factor, logits, product, sum_to
 from jax_core.varying import vary, varying_axes
 
-FUSED_BACKWARD = True
 
-
-def unsupported(scores: Scores, config: FwdParams) -> str | None:
-    del scores  # every mask and every score
-    if config.num_stages is not None or config.num_warps is not None:
+def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    del problem  # every mask and every score, and one sweep in every backward
+    if any(number is not None for params in (forward, backward) for number in (params.num_stages, params.num_warps)):
         return "the xla kernel has no stages or warps; leave num_stages and num_warps None"
     return None
 
 
-def default_params() -> tuple[FwdParams, BwdParams]:
+def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     """Blocks that fit a CPU's cache (benchmarks/NOTES.md)."""
+    del problem
     return FwdParams(512, 256), BwdParams(512, 256)
 
 
@@ -54,8 +53,12 @@ class _State(NamedTuple):
     denominator: Any
 
 
-def forward(q, k, v, q_runs, k_runs, *, scores: Scores, extras: Extras, carry: Partial, config: FwdParams) -> Partial:
+def forward(
+    q, k, v, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+) -> Partial:
+    del own  # the runs say it
     queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
+    carry = vary(_nothing_seen(q, v), varying_axes(queries, keys)) if carry is None else carry
     start = _start(carry, queries.q.shape[2], queries.q.shape[4])
 
     def query_block(_, block):
@@ -64,7 +67,14 @@ def forward(q, k, v, q_runs, k_runs, *, scores: Scores, extras: Extras, carry: P
         return None, _finish(state)
 
     _, (out, lse) = lax.scan(query_block, None, (queries, tiles, start))
-    return Partial(join_rows(out, q.shape[1]), join_heads(lse, q.shape[1]))
+    return Partial(join_rows(out, q.shape[1]).astype(out_dtype), join_heads(lse, q.shape[1]))
+
+
+def _nothing_seen(q, v) -> Partial:
+    batch, length, heads, _ = q.shape
+    dtype = accumulation_dtype(q.dtype)
+    out = jnp.zeros((batch, length, heads, v.shape[-1]), dtype)
+    return Partial(out, jnp.full((batch, heads, length), -jnp.inf, dtype))
 
 
 def _update_unless_empty(scores, rest, query, state, block):
@@ -99,7 +109,7 @@ def _finish(state: _State) -> tuple:
 
 
 class _Rows(NamedTuple):
-    """What the backward knows of each query row, in blocks."""
+    """What this backward needs of each query row, in blocks."""
 
     dout: Any  # [n, b, h, g, q, d]
     lse: Any  # [n, b, h, g, q]
@@ -116,11 +126,15 @@ class _Shares(NamedTuple):
     dalibi_slopes: Any
 
 
-def backward(q, k, v, dout, lse, delta, q_runs, k_runs, *, scores: Scores, extras: Extras, config: FwdParams) -> Grads:
+def backward(
+    q, k, v, rows: Rows, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+) -> Grads:
+    del own, fused  # positions say it; always
     queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
-    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)  # exp(x - inf) is 0: a row that saw no key, or stands for padding
-    rows = _Rows(split_rows(dout, kv_heads, size), split_heads(lse, kv_heads, size, jnp.inf), split_heads(delta, kv_heads, size, 0))
+    lse = jnp.where(jnp.isneginf(rows.lse), jnp.inf, rows.lse)  # exp(x - inf) is 0: a row that saw no key, or stands for padding
+    in_blocks = partial(split_heads, kv_heads=kv_heads, size=size)
+    block_rows = _Rows(split_rows(rows.dout, kv_heads, size), in_blocks(lse, fill=jnp.inf), in_blocks(rows.delta, fill=0))
     columns = jax.tree.map(lambda tile: jnp.swapaxes(tile, 0, 1), tiles)
     dtype = accumulation_dtype(q.dtype)
     zero = partial(_zero_shares, queries, keys, tiles, rest, dtype)
@@ -140,11 +154,12 @@ def backward(q, k, v, dout, lse, delta, q_runs, k_runs, *, scores: Scores, extra
         nothing = zero()
         numbers = jnp.arange(queries.q.shape[0])
         (dq, dk, dv, dslopes), dbias = lax.scan(
-            query_block, (dq, nothing.dk, nothing.dv, dslopes), (numbers, queries, rows, column)
+            query_block, (dq, nothing.dk, nothing.dv, dslopes), (numbers, queries, block_rows, column)
         )
         return (dq, dslopes), (dk, dv, dbias)
 
-    dq = vary(jnp.zeros(queries.q.shape, dtype), varying_axes(queries, keys))
+    dq = jnp.zeros(queries.q.shape, dtype) if dq is None else split_rows(dq, kv_heads, size)
+    dq = vary(dq, varying_axes(queries, keys))
     (dq, dslopes), (dk, dv, dbias) = lax.scan(key_block, (dq, zero().dalibi_slopes), (keys, columns))
     return Grads(
         join_rows(dq, q.shape[1]),

@@ -1,0 +1,342 @@
+"""The backward kernels: the scores again, tile by tile, from the rows' final LSE (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+
+``keys_kernel`` makes dK and dV of a key block by going over the query blocks that see it, ``queries_kernel`` makes dQ of a query
+block by going over the key blocks it sees: no sum has two writers, so that results are the same in every run. With ``plan.fused``
+the first adds to dQ too, atomically, and the second is not needed. ``bias_kernel`` makes the bias' gradient, summed over what
+shares it.
+"""
+
+import triton
+import triton.language as tl
+
+from jax_core.kernels.triton.blocks import count, load_tile, nth, place, store_tile, table_row, visits
+from jax_core.kernels.triton.scores import (
+    LOG2E,
+    bias_block,
+    bits_block,
+    dropout_key,
+    head_slope,
+    kept,
+    key_side,
+    logits,
+    product,
+    query_side,
+)
+
+
+@triton.jit
+def keys_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_dout,
+    p_lse,
+    p_delta,
+    p_where,
+    p_q_segments,
+    p_k_segments,
+    p_q_positions,
+    p_k_positions,
+    p_bias,
+    p_slopes,
+    p_seed,
+    p_bits,
+    p_order,
+    p_counts,
+    p_dq,
+    p_dq_again,
+    p_dslope,
+    p_dk,
+    p_dv,
+    plan: tl.constexpr,
+):
+    """dK and dV, and each key's part of the slopes' gradient. Grid: key blocks, key heads, batch. With ``plan.fused``, ``p_dq``
+    is the dQ so far, which is added to."""
+    i_block = tl.program_id(0)
+    i_kv_head = tl.program_id(1)
+    i_batch = tl.program_id(2)
+    N: tl.constexpr = plan.k.block
+    DIM: tl.constexpr = plan.dim_block
+    VALUE_DIM: tl.constexpr = plan.value_dim_block
+    k_length: tl.constexpr = plan.k.runs * plan.k.length
+    row, rows, index = place(i_block, p_where, plan, True)
+    o_k = (i_batch.to(tl.int64) * k_length + row) * plan.kv_heads + i_kv_head
+    whole: tl.constexpr = plan.k.even
+    b_k = load_tile(p_k + o_k * plan.dim, rows, plan.kv_heads * plan.dim, N, plan.dim, plan.dim_block, whole)
+    b_v = load_tile(
+        p_v + o_k * plan.value_dim, rows, plan.kv_heads * plan.value_dim, N, plan.value_dim, plan.value_dim_block, whole
+    )
+    k = key_side(i_batch, i_block, row, tl.arange(0, N), rows, index, p_k_segments, p_k_positions, plan, True)
+    k_side = (k[0][:, None], k[1][:, None], k[2][:, None], k[3][:, None], k[4][:, None], k[5][:, None])
+
+    b_dk = tl.zeros([N, DIM], tl.float32)
+    b_dv = tl.zeros([N, VALUE_DIM], tl.float32)
+    spans = (0, 0, 0, 0, 0, 0, 0, 0)
+    if not plan.table:
+        spans = visits(index, index + plan.k.stride * (rows - 1), p_where, plan, False)
+    for i_member in range(plan.group):
+        i_head = i_kv_head * plan.group + i_member
+        if plan.table:
+            p_full, full, p_part, part = table_row(p_order, p_counts, i_batch, i_head, i_block, plan, False)
+        else:
+            full, part = count(spans, False), count(spans, True)
+            p_full, p_part = p_order, p_order
+        pointers = (p_q, p_dout, p_lse, p_delta, p_dq, p_where, p_q_segments, p_q_positions, p_bias, p_bits)
+        rest = (i_batch, i_head, head_slope(p_slopes, i_batch, i_head, plan), dropout_key(p_seed, p_where, i_batch, i_head, plan))
+        sums = (b_dk, b_dv, tl.zeros([N], tl.float32))
+        sums = _over_queries(sums, b_k, b_v, k_side, pointers, rest, full, spans, p_full, plan, False)
+        b_dk, b_dv, b_dslope = _over_queries(sums, b_k, b_v, k_side, pointers, rest, part, spans, p_part, plan, True)
+        if plan.alibi > 0:
+            o_slope = (i_batch * plan.heads + i_head).to(tl.int64) * k_length + row
+            tl.store(p_dslope + o_slope + tl.arange(0, N), b_dslope, mask=tl.arange(0, N) < rows)
+    store_tile(p_dk + o_k * plan.dim, b_dk * plan.scale, rows, plan.kv_heads * plan.dim, N, plan.dim, plan.dim_block)
+    p_dv += o_k * plan.value_dim
+    store_tile(p_dv, b_dv, rows, plan.kv_heads * plan.value_dim, N, plan.value_dim, plan.value_dim_block)
+
+
+@triton.jit
+def _over_queries(sums, b_k, b_v, k_side, pointers, rest, number, spans, p_order, plan: tl.constexpr, masked: tl.constexpr):
+    b_dk, b_dv, b_dslope = sums
+    p_q, p_dout, p_lse, p_delta, p_dq, p_where, p_q_segments, p_q_positions, p_bias, p_bits = pointers
+    i_batch, i_head, slope, key = rest
+    M: tl.constexpr = plan.q.block
+    DIM: tl.constexpr = plan.dim_block
+    length: tl.constexpr = plan.q.runs * plan.q.length
+    whole: tl.constexpr = plan.q.even or not masked
+    i_row = tl.arange(0, M)
+    i_block = nth(0, spans, p_order, plan, False, masked)
+    for j in range(number):
+        i_next = nth(j + 1, spans, p_order, plan, False, masked)
+        row, rows, index = place(i_block, p_where, plan, False)
+        m_row = i_row < rows
+        o_q = (i_batch.to(tl.int64) * length + row) * plan.heads + i_head
+        o_lse = (i_batch * plan.heads + i_head).to(tl.int64) * length + row
+        b_q = load_tile(p_q + o_q * plan.dim, rows, plan.heads * plan.dim, M, plan.dim, plan.dim_block, whole)
+        b_lse, b_delta = load_rows(p_lse + o_lse, p_delta + o_lse, i_row, m_row, whole)
+        b_s = product(b_k, tl.trans(b_q), plan)  # [N, M]
+        p_tile = p_dout + o_q * plan.value_dim
+        b_dout = load_tile(p_tile, rows, plan.heads * plan.value_dim, M, plan.value_dim, plan.value_dim_block, whole)
+        q = query_side(i_batch, row, i_row, m_row, index, p_q_segments, p_q_positions, plan, masked)
+        q_side = (q[0][None, :], q[1][None, :], q[2][None, :], q[3][None, :], q[4][None, :])
+        p_bias_block = bias_block(p_bias, i_batch, i_head, row, plan)
+        p_bits_block = bits_block(p_bits, i_batch, i_head, i_block, plan)
+        b_dp = product(b_v, tl.trans(b_dout), plan)
+        b_p, b_ds, b_dlogits = gradient(
+            b_s, b_dp, b_lse[None, :], b_delta[None, :], q_side, k_side, p_bias_block, p_bits_block, slope, key, plan, masked
+        )
+        if plan.alibi > 0:
+            b_dslope -= tl.sum(b_dlogits * tl.abs(q_side[3] - k_side[4]).to(tl.float32), 1)
+        b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=plan.input_precision)
+        b_dst = b_ds.to(b_q.dtype)
+        b_dk = tl.dot(b_dst, b_q, b_dk, input_precision=plan.input_precision)
+        if plan.fused:
+            b_dq = product(tl.trans(b_dst), b_k, plan) * plan.scale
+            i_dim = tl.arange(0, DIM)
+            p_tile = p_dq + o_q * plan.dim + i_row[:, None] * (plan.heads * plan.dim) + i_dim[None, :]
+            tl.atomic_add(p_tile, b_dq, mask=m_row[:, None] & (i_dim < plan.dim)[None, :], sem="relaxed")
+        i_block = i_next
+    return b_dk, b_dv, b_dslope
+
+
+@triton.jit
+def queries_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_dout,
+    p_lse,
+    p_delta,
+    p_where,
+    p_q_segments,
+    p_k_segments,
+    p_q_positions,
+    p_k_positions,
+    p_bias,
+    p_slopes,
+    p_seed,
+    p_bits,
+    p_order,
+    p_counts,
+    p_before,
+    p_dq,
+    plan: tl.constexpr,
+):
+    """dQ. Grid: query blocks (the last first), heads, batch.
+
+    ``p_before``: with ``plan.carry``, the dQ so far, to which this one's is added in place.
+    """
+    if plan.carry:
+        p_dq = p_before
+    i_block = plan.q.blocks - 1 - tl.program_id(0)
+    i_head = tl.program_id(1)
+    i_batch = tl.program_id(2)
+    M: tl.constexpr = plan.q.block
+    DIM: tl.constexpr = plan.dim_block
+    q_length: tl.constexpr = plan.q.runs * plan.q.length
+    k_length: tl.constexpr = plan.k.runs * plan.k.length
+    row, rows, index = place(i_block, p_where, plan, False)
+    i_row = tl.arange(0, M)
+    m_row = i_row < rows
+    whole: tl.constexpr = plan.q.even
+    o_q = (i_batch.to(tl.int64) * q_length + row) * plan.heads + i_head
+    o_lse = (i_batch * plan.heads + i_head).to(tl.int64) * q_length + row
+    b_q = load_tile(p_q + o_q * plan.dim, rows, plan.heads * plan.dim, M, plan.dim, plan.dim_block, whole)
+    p_tile = p_dout + o_q * plan.value_dim
+    b_dout = load_tile(p_tile, rows, plan.heads * plan.value_dim, M, plan.value_dim, plan.value_dim_block, whole)
+    b_lse, b_delta = load_rows(p_lse + o_lse, p_delta + o_lse, i_row, m_row, whole)
+    q = query_side(i_batch, row, i_row, m_row, index, p_q_segments, p_q_positions, plan, True)
+    q_side = (q[0][:, None], q[1][:, None], q[2][:, None], q[3][:, None], q[4][:, None])
+    p_bias_block = bias_block(p_bias, i_batch, i_head, row, plan)
+    p_bits_block = bits_block(p_bits, i_batch, i_head, i_block, plan)
+    slope = head_slope(p_slopes, i_batch, i_head, plan)
+    key = dropout_key(p_seed, p_where, i_batch, i_head, plan)
+    if plan.table:
+        p_full, full, p_part, part = table_row(p_order, p_counts, i_batch, i_head, i_block, plan, True)
+        spans = (0, 0, 0, 0, 0, 0, 0, 0)
+    else:
+        spans = visits(index, index + plan.q.stride * (rows - 1), p_where, plan, True)
+        full, part = count(spans, False), count(spans, True)
+        p_full, p_part = p_order, p_order
+
+    b_dq = tl.zeros([M, DIM], tl.float32)
+    o_k = i_batch.to(tl.int64) * k_length * plan.kv_heads + i_head // plan.group
+    pointers = (p_k + o_k * plan.dim, p_v + o_k * plan.value_dim, p_where, p_k_segments, p_k_positions)
+    rows_of_q = (b_q, b_dout, b_lse[:, None], b_delta[:, None])
+    rest = (i_batch, p_bias_block, p_bits_block, slope, key)
+    b_dq = _over_keys(b_dq, rows_of_q, q_side, pointers, rest, full, spans, p_full, plan, False)
+    b_dq = _over_keys(b_dq, rows_of_q, q_side, pointers, rest, part, spans, p_part, plan, True)
+    b_dq *= plan.scale
+    if plan.carry:
+        b_dq += load_tile(p_dq + o_q * plan.dim, rows, plan.heads * plan.dim, M, plan.dim, plan.dim_block, whole)
+    store_tile(p_dq + o_q * plan.dim, b_dq, rows, plan.heads * plan.dim, M, plan.dim, plan.dim_block)
+
+
+@triton.jit
+def _over_keys(b_dq, rows_of_q, q_side, pointers, rest, number, spans, p_order, plan: tl.constexpr, masked: tl.constexpr):
+    b_q, b_dout, b_lse, b_delta = rows_of_q
+    p_k, p_v, p_where, p_k_segments, p_k_positions = pointers
+    i_batch, p_bias, p_bits, slope, key = rest
+    N: tl.constexpr = plan.k.block
+    whole: tl.constexpr = plan.k.even or not masked
+    i_row = tl.arange(0, N)
+    i_block = nth(0, spans, p_order, plan, True, masked)
+    for j in range(number):
+        i_next = nth(j + 1, spans, p_order, plan, True, masked)
+        row, rows, index = place(i_block, p_where, plan, True)
+        o_row = row.to(tl.int64) * plan.kv_heads
+        b_k = load_tile(p_k + o_row * plan.dim, rows, plan.kv_heads * plan.dim, N, plan.dim, plan.dim_block, whole)
+        p_tile = p_v + o_row * plan.value_dim
+        b_v = load_tile(p_tile, rows, plan.kv_heads * plan.value_dim, N, plan.value_dim, plan.value_dim_block, whole)
+        k = key_side(i_batch, i_block, row, i_row, rows, index, p_k_segments, p_k_positions, plan, masked)
+        k_side = (k[0][None, :], k[1][None, :], k[2][None, :], k[3][None, :], k[4][None, :], k[5][None, :])
+        b_s = product(b_q, tl.trans(b_k), plan)
+        b_dp = product(b_dout, tl.trans(b_v), plan)
+        _, b_ds, _ = gradient(b_s, b_dp, b_lse, b_delta, q_side, k_side, p_bias, p_bits, slope, key, plan, masked)
+        b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=plan.input_precision)
+        i_block = i_next
+    return b_dq
+
+
+@triton.jit
+def bias_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_dout,
+    p_lse,
+    p_delta,
+    p_where,
+    p_q_segments,
+    p_k_segments,
+    p_q_positions,
+    p_k_positions,
+    p_bias,
+    p_slopes,
+    p_seed,
+    p_bits,
+    p_order,
+    p_counts,
+    p_dbias,
+    plan: tl.constexpr,
+):
+    """A tile of the bias' gradient, ``[bias_batch, bias_heads, bias_rows, keys]``: the sum over the batch entries, heads and rows
+    that share it. Grid: query blocks (one if rows share the bias), key blocks, batch entries x heads of the bias."""
+    M: tl.constexpr = plan.q.block
+    N: tl.constexpr = plan.k.block
+    q_length: tl.constexpr = plan.q.runs * plan.q.length
+    k_length: tl.constexpr = plan.k.runs * plan.k.length
+    shared: tl.constexpr = plan.bias_rows == 1
+    i_k_block = tl.program_id(1)
+    k_row, k_rows, k_index = place(i_k_block, p_where, plan, True)
+    i_k = tl.arange(0, N)
+    i_m = tl.arange(0, M)
+    b_sum = tl.zeros([M, N], tl.float32)
+    for i_share in range((plan.batch // plan.bias_batch) * (plan.heads // plan.bias_heads)):
+        # Either all entries share the bias, or each has its own; likewise heads.
+        i_batch = tl.program_id(2) // plan.bias_heads + i_share // (plan.heads // plan.bias_heads)
+        i_head = tl.program_id(2) % plan.bias_heads + i_share % (plan.heads // plan.bias_heads)
+        slope = head_slope(p_slopes, i_batch, i_head, plan)
+        key = dropout_key(p_seed, p_where, i_batch, i_head, plan)
+        o_k = (i_batch.to(tl.int64) * k_length + k_row) * plan.kv_heads + i_head // plan.group
+        b_k = load_tile(p_k + o_k * plan.dim, k_rows, plan.kv_heads * plan.dim, N, plan.dim, plan.dim_block, False)
+        p_tile = p_v + o_k * plan.value_dim
+        b_v = load_tile(p_tile, k_rows, plan.kv_heads * plan.value_dim, N, plan.value_dim, plan.value_dim_block, False)
+        k = key_side(i_batch, i_k_block, k_row, i_k, k_rows, k_index, p_k_segments, p_k_positions, plan, True)
+        k_side = (k[0][None, :], k[1][None, :], k[2][None, :], k[3][None, :], k[4][None, :], k[5][None, :])
+        for i_turn in range(plan.q.blocks if shared else 1):
+            i_block = tl.program_id(0) + i_turn
+            row, rows, index = place(i_block, p_where, plan, False)
+            m_row = i_m < rows
+            o_q = (i_batch.to(tl.int64) * q_length + row) * plan.heads + i_head
+            o_lse = (i_batch * plan.heads + i_head).to(tl.int64) * q_length + row
+            b_q = load_tile(p_q + o_q * plan.dim, rows, plan.heads * plan.dim, M, plan.dim, plan.dim_block, False)
+            p_tile = p_dout + o_q * plan.value_dim
+            b_dout = load_tile(p_tile, rows, plan.heads * plan.value_dim, M, plan.value_dim, plan.value_dim_block, False)
+            b_lse, b_delta = load_rows(p_lse + o_lse, p_delta + o_lse, i_m, m_row, False)
+            q = query_side(i_batch, row, i_m, m_row, index, p_q_segments, p_q_positions, plan, True)
+            q_side = (q[0][:, None], q[1][:, None], q[2][:, None], q[3][:, None], q[4][:, None])
+            p_bias_block = bias_block(p_bias, i_batch, i_head, row, plan)
+            p_bits_block = bits_block(p_bits, i_batch, i_head, i_block, plan)
+            b_s = product(b_q, tl.trans(b_k), plan)
+            b_dp = product(b_dout, tl.trans(b_v), plan)
+            rows_of_q = (b_lse[:, None], b_delta[:, None])
+            _, _, b_dlogits = gradient(
+                b_s, b_dp, rows_of_q[0], rows_of_q[1], q_side, k_side, p_bias_block, p_bits_block, slope, key, plan, True
+            )
+            b_sum += b_dlogits
+    o_plane = tl.program_id(2).to(tl.int64) * plan.bias_rows
+    if shared:
+        tl.store(p_dbias + o_plane * k_length + k_row + i_k, tl.sum(b_sum, 0), mask=i_k < k_rows)
+    else:
+        row, rows, _ = place(tl.program_id(0), p_where, plan, False)
+        p_tile = p_dbias + (o_plane + row) * k_length + i_m[:, None] * k_length + (k_row + i_k)[None, :]
+        tl.store(p_tile, b_sum, mask=(i_m < rows)[:, None] & (i_k < k_rows)[None, :])
+
+
+@triton.jit
+def gradient(b_s, b_dp, b_lse, b_delta, q, k, p_bias, p_bits, slope, key, plan: tl.constexpr, masked: tl.constexpr):
+    """``(weights after dropout, gradient of scale * q . k, gradient of the logits)`` of a tile."""
+    x, t = logits(b_s, q, k, p_bias, p_bits, slope, plan, masked)
+    b_p = tl.exp2(x - b_lse)
+    b_kept = b_p
+    if plan.dropout_threshold is not None:
+        m_kept = kept(key, q[2], k[3], plan)
+        b_kept = tl.where(m_kept, b_p * plan.dropout_factor, 0.0)
+        b_dp = tl.where(m_kept, b_dp * plan.dropout_factor, 0.0)
+    b_dlogits = b_p * (b_dp - b_delta)
+    b_ds = b_dlogits
+    if plan.softcap is not None:
+        b_ds = b_ds * (1 - t * t)
+    return b_kept, b_ds, b_dlogits
+
+
+@triton.jit
+def load_rows(p_lse, p_delta, i_row, m_row, whole: tl.constexpr):
+    """The rows' LSE in base 2, infinite where a row saw no key, so that ``exp2(x - lse)`` is 0; and their delta."""
+    if whole:
+        b_lse = tl.load(p_lse + i_row)
+        b_delta = tl.load(p_delta + i_row)
+    else:
+        b_lse = tl.load(p_lse + i_row, mask=m_row, other=float("-inf"))
+        b_delta = tl.load(p_delta + i_row, mask=m_row, other=0.0)
+    return tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E), b_delta

@@ -1,0 +1,187 @@
+"""Where a block stands, which blocks it meets, and how blocks come and go.
+
+Names in all kernels: ``p_`` pointer, ``b_`` block of values, ``o_`` offset, ``m_`` mask, ``i_`` index; a *place* is an index into
+the whole sequence.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(i_block, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
+    """``(row, count, index)`` of a block: its first row in the shard, how many rows it has, its first place in the sequence."""
+    if of_keys:
+        runs: tl.constexpr = plan.k.runs
+        length: tl.constexpr = plan.k.length
+        stride: tl.constexpr = plan.k.stride
+        block: tl.constexpr = plan.k.block
+        per_run: tl.constexpr = plan.k.blocks_per_run
+        o_start: tl.constexpr = 2
+    else:
+        runs: tl.constexpr = plan.q.runs
+        length: tl.constexpr = plan.q.length
+        stride: tl.constexpr = plan.q.stride
+        block: tl.constexpr = plan.q.block
+        per_run: tl.constexpr = plan.q.blocks_per_run
+        o_start: tl.constexpr = 0
+    i_run = 0
+    if runs == 2:
+        i_run = i_block // per_run
+    o_row = (i_block - i_run * per_run) * block
+    start = tl.load(p_where + o_start + i_run)
+    return i_run * length + o_row, tl.minimum(length - o_row, block), start + stride * o_row
+
+
+@triton.jit
+def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
+    """``(low, high, full_low, full_high)``: which blocks of a run of the other side have a pair that is visible from positions
+    ``first`` to ``last``, and which of them are visible altogether. ``low <= full_low <= full_high <= high``."""
+    causal: tl.constexpr = plan.mask.causal
+    left: tl.constexpr = plan.mask.left
+    right: tl.constexpr = plan.mask.right
+    chunk: tl.constexpr = plan.mask.chunk
+    if of_keys:
+        length: tl.constexpr = plan.k.length
+        stride: tl.constexpr = plan.k.stride
+        block: tl.constexpr = plan.k.block
+        start = tl.load(p_where + 2 + i_run)
+    else:
+        length: tl.constexpr = plan.q.length
+        stride: tl.constexpr = plan.q.stride
+        block: tl.constexpr = plan.q.block
+        start = tl.load(p_where + i_run)
+    # The other side's positions relative to the run's start: some are visible in [some_low, some_high], all in [all_low, all_high].
+    some_low = 0
+    all_low = 0
+    some_high = stride * (length - 1)
+    all_high = some_high
+    first -= start
+    last -= start
+    if of_keys:
+        if causal:
+            some_high = tl.minimum(some_high, last)
+            all_high = tl.minimum(all_high, first)
+        if left is not None:
+            some_low = tl.maximum(some_low, first - left)
+            all_low = tl.maximum(all_low, last - left)
+        if right is not None:
+            some_high = tl.minimum(some_high, last + right)
+            all_high = tl.minimum(all_high, first + right)
+        if chunk is not None:
+            some_low = tl.maximum(some_low, (first + start) // chunk * chunk - start)
+            all_low = tl.maximum(all_low, (last + start) // chunk * chunk - start)
+    else:
+        if causal:
+            some_low = tl.maximum(some_low, first)
+            all_low = tl.maximum(all_low, last)
+        if left is not None:
+            some_high = tl.minimum(some_high, last + left)
+            all_high = tl.minimum(all_high, first + left)
+        if right is not None:
+            some_low = tl.maximum(some_low, first - right)
+            all_low = tl.maximum(all_low, last - right)
+        if chunk is not None:
+            some_high = tl.minimum(some_high, (last + start) // chunk * chunk + (chunk - 1) - start)
+            all_high = tl.minimum(all_high, (first + start) // chunk * chunk + (chunk - 1) - start)
+    # From positions to rows (an end before the run's start is row -1, so that the ranges are empty), from rows to blocks.
+    low = (some_low + stride - 1) // stride // block
+    high = tl.maximum((some_high + stride) // stride + block - 1, 0) // block
+    full_low = ((all_low + stride - 1) // stride + block - 1) // block
+    full_high = tl.maximum((all_high + stride) // stride, 0) // block
+    high = tl.maximum(high, low)
+    full_low = tl.minimum(tl.maximum(full_low, low), high)
+    full_high = tl.maximum(tl.minimum(full_high, high), full_low)
+    none = full_low == full_high
+    return low, high, tl.where(none, high, full_low), tl.where(none, high, full_high)
+
+
+@triton.jit
+def visits(first, last, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
+    """The blocks to visit by position: ``reach`` for each run of the other side (an empty one for a second that is not there)."""
+    runs: tl.constexpr = plan.k.runs if of_keys else plan.q.runs
+    a = reach(first, last, 0, p_where, plan, of_keys)
+    if runs == 2:
+        b = reach(first, last, 1, p_where, plan, of_keys)
+    else:
+        b = (a[0], a[0], a[0], a[0])
+    return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
+
+
+@triton.jit
+def count(spans, masked: tl.constexpr):
+    low, high, full_low, full_high, low2, high2, full_low2, full_high2 = spans
+    full = (full_high - full_low) + (full_high2 - full_low2)
+    if masked:
+        return (high - low) + (high2 - low2) - full
+    return full
+
+
+@triton.jit
+def nth(j, spans, p_order, plan: tl.constexpr, of_keys: tl.constexpr, masked: tl.constexpr):
+    """The number of the j-th block to visit among the full ones, or (``masked``) among those visible in part."""
+    low, high, full_low, full_high, low2, _, full_low2, full_high2 = spans
+    runs: tl.constexpr = plan.k.runs if of_keys else plan.q.runs
+    per_run: tl.constexpr = plan.k.blocks_per_run if of_keys else plan.q.blocks_per_run
+    if plan.table:
+        number = tl.load(p_order + j)
+    elif masked:
+        before = full_low - low
+        number = tl.where(j < before, low + j, full_high + (j - before))
+        if runs == 2:
+            j -= before + (high - full_high)
+            before = full_low2 - low2
+            number2 = per_run + tl.where(j < before, low2 + j, full_high2 + (j - before))
+            number = tl.where(j < 0, number, number2)
+    else:
+        number = full_low + j
+        if runs == 2:
+            own = full_high - full_low
+            number = tl.where(j < own, number, per_run + full_low2 + (j - own))
+    return number
+
+
+@triton.jit
+def table_row(p_order, p_counts, i_batch, i_head, i_block, plan: tl.constexpr, of_keys: tl.constexpr):
+    """``(p_full, full, p_part, part)``: the lists of blocks that a block visits, and their lengths."""
+    own: tl.constexpr = plan.q.blocks if of_keys else plan.k.blocks
+    other: tl.constexpr = plan.k.blocks if of_keys else plan.q.blocks
+    i_row = i_block
+    if plan.table_heads > 1:
+        i_row += i_head * own
+    if plan.table_batch > 1:
+        i_row += i_batch * own * plan.table_heads
+    full = tl.load(p_counts + i_row * 2)
+    part = tl.load(p_counts + i_row * 2 + 1)
+    p_full = p_order + i_row.to(tl.int64) * (other + 1)
+    return p_full, full, p_full + full, part
+
+
+@triton.jit
+def load_tile(
+    p, count, row_stride: tl.constexpr, rows: tl.constexpr, dim: tl.constexpr, dim_block: tl.constexpr, whole: tl.constexpr
+):
+    """``[rows, dim_block]`` from the first row on; 0 beyond ``count`` rows (unless ``whole``) and ``dim``."""
+    i_row = tl.arange(0, rows)[:, None]
+    i_dim = tl.arange(0, dim_block)[None, :]
+    p_tile = p + i_row * row_stride + i_dim
+    if whole:
+        if dim == dim_block:
+            return tl.load(p_tile)
+        return tl.load(p_tile, mask=i_dim < dim, other=0.0)
+    return tl.load(p_tile, mask=(i_row < count) & (i_dim < dim), other=0.0)
+
+
+@triton.jit
+def store_tile(p, b, count, row_stride: tl.constexpr, rows: tl.constexpr, dim: tl.constexpr, dim_block: tl.constexpr):
+    i_row = tl.arange(0, rows)[:, None]
+    i_dim = tl.arange(0, dim_block)[None, :]
+    tl.store(p + i_row * row_stride + i_dim, b.to(p.dtype.element_ty), mask=(i_row < count) & (i_dim < dim))
+
+
+@triton.jit
+def load_ids(p, i_batch, row, i_rel, m_row, length: tl.constexpr, rows: tl.constexpr):
+    """Ids of a block's rows, ``[rows of the ids, length]``."""
+    if rows > 1:
+        row += i_batch * length
+    return tl.load(p + row + i_rel, mask=m_row, other=-1)

@@ -1,0 +1,166 @@
+"""The Triton kernels under the kernel contract: what they take, and their launches."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_core.block import Extras, Grads, Partial, Problem, Rows, Scores
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.triton import launch, params
+from jax_core.kernels.triton.plan import make_plan
+from jax_core.kernels.triton.tables import make_tables
+from jax_core.layout import Run
+
+_WIDEST = 256
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    if jnp.dtype(problem.dtype).name not in _DTYPES:
+        return f'the Triton kernels take {", ".join(_DTYPES)}, got {jnp.dtype(problem.dtype).name}; use platform="xla"'
+    if max(problem.dim, problem.value_dim) > _WIDEST:
+        return f'head dims are at most {_WIDEST}, got {problem.dim} and {problem.value_dim}; use platform="xla"'
+    if problem.scores.logits_dtype not in (None, *_DTYPES):
+        return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
+    for name, part in (("fwd_params", forward), ("bwd_params", backward)):
+        blocks = _blocks(part)
+        if any(size < 16 or size & (size - 1) for size in blocks):
+            return f"{name}: block sizes must be powers of two of at least 16, got {blocks[0]} x {blocks[1]}"
+        packed = "mask" in problem.extras or problem.scores.predicates
+        if packed and min(blocks[1:] if part is forward else blocks) < 32:
+            return f"a mask or mask function needs key blocks of at least 32, got {name} {blocks[0]} x {blocks[1]}"
+    return launch.missing()
+
+
+def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
+    if max(problem.dim, problem.value_dim) > _WIDEST or launch.missing():
+        return FwdParams(16, 16), BwdParams(16, 16)  # not used: unsupported() says why
+    return params.default_params(problem, launch.capability())
+
+
+def forward(
+    q, k, v, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+) -> Partial:
+    from jax_core.kernels.triton.forward_kernel import forward_kernel  # loads Triton
+
+    del own  # the runs say it
+
+    extras, blocks = _prepared(extras, scores), _blocks(config)
+    tables = make_tables((q, k, v), q_runs, k_runs, scores, extras, blocks)
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype)
+    lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    # The LSE goes where it came from; the output too, unless the last pair gives it in another type.
+    before: list[Any] = [None, None]
+    in_place: list[Any] = []
+    outputs = [lse, out]
+    if carry is not None and carry.out.dtype == out_dtype:
+        before, in_place, outputs = [], [carry.lse, carry.out], []
+    elif carry is not None:
+        before, in_place, outputs = [carry.out], [carry.lse], [out]
+    plan = make_plan(
+        (q, k, v), q_runs, k_runs, scores, extras, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings
+    )
+    inputs = [q, k, v, *_positional(q_runs, k_runs, extras), tables.bits, *tables.lists(of_keys=True), *before]
+    grid = plan.q.blocks, plan.heads, plan.batch
+    lse, out = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, params=config)
+    return Partial(out, lse)
+
+
+def backward(
+    q, k, v, rows: Rows, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+) -> Grads:
+    from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
+
+    del own
+
+    extras = _prepared(extras, scores)
+    arrays = [q, k, v, rows.dout.astype(q.dtype), rows.lse, rows.delta, *_positional(q_runs, k_runs, extras)]
+    over_queries = _Pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
+    turned = over_queries._replace(blocks=over_queries.blocks[::-1])
+
+    before = dq
+    dq = jnp.zeros(q.shape, jnp.float32) if fused and dq is None else dq
+    dslopes = (1,) if extras.alibi_slopes is None else (q.shape[0], q.shape[2], k.shape[1])
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (dslopes, k.shape, v.shape)]
+    plan, launched = over_queries.plan(of_keys=False, fused=fused)
+    if fused:
+        dq, dslopes, dk, dv = launched(keys_kernel, [], [dq], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
+    else:
+        dslopes, dk, dv = launched(keys_kernel, [None, None], [], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
+        plan, launched = turned.plan(of_keys=True, carry=before is not None)
+        grid = plan.q.blocks, plan.heads, plan.batch
+        if before is None:
+            (dq,) = launched(queries_kernel, [None], [], [jax.ShapeDtypeStruct(q.shape, jnp.float32)], grid)
+        else:
+            (dq,) = launched(queries_kernel, [], [before], [], grid)
+    dbias = None
+    if extras.bias is not None:
+        plan, launched = over_queries.plan(of_keys=True)
+        grid = 1 if plan.bias_rows == 1 else plan.q.blocks, plan.k.blocks, plan.bias_batch * plan.bias_heads
+        (dbias,) = launched(bias_kernel, [], [], [jax.ShapeDtypeStruct(extras.bias.shape, jnp.float32)], grid)
+    return Grads(dq, dk, dv, dbias, None if extras.alibi_slopes is None else _slope_gradient(dslopes, extras.alibi_slopes))
+
+
+class _Pass(NamedTuple):
+    """A pair of shards, cut into blocks of one size."""
+
+    shards: tuple
+    q_runs: tuple[Run, ...]
+    k_runs: tuple[Run, ...]
+    scores: Scores
+    extras: Extras
+    arrays: list[Any]
+    params: BwdParams
+    blocks: tuple[int, int]
+
+    def plan(self, of_keys: bool, **settings):
+        """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``."""
+        tables = make_tables(self.shards, self.q_runs, self.k_runs, self.scores, self.extras, self.blocks)
+        plan = make_plan(
+            self.shards, self.q_runs, self.k_runs, self.scores, self.extras, self.blocks, **tables.settings, **settings
+        )
+        inputs = [*self.arrays, tables.bits, *tables.lists(of_keys)]
+
+        def launched(kernel, more, in_place, outputs, grid):
+            return launch.launch(kernel, inputs + more, in_place, outputs, plan=plan, grid=grid, params=self.params)
+
+        return plan, launched
+
+
+def _slope_gradient(dslopes, slopes):
+    """``[batch, heads, keys]`` -> the shape of the slopes, ``[batch|1, heads]``."""
+    return dslopes.sum(-1) if slopes.shape[0] == dslopes.shape[0] else dslopes.sum((0, -1))[None]
+
+
+def _blocks(config: FwdParams) -> tuple[int, int]:
+    return config.q_blocksize, config.kv_blocksize  # type: ignore[return-value]  # complete by now
+
+
+def _positional(q_runs, k_runs, extras: Extras) -> list[Any]:
+    """The arrays of the kernels' middle: where the shards stand, ids, bias, slopes, seed."""
+    starts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
+    origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
+    where = jnp.stack([jnp.asarray(number, jnp.int32) for number in starts + origin])
+    ids = extras.q_segment_ids, extras.kv_segment_ids, extras.q_position_ids, extras.kv_position_ids
+    return [where, *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
+
+
+def _prepared(extras: Extras, scores: Scores) -> Extras:
+    """Ids as the kernels read them: as many rows on both sides, and no negative position where chunks are counted."""
+    segments = _same_rows(extras.q_segment_ids, extras.kv_segment_ids)
+    q_positions, k_positions = _same_rows(extras.q_position_ids, extras.kv_position_ids)
+    if scores.mask.chunk is not None and q_positions is not None:
+        # Moved by whole chunks, which changes neither distances nor chunks: a GPU's division rounds towards 0.
+        lowest = jnp.minimum(0, jnp.minimum(q_positions.min(), k_positions.min()))
+        move = -(lowest // scores.mask.chunk) * scores.mask.chunk
+        q_positions, k_positions = q_positions + move, k_positions + move
+    names = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
+    return extras._replace(**dict(zip(names, (*segments, q_positions, k_positions), strict=True)))
+
+
+def _same_rows(a, b):
+    if a is None:
+        return a, b
+    rows = max(a.shape[0], b.shape[0])
+    return tuple(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (a, b))

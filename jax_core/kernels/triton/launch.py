@@ -1,0 +1,80 @@
+"""Calling a Triton kernel from JAX, through jax-triton 0.3 or 0.4."""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from jax_core.config import FwdParams
+from jax_core.varying import vary, varying_axes
+
+
+def launch(
+    kernel, inputs: Sequence[Any], in_place: Sequence[Any], outputs: Sequence[Any], *, plan, grid, params: FwdParams
+) -> tuple:
+    """``kernel(*inputs, *in_place, *in_place again, *outputs, plan)`` over ``grid``.
+
+    ``inputs``: None where the kernel has no use for one. The results are the arrays of ``in_place`` as the kernel left them, in
+    their own memory where XLA has no other use for it, then ``outputs`` (given as ``ShapeDtypeStruct``).
+    """
+    given = [array for array in (*inputs, *in_place) if array is not None]
+    inputs = [given[0] if array is None else array for array in inputs]  # stands for it: no kernel reads it
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*in_place, *outputs)]
+    aliases = {len(inputs) + i: i for i in range(len(in_place))}
+    settings = dict(kernel=kernel, grid=grid, num_warps=params.num_warps, num_stages=params.num_stages, plan=plan)
+    results = _call([*inputs, *in_place], types, aliases, settings)
+    return vary(tuple(results), varying_axes(given))  # jax-triton's results are not typed
+
+
+def _call(arrays, types, aliases: dict[int, int], settings: dict[str, Any]):
+    library = jax_triton()
+    settings |= dict(compute_capability=capability(), input_output_aliases=aliases)
+    if library.__version_info__ < (0, 4):
+        return library.triton_call(*arrays, out_shape=types, enable_fp_fusion=True, **settings)
+    again = [None] * len(aliases)  # 0.4 passes an aliased pair as one pointer
+    with warnings.catch_warnings():
+        # The successor of aliases, Ref arguments, loses the types of shard_map in a loop.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return library.triton_call(*arrays, *again, out_type=types, backend_options={"enable_fp_fusion": True}, **settings)
+
+
+def missing() -> str | None:
+    """Why no Triton kernel can run here, in words, or None."""
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return f'the Triton kernels need an NVIDIA GPU, and this program runs on "{backend}"; use platform="xla" or "auto"'
+    try:
+        jax_triton()
+    except ImportError as error:
+        return f"the Triton kernels need jax-triton >= 0.3.1, which cannot be imported ({error}); pip install 'ring-attn[gpu]'"
+    return None if capability() >= 80 else f"the Triton kernels need compute capability 8.0, this GPU has {capability() / 10}"
+
+
+def capability() -> int:
+    """Of this process's GPU, as 90 for 9.0."""
+    major, minor = jax.devices("gpu")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)
+
+
+def jax_triton():
+    """Imported late: it needs a jaxlib for GPUs."""
+    with _kept("TRITON_CACHE_DIR"):
+        import jax_triton
+    return jax_triton
+
+
+@contextmanager
+def _kept(name: str) -> Iterator[None]:
+    """The environment variable is afterwards as it was: jax-triton changes Triton's cache folder for the whole process, which
+    breaks the cache of ``torch.compile`` beside it."""
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

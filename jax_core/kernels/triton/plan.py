@@ -1,0 +1,123 @@
+"""What a Triton kernel is compiled for: everything static of a launch, as one constant.
+
+The kernels read it as ``plan.name``; its fields are numbers, strings, None or frozen dataclasses of them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax_core.block import Extras, Scores
+from jax_core.layout import Run
+from jax_core.mask import Mask
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side's shard: ``runs`` (1 or 2) runs of ``length`` positions each, ``stride`` apart, in blocks of ``block`` that never
+    cross from one run to the next."""
+
+    runs: int
+    length: int
+    stride: int
+    block: int
+    blocks_per_run: int
+    blocks: int
+    even: bool  # every block is whole
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The constants of a launch. ``q`` and ``k`` are the two sides; names ending in ``_block`` are powers of two that hold a
+    dim."""
+
+    q: Side
+    k: Side
+    batch: int
+    heads: int
+    kv_heads: int
+    group: int
+    dim: int
+    value_dim: int
+    dim_block: int
+    value_dim_block: int
+    mask: Mask
+    scale: float
+    softcap: float | None
+    dropout_threshold: int | None  # of 32 random bits: below it, a weight is dropped
+    dropout_factor: float
+    logits_dtype: str | None
+    input_precision: str
+    segments: int  # rows of the ids: 0 without, 1 shared by the batch, or the batch
+    positions: int
+    bias_batch: int  # dimensions of the bias, 0 without one
+    bias_heads: int
+    bias_rows: int
+    alibi: int  # rows of the slopes: 0 without, 1 shared by the batch, or the batch
+    bits_batch: int  # dimensions of the packed mask, 0 without one
+    bits_heads: int
+    table: bool  # blocks to visit come from a table, not from the runs
+    table_batch: int
+    table_heads: int
+    carry: bool  # a partial result so far is continued
+    in_place: int = 0  # of the forward's results (lse, out), how many go where they came from
+    fused: bool = False
+
+
+def side(runs: tuple[Run, ...], block: int) -> Side:
+    per_run = -(-runs[0].length // block)
+    return Side(len(runs), runs[0].length, runs[0].stride, block, per_run, per_run * len(runs), runs[0].length % block == 0)
+
+
+def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int], **more) -> Plan:
+    """``arrays``: q, k, v. ``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
+    q, k, v = arrays
+    bias, rows = extras.bias, (lambda x: 0 if x is None else x.shape[0])
+    settings: dict[str, Any] = dict(bits_batch=0, bits_heads=0, table=False, table_batch=0, table_heads=0, carry=False)
+    return Plan(
+        q=side(q_runs, blocks[0]),
+        k=side(k_runs, blocks[1]),
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        group=q.shape[2] // k.shape[2],
+        dim=q.shape[3],
+        value_dim=v.shape[3],
+        dim_block=padded_dim(q.shape[3]),
+        value_dim_block=padded_dim(v.shape[3]),
+        mask=scores.mask,
+        scale=scores.scale,
+        softcap=scores.softcap,
+        dropout_threshold=min(round(scores.dropout_prob * 2**32), 2**32 - 1) if scores.dropout_prob else None,
+        dropout_factor=1 / (1 - scores.dropout_prob),
+        logits_dtype=scores.logits_dtype,
+        input_precision=input_precision(scores),
+        segments=rows(extras.q_segment_ids) and max(rows(extras.q_segment_ids), rows(extras.kv_segment_ids)),
+        positions=rows(extras.q_position_ids) and max(rows(extras.q_position_ids), rows(extras.kv_position_ids)),
+        bias_batch=0 if bias is None else bias.shape[0],
+        bias_heads=0 if bias is None else bias.shape[1],
+        bias_rows=0 if bias is None else bias.shape[2],
+        alibi=rows(extras.alibi_slopes),
+        **{**settings, **more},
+    )
+
+
+def padded_dim(dim: int) -> int:
+    """The least power of two that a matrix unit takes and that holds ``dim``."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+_PRECISIONS = {
+    "default": "tf32",
+    "fastest": "tf32",
+    "bfloat16": "tf32",
+    "tensorfloat32": "tf32",
+    "high": "tf32x3",
+    "float32": "ieee",
+}
+
+
+def input_precision(scores: Scores) -> str:
+    """Triton's word for how float32 inputs are multiplied. Without a wish: in full."""
+    if scores.precision is None:
+        return "ieee"
+    return _PRECISIONS.get(str(getattr(scores.precision, "name", scores.precision)).lower(), "ieee")

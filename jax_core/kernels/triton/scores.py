@@ -1,0 +1,184 @@
+"""What a score is, for the forward and the backward: scale, soft cap, bias, ALiBi, masks; and dropout's bits.
+
+The functions take the query side's values expanded one way and the key side's the other (``[M, 1]`` and ``[1, N]``, or ``[1, M]``
+and ``[N, 1]``), so that they serve scores and transposed scores alike.
+"""
+
+import triton
+import triton.language as tl
+
+from jax_core import mask as static_mask
+from jax_core.kernels.triton.blocks import load_ids
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+if isinstance(triton.jit(static_mask.visible), triton.JITFunction):
+    visible = triton.jit(static_mask.visible)  # the one definition of the mask, compiled
+else:
+
+    def visible(mask, q_pos, k_pos):  # under Triton's interpreter
+        return static_mask.visible(mask.value, q_pos, k_pos)
+
+
+@triton.jit
+def cap(x):
+    """tanh, to an ulp or two also near 0: an odd polynomial (Cephes, Moshier 1989) below 0.625, exponentials above."""
+    z = x * x
+    p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z - 3.33332819422e-1
+    near = x + x * z * p
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - e) / (1 + e)
+    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def threefry(k0, k1, x0, x1):
+    """Threefry-2x32-20, as in ``jax_core.dropout``."""
+    k2 = k0 ^ k1 ^ 0x1BD11BDA
+    x0, x1 = x0 + k0, x1 + k1
+    x0, x1 = _rounds(x0, x1, 13, 15, 26, 6)
+    x0, x1 = _rounds(x0 + k1, x1 + k2 + 1, 17, 29, 16, 24)
+    x0, x1 = _rounds(x0 + k2, x1 + k0 + 2, 13, 15, 26, 6)
+    x0, x1 = _rounds(x0 + k0, x1 + k1 + 3, 17, 29, 16, 24)
+    x0, x1 = _rounds(x0 + k1, x1 + k2 + 4, 13, 15, 26, 6)
+    return x0 + k2, x1 + k0 + 5
+
+
+@triton.jit
+def _rounds(x0, x1, r0: tl.constexpr, r1: tl.constexpr, r2: tl.constexpr, r3: tl.constexpr):
+    x0, x1 = _round(x0, x1, r0)
+    x0, x1 = _round(x0, x1, r1)
+    x0, x1 = _round(x0, x1, r2)
+    return _round(x0, x1, r3)
+
+
+@triton.jit
+def _round(x0, x1, r: tl.constexpr):
+    x0 = x0 + x1
+    return x0, ((x1 << r) | (x1 >> (32 - r))) ^ x0
+
+
+@triton.jit
+def dropout_key(p_seed, p_where, i_batch, i_head, plan: tl.constexpr):
+    if plan.dropout_threshold is None:
+        return i_batch, i_head
+    seed0 = tl.load(p_seed).to(tl.uint32)
+    seed1 = tl.load(p_seed + 1).to(tl.uint32)
+    i_batch = (i_batch + tl.load(p_where + 4)).to(tl.uint32)
+    i_head = (i_head + tl.load(p_where + 5)).to(tl.uint32)
+    return threefry(seed0, seed1, i_batch, i_head)
+
+
+@triton.jit
+def kept(key, i_q, i_k, plan: tl.constexpr):
+    """Which weights dropout keeps: ``i_q``, ``i_k`` are places in the whole sequence."""
+    bits, _ = threefry(key[0], key[1], i_q.to(tl.uint32), i_k.to(tl.uint32))
+    return bits >= tl.full([], plan.dropout_threshold, tl.uint32)
+
+
+@triton.jit
+def product(a, b, plan: tl.constexpr):
+    return tl.dot(a, b, input_precision=plan.input_precision)
+
+
+@triton.jit
+def logits(b_s, q, k, p_bias, p_bits, slope, plan: tl.constexpr, masked: tl.constexpr):
+    """``(x, t)``: the scores in base-2 logarithm, ``-inf`` where hidden, and the soft cap's tanh.
+
+    ``b_s`` float32: ``q . k``. The sides, expanded against each other: ``q = (row in the block, row is real, place, position,
+    segment)`` and ``k = (row in the shard, row is real, row counted in whole blocks, place, position, segment)``.
+    """
+    if plan.logits_dtype is not None:
+        b_s = rounded(b_s, plan)
+    t = b_s
+    if plan.softcap is not None:
+        t = cap(b_s * (plan.scale / plan.softcap))
+        x = t * (plan.softcap * LOG2E)
+    else:
+        x = b_s * (plan.scale * LOG2E)
+    if plan.bias_batch > 0:
+        stride: tl.constexpr = 0 if plan.bias_rows == 1 else plan.k.runs * plan.k.length
+        b_bias = tl.load(p_bias + q[0] * stride + k[0], mask=q[1] & k[1], other=0.0)
+        x += b_bias.to(tl.float32) * LOG2E
+    if plan.alibi > 0:
+        x -= tl.abs(q[3] - k[4]).to(tl.float32) * (slope * LOG2E)
+    if masked:
+        x = tl.where(seen(q, k, p_bits, plan), x, float("-inf"))
+    return x, t
+
+
+@triton.jit
+def seen(q, k, p_bits, plan: tl.constexpr):
+    m_seen = visible(tl.constexpr(plan.mask), q[3], k[4]) & k[1]
+    if plan.segments > 0:
+        m_seen &= (q[4] == k[5]) & (q[4] >= 0)
+    if plan.bits_batch > 0:
+        words: tl.constexpr = plan.k.blocks * plan.k.block // 32
+        b_word = tl.load(p_bits + q[0] * words + k[2] // 32)
+        m_seen &= ((b_word >> (k[2] % 32)) & 1) != 0
+    return m_seen
+
+
+@triton.jit
+def rounded(x, plan: tl.constexpr):
+    if plan.logits_dtype == "bfloat16":
+        return x.to(tl.bfloat16).to(tl.float32)
+    if plan.logits_dtype == "float16":
+        return x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def query_side(i_batch, row, i_row, m_row, index, p_segments, p_positions, plan: tl.constexpr, masked: tl.constexpr):
+    """``(row in the block, is it real, place, position, segment)``, each ``[M]``, as :func:`logits` takes them."""
+    length: tl.constexpr = plan.q.runs * plan.q.length
+    at = index + plan.q.stride * i_row
+    position = at
+    if plan.positions > 0:
+        position = load_ids(p_positions, i_batch, row, i_row, m_row, length, plan.positions)
+    segment = at
+    if plan.segments > 0 and masked:
+        segment = load_ids(p_segments, i_batch, row, i_row, m_row, length, plan.segments)
+    return i_row, m_row, at, position, segment
+
+
+@triton.jit
+def key_side(i_batch, i_block, row, i_row, rows, index, p_segments, p_positions, plan: tl.constexpr, masked: tl.constexpr):
+    """``(row in the shard, is it real, row in whole blocks, place, position, segment)``, each ``[N]``."""
+    length: tl.constexpr = plan.k.runs * plan.k.length
+    m_row = i_row < rows
+    at = index + plan.k.stride * i_row
+    position = at
+    if plan.positions > 0:
+        position = load_ids(p_positions, i_batch, row, i_row, m_row, length, plan.positions)
+    segment = at
+    if plan.segments > 0 and masked:
+        segment = load_ids(p_segments, i_batch, row, i_row, m_row, length, plan.segments)
+    return row + i_row, m_row, i_block * plan.k.block + i_row, at, position, segment
+
+
+@triton.jit
+def head_slope(p_slopes, i_batch, i_head, plan: tl.constexpr):
+    if plan.alibi > 0:
+        return tl.load(p_slopes + (i_batch % plan.alibi) * plan.heads + i_head).to(tl.float32)
+    return 0.0
+
+
+@triton.jit
+def bias_block(p_bias, i_batch, i_head, row, plan: tl.constexpr):
+    """The bias of a block's first query row."""
+    if plan.bias_batch > 0:
+        o_bias = (i_batch % plan.bias_batch * plan.bias_heads + i_head % plan.bias_heads).to(tl.int64) * plan.bias_rows
+        return p_bias + (o_bias + row % plan.bias_rows) * (plan.k.runs * plan.k.length)
+    return p_bias
+
+
+@triton.jit
+def bits_block(p_bits, i_batch, i_head, i_block, plan: tl.constexpr):
+    """The packed mask of a query block's first row."""
+    if plan.bits_batch > 0:
+        words: tl.constexpr = plan.k.blocks * plan.k.block // 32
+        plane = i_batch % plan.bits_batch * plan.bits_heads + i_head % plan.bits_heads
+        return p_bits + (plane.to(tl.int64) * plan.q.blocks + i_block) * (plan.q.block * words)
+    return p_bits

@@ -1,0 +1,103 @@
+"""The Triton kernels in Triton's interpreter, through the whole of jax_core, against the float64 oracle: `make test` runs this file
+with TRITON_INTERPRET=1, in a process of its own. What they do on a GPU: tests/test_gpu.py."""
+
+from dataclasses import replace
+
+import pytest
+import triton_interpreter
+from attention_cases import CASES, CAUSAL, Case, make_cotangents, make_inputs, ring_results
+from pairs import Pair, check
+from test_attention import assert_like_the_oracle
+
+import jax_core
+from jax_core.block import Scores
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels import triton
+from jax_core.kernels.triton import launch
+from jax_core.mask import make_mask
+
+# One of each feature; every layout, ring size and way of calling is run with the xla kernel already.
+NAMES = (
+    "causal zigzag", "causal striped", "bidirectional zigzag", "window cut by causal", "window of two sides", "window to the right",
+    "chunks zigzag", "soft cap", "negative scale", "scale of zero", "grouped heads", "wide values", "narrow values", "more keys",
+    "one query", "packed with padding", "segments of both sides", "positions of both sides", "positions and chunks", "bias",
+    "bias of every head", "bias of every sequence", "one bias", "slopes per sequence", "sinks per head", "mask", "one mask",
+    "mask of nothing", "mask function", "mask builder", "dropout", "mesh and specs", "float16 with everything",
+)  # fmt: skip
+FUSED = ("grouped heads", "slopes per sequence", "packed with padding")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setattr(launch, "jax_triton", lambda: triton_interpreter)
+    monkeypatch.setattr(launch, "missing", lambda: None)
+    monkeypatch.setattr(launch, "capability", lambda: 90)
+
+
+def in_triton(case: Case, **settings) -> Case:
+    """The case in a small shape, with key blocks of 32 (a word of a packed mask) or less."""
+    masks = {"mask"} & case.arrays.keys() or {"mask_mod", "mask_builder"} & case.options.keys()
+    return replace(
+        case,
+        block=32 if masks else 16,
+        ring=min(case.ring, 2),
+        batch=2 if any(array in case.arrays for array in ("bias", "mask", "alibi_slopes", "q_segment_ids")) else 1,
+        heads=2 if case.heads == 4 else case.heads,
+        kv_heads=1 if case.kv_heads == 2 else min(case.kv_heads, 2 if case.heads == 4 else case.kv_heads),
+        settings={"platform": "triton", **settings},
+        quick_compile=True,
+    )
+
+
+def against_the_oracle(case: Case) -> None:
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_against_the_oracle(name: str):
+    against_the_oracle(in_triton(next(case for case in CASES if case.name == name)))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_backward(name: str):
+    against_the_oracle(in_triton(next(case for case in CASES if case.name == name), fused_backward=True))
+
+
+SMALL = FwdParams(16, 16), BwdParams(16, 32)
+PAIRS = {
+    "own shard of a zigzag": Pair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
+    "a later shard of a zigzag": Pair(40, 40, layout="zigzag", rank=0, source=1, size=2, carry=True),
+    "a shard that is not seen": Pair(40, 33, rank=0, source=1, size=2, carry=True),
+    "nothing seen yet": Pair(40, 33, rank=0, source=1, size=2),
+    "striped": Pair(37, 50, layout="striped", rank=1, source=2, size=3, carry=True, fused=True),
+    "window of two sides, striped": Pair(33, 50, layout="striped", rank=1, size=3, scores=Scores(make_mask(False, (25, 13)), 0.3)),
+    "chunks, zigzag": Pair(50, 50, layout="zigzag", rank=1, source=0, size=2, scores=Scores(make_mask(True, None, 30), 0.3)),
+    "dims that are no power of two": Pair(20, 20, dim=80, value_dim=24, kv_heads=2),
+    "rounded logits": Pair(20, 20, scores=Scores(make_mask(), 0.3, logits_dtype="float16"), dtype="float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "rounded logits"])
+def test_pairs(name: str):
+    check(triton, PAIRS[name], SMALL)
+
+
+@pytest.mark.parametrize(
+    ("query", "settings", "message"),
+    [
+        ((1, 8, 2, 257), {}, "at most 256"),
+        ((1, 8, 2, 16), {"cfg": jax_core.RingAttentionConfig(FwdParams(24, 16))}, "powers of two"),
+        (
+            (1, 8, 2, 16),
+            {"cfg": jax_core.RingAttentionConfig(FwdParams(16, 16)), "mask_mod": lambda b, h, q, k: q >= k},
+            "at least 32",
+        ),
+    ],
+)
+def test_what_it_refuses(query, settings, message):
+    import jax.numpy as jnp
+
+    x = jnp.ones(query)
+    with pytest.raises(NotImplementedError, match=message):
+        jax_core.ring_attention(x, x, x, platform="triton", **settings, **CAUSAL)

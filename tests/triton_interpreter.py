@@ -1,0 +1,41 @@
+"""Stands in for jax-triton where there is no GPU: `triton_call` runs the kernel in Triton's interpreter, as a callback of XLA.
+
+Needs TRITON_INTERPRET=1 before Triton is imported. The same code of the library that launches on a GPU launches here.
+"""
+
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+__version_info__ = (0, 3, 1)
+_ONE_AT_A_TIME = Lock()  # the interpreter patches triton.language while it runs
+
+
+def triton_call(*arrays, kernel, out_shape, grid, plan, input_output_aliases, **ignored: Any):
+    del ignored  # warps and stages mean nothing here
+    run = partial(_interpret, kernel, plan, grid, out_shape, {out: into for into, out in input_output_aliases.items()})
+    axes = frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
+    arrays = tuple(_vary(array, axes) for array in arrays)
+    results = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in out_shape]
+    return jax.pure_callback(run, results, *arrays, vmap_method="sequential")
+
+
+def _vary(array, axes):
+    missing = tuple(axes - jax.typeof(array).mat.varying)
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def _interpret(kernel, plan, grid, shapes, memory_of, *arrays):
+    tensors = [torch.from_numpy(np.array(array)) for array in arrays]
+    # What a kernel forgets to write is no number.
+    made = [
+        tensors[memory_of[i]] if i in memory_of else torch.from_numpy(np.full(shape.shape, np.nan, shape.dtype))
+        for i, shape in enumerate(shapes)
+    ]
+    with _ONE_AT_A_TIME:
+        kernel[grid](*tensors, *made, plan=plan)
+    return [tensor.numpy() for tensor in made]
