@@ -52,7 +52,7 @@ class Problem:
     """
 
     scores: Scores
-    dtype: Any
+    dtype: str
     batch: int
     q_length: int
     k_length: int

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jax_core.block import Extras, Problem, Scores
@@ -85,7 +86,8 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
     )
     kernel, forward, backward = choose_kernel(options.platform, options.cfg, _problem(options, operands, place, scores))
     ring = options.layout, place.axis_name, place.size
-    spec = RingSpec(scores, kernel, *ring, forward, backward, options.fused_backward, options.lse_gradient)
+    packed = jax.default_backend() == "cpu"
+    spec = RingSpec(scores, kernel, *ring, forward, backward, options.fused_backward, options.lse_gradient, packed)
     return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
 
 
@@ -93,7 +95,7 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
     query, key, value = operands[:3]
     return Problem(
         scores=scores,
-        dtype=query.dtype,
+        dtype=str(query.dtype).removeprefix("torch."),
         batch=query.shape[0],
         q_length=query.shape[1],
         k_length=key.shape[1],

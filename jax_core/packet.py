@@ -1,67 +1,85 @@
-"""Several arrays as one: what travels round the ring goes as a single buffer of machine words.
+"""What travels round the ring together.
 
-Only one collective is in flight at a time, so a second array would wait for the first. The words are unsigned integers, because
-a buffer of floats might be converted on the way, and conversion does not keep bits that only look like floats.
+Only one collective is in flight at a time, so a second one would wait for the first. XLA on GPU and TPU makes one collective of all
+permutations that leave together, and what arrives is used where it lies: there a load is the arrays themselves. On a CPU it does
+not, and runs them in an order of its own on each device, which ends in a deadlock: there a load is packed into a single buffer of
+machine words. The words are unsigned integers, because a buffer of floats might be converted on the way, and conversion does not
+keep bits that only look like floats.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-def word_type(dtype) -> type:
-    """The word that K/V of ``dtype`` travel in: as wide as their items, so that packing them is a plain copy."""
+def word_type(dtype, packed: bool) -> type | None:
+    """The word that K/V of ``dtype`` travel in: as wide as their items, so that packing them is a plain copy; None unpacked."""
+    if not packed:
+        return None
     return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else jnp.uint32
 
 
-def pack(tree, word) -> jax.Array:
-    """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit."""
+def pack(tree, word):
+    """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit; as a tuple if ``word``
+    is None."""
+    if word is None:
+        return tuple(jax.tree.leaves(tree))
     return jnp.concatenate([lax.bitcast_convert_type(leaf, word).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
-def unpack(words: jax.Array, like):
+def unpack(words, like):
     """The inverse of :func:`pack`; ``like`` is a tree of the shapes and dtypes that were packed."""
     leaves, structure = jax.tree.flatten(like)
+    if isinstance(words, tuple):
+        return jax.tree.unflatten(structure, words)
     counts = [math.prod(leaf.shape) * leaf.dtype.itemsize // words.dtype.itemsize for leaf in leaves]
     return jax.tree.unflatten(structure, [_restore(*pair) for pair in zip(_cut(words, counts), leaves, strict=True)])
 
 
 class Load(NamedTuple):
-    """Words that travel ``hop`` ranks round the ring."""
+    """What :func:`pack` made, which travels ``hop`` ranks round the ring."""
 
-    words: jax.Array
+    words: Any
     hop: int
 
 
-def depart(loads: list[Load], axis_name, size: int) -> list[jax.Array]:
-    """Starts the loads on their way, those with the same hop as one buffer; :func:`land` takes them apart on arrival."""
+def depart(loads: list[Load], axis_name, size: int) -> list:
+    """Starts the loads on their way; :func:`land` gives them as they came from the ranks that sent them."""
+
+    def travel(words, hop: int):
+        return lax.ppermute(words, axis_name, [(rank, (rank + hop) % size) for rank in range(size)])
+
+    if any(isinstance(load.words, tuple) for load in loads):
+        return [travel(load.words, load.hop) for load in loads]
     arriving: list[jax.Array] = []
-    for hop in _hops(loads):
+    for hop in _hops(loads):  # those with the same hop as one buffer
         words = jnp.concatenate(_same_hop(loads, hop))
-        words = after(words, arriving[-1]) if arriving else words
-        arriving.append(lax.ppermute(words, axis_name, [(rank, (rank + hop) % size) for rank in range(size)]))
+        arriving.append(travel(after(words, arriving[-1]) if arriving else words, hop))
     return arriving
 
 
-def land(buffers: list[jax.Array], loads: list[Load]) -> list[jax.Array]:
-    """The words of each load as they came from the rank that sent them."""
+def land(arriving: list, loads: list[Load]) -> list:
+    if any(isinstance(load.words, tuple) for load in loads):
+        return arriving
     groups = {
         hop: iter(_cut(buffer, [words.size for words in _same_hop(loads, hop)]))
-        for hop, buffer in zip(_hops(loads), buffers, strict=True)
+        for hop, buffer in zip(_hops(loads), arriving, strict=True)
     }
     return [next(groups[load.hop]) for load in loads]
 
 
-def after(words: jax.Array, done: jax.Array) -> jax.Array:
+def after(words, done: jax.Array):
     """``words``, not sent before ``done`` is computed: two rotations of one program must have an order.
 
     Without one XLA on CPU may take them in another order on each device, and wait for ever. It also drops optimization barriers,
     so a word depends on ``done`` in earnest: it is added what only we know to be 0, a test for NaNs that no arithmetic makes.
     """
     words, done = lax.optimization_barrier((words, done))
+    if isinstance(words, tuple):
+        return words
     bits = lax.bitcast_convert_type(done.reshape(-1)[:8], f"uint{8 * done.dtype.itemsize}")
     never = jnp.all(bits == jnp.array(_ODD_NAN[done.dtype.itemsize], bits.dtype))
     return words.at[0].add(never.astype(words.dtype))

@@ -6,13 +6,10 @@ import jax
 
 from jax_core.block import Problem
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, check_platform
-from jax_core.kernels import triton, xla
+from jax_core.kernels import cudnn, triton, xla
 
-_KERNELS: dict[str, ModuleType] = {"triton": triton, "xla": xla}
-_MISSING = {
-    "cuda": "the cuDNN kernel (GPU) is not part of this release",
-    "pallas": "the Pallas kernels (TPU) are not part of this release",
-}
+_KERNELS: dict[str, ModuleType] = {"cuda": cudnn, "triton": triton, "xla": xla}
+_MISSING = {"pallas": "the Pallas kernels (TPU) are not part of this release"}
 
 Choice = tuple[ModuleType, FwdParams, BwdParams]
 
@@ -43,7 +40,9 @@ def _first_that_can(given: RingAttentionConfig, problem: Problem) -> Choice:
 
 
 def _preference(problem: Problem) -> tuple[str, ...]:
-    return ("triton", "xla") if jax.default_backend() == "gpu" else ("xla",)
+    if jax.default_backend() != "gpu":
+        return ("xla",)
+    return ("cuda", "triton", "xla") if problem.q_length >= 4096 else ("triton", "xla")
 
 
 def _try(kernel: ModuleType, given: RingAttentionConfig, problem: Problem) -> tuple[Choice, str | None]:

@@ -64,6 +64,7 @@ class RingSpec:
     bwd_params: BwdParams = BwdParams()
     fused_backward: bool = False
     lse_gradient: bool = True
+    packed: bool = True  # how loads travel (packet.py)
 
 
 def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -91,8 +92,8 @@ def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
         arriving, result = lax.optimization_barrier((arriving, result))
         return *(land(arriving, loads) or [words]), shift + move.onward, result
 
-    words = pack(own, word_type(operands.key.dtype)) if len(moves) > 1 else None
-    _, _, result = _walk(step, (words, jnp.int32(0), None), moves)
+    words = pack(own, word_type(operands.key.dtype, spec.packed)) if len(moves) > 1 else None
+    _, _, result = _walk(spec, step, (words, jnp.int32(0), None), moves)
     if operands.softmax_aux is not None:
         result = join_sinks(result, operands.softmax_aux)
     return result.out.astype(final), result.lse
@@ -106,7 +107,7 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
     """
     operands, to_given_shape = _in_full_shape(spec, operands)
     rows = Rows(out, dout, lse, _delta(out, lse, dout, dlse if spec.lse_gradient else None))
-    own, word, moves = _travellers(operands), word_type(operands.key.dtype), _moves(spec, operands)
+    own, word, moves = _travellers(operands), word_type(operands.key.dtype, spec.packed), _moves(spec, operands)
 
     def step(state, move: _Move):
         words, shift, dkv, sums = state
@@ -124,7 +125,7 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
 
     # The first rotation must not run beside the forward's, nor be shared with it, which would hold its result until now.
     words = after(pack(own, word), rows.delta) if len(moves) > 1 else None
-    _, _, dkv, sums = _walk(step, (words, jnp.int32(0), None, _no_sums(operands, lse.dtype)), moves)
+    _, _, dkv, sums = _walk(spec, step, (words, jnp.int32(0), None, _no_sums(operands, lse.dtype)), moves)
     dk, dv = _send_home(spec, dkv, word, sum(move.onward for move in moves))
     dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, rows.delta)
     floats = to_given_shape(_Floats(dsinks, sums.dbias, sums.dalibi_slopes))
@@ -216,17 +217,20 @@ def _moves(spec: RingSpec, operands: Operands) -> list[_Move]:
     return [_Move(came, onward) for came, onward in zip([0, *hops], [*hops, 0], strict=True)]
 
 
-def _walk(step, state, moves: list[_Move]):
+def _walk(spec: RingSpec, step, state, moves: list[_Move]):
     """The state after all moves. Equal moves in a row (all but the first and the last, without gaps) are one loop: XLA cannot run
     its rotations ahead of its kernels, which would overlap nothing and hold every shard at once, and the program does not grow
     with the ring."""
     for move, equal in groupby(moves):
-        state = _repeat(partial(step, move=move), state, len(list(equal)))
+        state = _repeat(partial(step, move=move), state, len(list(equal)), unroll=1 if spec.packed else 2)
     return state
 
 
-def _repeat(step, state, count: int):
-    return step(state) if count == 1 else lax.scan(lambda state, _: (step(state), None), state, length=count)[0]
+def _repeat(step, state, count: int, unroll: int):
+    """``unroll``: two steps in a body use two buffers in turn; with one, what arrived is copied to where the next step finds it."""
+    if count == 1:
+        return step(state)
+    return lax.scan(lambda state, _: (step(state), None), state, length=count, unroll=min(unroll, count))[0]
 
 
 def _meeting(spec: RingSpec, operands: Operands, here: _Travellers, shift):

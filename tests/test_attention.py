@@ -474,7 +474,7 @@ def test_the_signature_is_the_reference_designs():
         assert parameters[name].default == default, name
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name
     config = jax_core.RingAttentionConfig()
-    assert (config.fwd_params.q_blocksize, config.fwd_params.kv_blocksize) == (512, 512)
+    assert (config.fwd_params.q_blocksize, config.fwd_params.kv_blocksize) == (None, None)  # the kernel's own
 
 
 @pytest.mark.parametrize("platform", ["triton", "cuda", "pallas"])

@@ -173,10 +173,27 @@ def test_narrow_ids_keeps_every_value_or_refuses():
     assert narrow_ids(torch.empty(0, dtype=torch.int64)).shape == (0,)
 
 
-@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**62])
-def test_ids_that_do_not_fit_are_refused(value):
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(2**31, torch.int64), (-(2**31) - 1, torch.int64), (2**62, torch.int64), (2**31, torch.uint32), (2**64 - 1, torch.uint64)],
+    ids=str,
+)
+def test_ids_that_do_not_fit_are_refused(value, dtype):
     with pytest.raises(ValueError, match=f"q_segment_ids must fit in int32 .* got values from .*{value}"):
-        narrow_ids(torch.tensor([value]), "q_segment_ids")
+        narrow_ids(torch.tensor([value], dtype=dtype), "q_segment_ids")
+
+
+@pytest.mark.parametrize(("value", "fits"), [(2**31 - 1, True), (-(2**31), True), (2**31, False), (-(2**31) - 1, False)])
+def test_where_looking_would_wait_the_device_asserts(value, fits, monkeypatch):
+    asserted = []
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, message: asserted.append((holds, message)))
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    narrow_ids(torch.tensor([0, value]).as_subclass(Elsewhere), "q_segment_ids")
+    ((holds, message),) = asserted
+    assert bool(holds) == fits and "q_segment_ids must fit in int32" in message
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2), torch.ones(2, dtype=torch.bool)])

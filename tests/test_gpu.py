@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, Case, make_cotangents, make_inputs, ring_results
@@ -63,7 +62,7 @@ def test_triton_with_its_own_blocks(dims, dtype):
 
 def defaults(pair: Pair):
     sizes = pair.batch, pair.queries, pair.keys, pair.heads, pair.kv_heads, pair.dim, pair.value_dim or pair.dim
-    return triton.default_params(Problem(pair.scores, jnp.dtype(pair.dtype), *sizes))
+    return triton.default_params(Problem(pair.scores, pair.dtype, *sizes))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -9,10 +9,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from torch_bridge import coordinator, peers, runtime
+from torch_bridge import coordinator, mesh, peers, runtime
 from torch_bridge.mesh import Ring, jax_mesh, resolve, to_global, to_local
 
 WORKERS = Path(__file__).parent / "workers"
@@ -173,6 +174,32 @@ def test_without_torch_distributed_there_is_a_ring_of_one(where):
         resolve(where, "cp")
 
 
+class OtherArray:
+    """An array of a JAX whose constructor takes something else."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype, self.ndim = array, array.shape, array.dtype, array.ndim
+
+
+@pytest.mark.parametrize("wrap", [lambda array: array, OtherArray], ids=["this JAX", "another"])
+def test_global_arrays_after_the_first_are_like_it(wrap, monkeypatch):
+    checked, check = [], jax.make_array_from_single_device_arrays
+
+    def spy(shape, sharding, arrays):
+        checked.append(shape)
+        return check(shape, sharding, [getattr(array, "array", array) for array in arrays])
+
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", spy)
+    alone = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("ring",)), jax.sharding.PartitionSpec("ring"))
+    join, local = mesh._Joiner(1, alone), jnp.arange(6.0).reshape(3, 2)
+    first, second = join(wrap(local)), join(wrap(local))
+    assert (first.aval, first.sharding, first.committed) == (second.aval, second.sharding, second.committed)
+    assert first.unsafe_buffer_pointer() == second.unsafe_buffer_pointer() == local.unsafe_buffer_pointer()
+    assert checked == [(3, 2)] * (1 if wrap(local) is local else 2)
+    with pytest.raises(ValueError, match="got a scalar"):
+        join(jnp.float32(0))
+
+
 def test_a_ring_whose_processes_jax_does_not_see_is_refused():
     with pytest.raises(RuntimeError, match=r"has none of ranks \[1\]; call torch_bridge.runtime.start"):
         jax_mesh(Ring((0, 1), 0))
@@ -183,24 +210,43 @@ def test_one_process_needs_no_torch_distributed():
     runtime.start(ring)
     runtime.start()
     with runtime.watch(ring, "forward") as call:
-        call.wait(jnp.ones(3) + 1)
+        assert call.call == 0  # nobody to watch
+
+
+@pytest.fixture
+def running_jax(monkeypatch):
+    """A program that has used JAX on a GPU before it came here, with no setting of its own."""
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(runtime, "_backends_started", lambda: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.usefixtures("running_jax")
+def test_a_program_whose_jax_has_taken_the_gpu_is_told_once():
+    with pytest.warns(RuntimeWarning, match=r"has taken its share .* XLA_PYTHON_CLIENT_PREALLOCATE=false"):
+        runtime._settings_before_jax(None)
+    runtime._settings_before_jax(None)
+
+
+@pytest.mark.usefixtures("running_jax")
+@pytest.mark.parametrize("setting", [("PREALLOCATE", "true"), ("PREALLOCATE", "false"), ("ALLOCATOR", "platform")])
+def test_what_the_user_has_set_stays(setting, monkeypatch):
+    name = f"XLA_PYTHON_CLIENT_{setting[0]}"
+    monkeypatch.setenv(name, setting[1])
+    runtime._settings_before_jax(None)
+    assert os.environ[name] == setting[1]
+
+
+def test_jax_takes_no_memory_ahead(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    runtime._settings_before_jax(None)
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 
 def test_errors_of_the_program_pass_through_a_watch():
     with pytest.raises(ValueError, match="shapes"), runtime.watch(Ring((0, 1), 0), "forward"):
         raise ValueError("shapes do not fit")
-
-
-class OnGpu:
-    """Stands for the result of a GPU call."""
-
-    def platform(self):
-        return "gpu"
-
-    def devices(self):
-        return {self}
-
-    local_hardware_id = 3
 
 
 class Event:
@@ -221,13 +267,12 @@ def fresh(monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_launched_call_is_watched_until_its_stream_is_past_it(monkeypatch):
-    events = {3: Event()}
-    monkeypatch.setattr(peers, "_mark", events.__getitem__)
+def test_a_launched_call_is_watched_until_its_stream_is_past_it():
+    event = Event()
     with runtime.watch(Ring((0, 1), 0), "backward") as call:
-        call.wait(OnGpu())
+        call.event = event
     assert peers._unfinished() == [call]
-    events[3].complete = True
+    event.complete = True
     assert peers._unfinished() == []
 
 

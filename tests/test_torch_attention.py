@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ring_attn
@@ -84,8 +86,72 @@ def test_operators_keep_torchs_rules():
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.ring_attn.forward.default, (operands, number), test_utils=checks)
     out, lse = torch.ops.ring_attn.forward(operands, number)
-    arguments = (operands, out, lse, out, lse, [0, 2], number)
-    torch.library.opcheck(torch.ops.ring_attn.backward.default, arguments, test_utils=checks)
+    for dlse in (lse, None):
+        arguments = (operands, out, lse, out, dlse, [0, 2], number)
+        torch.library.opcheck(torch.ops.ring_attn.backward.default, arguments, test_utils=checks)
+
+
+class Operators(TorchDispatchMode):
+    """The names of ours that run inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen += [str(function)] if "ring_attn" in str(function) else []
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_looks_at_operators_sees_them():
+    inputs = qkv()
+    out = ring_attn.ring_attention(*inputs)
+    with Operators() as mode:
+        watched = ring_attn.ring_attention(*inputs)
+        found = gradients(watched, inputs)
+    assert mode.seen == ["ring_attn.forward.default", "ring_attn.backward.default"]
+    assert torch.equal(watched, out) and all(map(torch.equal, found, gradients(out, inputs)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ring_attn.ring_attention(*inputs)
+    assert "ring_attn::forward" in {event.key for event in profile.key_averages()}
+
+
+def test_a_program_made_while_torch_traces_runs_afterwards():
+    from torch_bridge import crossing
+
+    inputs = qkv(length=17)
+    crossing.crossing.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        traced = ring_attn.ring_attention(*inputs)
+    assert traced.shape == inputs[0].shape and type(traced) is not torch.Tensor
+    assert "to_jax" not in crossing.crossing(torch.device("cpu")).convert.to_array.__code__.co_names  # not the long way
+    assert_same(ring_attn.ring_attention(*inputs), sdpa(*inputs), inputs)
+
+
+@pytest.mark.parametrize("used", ["out", "lse", "both"])
+def test_an_output_that_nothing_was_made_of_has_no_gradient(used, monkeypatch):
+    from torch_bridge.compiled import Program
+
+    inputs = qkv()
+    out, lse = ring_attn.ring_attention(*inputs, causal=True, return_lse=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", *inputs[:2]) / 8**0.5
+    scores = scores.masked_fill(~torch.ones(21, 21, dtype=torch.bool).tril(), -torch.inf)
+    ours = {"out": out.sin().sum(), "lse": lse.cos().sum(), "both": out.sin().sum() + lse.cos().sum()}[used]
+    exact_out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), inputs[2])
+    exact = {"out": exact_out.sin().sum(), "lse": scores.logsumexp(-1).cos().sum()}
+    theirs = exact["out"] + exact["lse"] if used == "both" else exact[used]
+    given, backward = [], Program.backward
+
+    def spy(program, operands, out, lse, dout, dlse, wanted):
+        given.append(dlse is not None)
+        return backward(program, operands, out, lse, dout, dlse, wanted)
+
+    monkeypatch.setattr(Program, "backward", spy)
+    got = torch.autograd.grad(ours, inputs)
+    want = torch.autograd.grad(theirs, inputs, allow_unused=True, materialize_grads=True)
+    assert given == [used != "out"]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_only_wanted_gradients_are_made():
@@ -140,6 +206,20 @@ def test_torch_compile_in_one_graph():
         return ring_attn.ring_attention(q * 2, k, v, causal=True) + 1
 
     assert_same(torch.compile(attention, backend="aot_eager", fullgraph=True)(*inputs), attention(*inputs), inputs, tolerance=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_ids_and_dropout_in_one_graph():
+    inputs = qkv(dtype=torch.float32)
+    ids = torch.arange(21).expand(2, 21) // 7
+
+    def attention(q, k, v, ids):
+        return ring_attn.ring_attention(q, k, v, q_segment_ids=ids, dropout_p=0.3, dropout_seed=2**40 + 5)
+
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(*inputs, ids), attention(*inputs, ids), inputs, tolerance=1e-6)
+    with pytest.raises(RuntimeError, match="q_segment_ids must fit in int32"):
+        compiled(*inputs, ids + 2**32)
 
 
 def test_long_ids_are_not_narrowed():

@@ -33,9 +33,13 @@ def _interpret(kernel, plan, grid, shapes, memory_of, *arrays):
     tensors = [torch.from_numpy(np.array(array)) for array in arrays]
     # What a kernel forgets to write is no number.
     made = [
-        tensors[memory_of[i]] if i in memory_of else torch.from_numpy(np.full(shape.shape, np.nan, shape.dtype))
+        tensors[memory_of[i]] if i in memory_of else torch.from_numpy(np.full(shape.shape, _poison(shape.dtype)))
         for i, shape in enumerate(shapes)
     ]
     with _ONE_AT_A_TIME:
         kernel[grid](*tensors, *made, plan=plan)
     return [tensor.numpy() for tensor in made]
+
+
+def _poison(dtype):
+    return np.array(np.nan, dtype) if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max

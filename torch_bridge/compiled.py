@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,25 +13,19 @@ from jax.sharding import PartitionSpec
 from jax_core.options import Options, Placement, make_spec
 from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
 from torch_bridge.agreement import check_agreement
-from torch_bridge.dlpack import keeping_device, precision_scope, to_jax, to_torch
-from torch_bridge.mesh import AXIS, Ring, jax_mesh, to_global, to_local
+from torch_bridge.crossing import Compiled, Crossing, Form, Join, Tensors, crossing
+from torch_bridge.dlpack import keeping_device, precision_scope
+from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.runtime import start, watch
 
 ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # what torch hands over, in this order
-Tensors = Sequence[torch.Tensor | None]
 
 _MUST_AGREE = (
     "ring_attention must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
     "pad the sequence so that it divides (ring_attn.pad)"
 )
-
-
-class Form(NamedTuple):
-    """Shape and dtype of an operand: all that checks and compilation need of it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
+# XLA on GPU makes one collective of the arrays that leave together up to 30 MiB; of more, only one would run beside the kernel.
+ONE_ROTATION = {"xla_gpu_collective_permute_combine_threshold_bytes": str(2**40)}
 
 Signature = tuple[Form | None, ...]  # one for each of ARRAYS, then one for each array of a mask function
 
@@ -42,29 +36,35 @@ class Program:
 
     ring: Ring
     device: torch.device
-    out: Form
-    lse: Form
-    compiled_forward: Callable
-    compiled_backward: Callable  # for each choice of wanted gradients
+    crossing: Crossing
+    join: Join
+    compiled_forward: Compiled
+    compiled_backward: Callable[[tuple[int, ...]], Compiled]  # for each choice of wanted gradients
+
+    @property
+    def out(self) -> Form:
+        return self.compiled_forward.results[0]
+
+    @property
+    def lse(self) -> Form:
+        return self.compiled_forward.results[1]
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self._run("forward", self.compiled_forward, list(operands))
+        out, lse = self._run("forward", self.compiled_forward, operands)
         return out, lse
 
-    def backward(self, operands: Tensors, out, lse, dout, dlse, wanted: tuple[int, ...]) -> list[torch.Tensor]:
+    def backward(self, operands: Tensors, out, lse, dout, dlse: torch.Tensor | None, wanted: Sequence[int]) -> list[torch.Tensor]:
         """The gradients of the operands numbered in ``wanted``, in its order."""
         # Those of query, key and value always: what travels must not depend on which of them a rank wants.
         made = tuple(sorted({0, 1, 2, *wanted}))
-        gradients = self._run("backward", self.compiled_backward(made), list(operands), out, lse, dout, dlse)
+        gradients = self._run("backward", self.compiled_backward(made), (*operands, out, lse, dout, dlse))
         return [gradients[made.index(number)] for number in wanted]
 
-    def _run(self, step: str, function: Callable, *tensors) -> list[torch.Tensor]:
+    def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
         with keeping_device(self.device), precision_scope(self.out.dtype), watch(self.ring, step) as call:
-            shards = jax.tree.map(lambda tensor: to_global(self.ring, to_jax(tensor)), tensors)
-            results = [to_local(result) for result in function(*shards)]
-            for result in results:
-                call.wait(result)
-            return [to_torch(result) for result in results]
+            outcome = self.crossing(self.join, compiled, tensors)
+            call.event = outcome.event
+        return outcome.results
 
 
 @cache
@@ -75,12 +75,18 @@ def program(options: Options, signature: Signature, ring: Ring, device: torch.de
     with keeping_device(device), precision_scope(out.dtype):
         start(ring=ring, device=device)
         spec, operands = make_spec(options, _operands(signature), Placement(AXIS if ring.size > 1 else None, ring.size))
+        way = crossing(device)
     # Constants of the compiled program; as NumPy arrays they belong to no device.
     masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in operands.predicate_arrays)
     check_agreement(ring, _described(options, signature), _MUST_AGREE, device)
-    on_ring = partial(_on_ring, ring, device)
-    forward = on_ring(partial(_forward, spec, masks))
-    return Program(ring, device, out, lse, forward, cache(lambda wanted: on_ring(partial(_backward, spec, masks, wanted))))
+    on_ring = partial(_on_ring, ring, jax_platform(device), way.in_place)
+    forward = on_ring(partial(_forward, spec, masks), len(signature), (out, lse))
+
+    def backward(wanted: tuple[int, ...]) -> Compiled:
+        gradients = tuple(form for number in wanted if (form := signature[number]) is not None)
+        return on_ring(partial(_backward, spec, masks, wanted), len(signature) + 4, gradients)
+
+    return Program(ring, device, way, joiner(ring, jax_platform(device)), forward, cache(backward))
 
 
 def _results(signature: Signature) -> tuple[Form, Form]:
@@ -91,14 +97,25 @@ def _results(signature: Signature) -> tuple[Form, Form]:
     return Form((batch, length, heads, value.shape[-1]), query.dtype), Form((batch, heads, length), lse_dtype)
 
 
-def _on_ring(ring: Ring, device: torch.device, function: Callable) -> Callable:
+def _on_ring(ring: Ring, platform: str, in_place: bool, function: Callable, operands: int, results: tuple[Form, ...]) -> Compiled:
     """``function`` of local shards, jitted over the ring. Every operand and result is a block of rows of a global array, whatever
     its dimensions mean, so that none needs a sharding of its own."""
+    settings: dict[str, Any] = {}
+    if in_place:
+        # Arguments that nothing reads: donated, each is the memory of the result of its form.
+        memory = tuple(range(operands, operands + len(results)))
+        settings, function = dict(donate_argnums=memory, keep_unused=True), partial(_first, operands, function)
     if ring.size == 1:
-        return jax.jit(function)
-    mesh = jax_mesh(ring, "cpu" if device.type == "cpu" else "gpu")
+        return Compiled(jax.jit(function, **settings), results)
+    if platform == "gpu":
+        settings["compiler_options"] = ONE_ROTATION
     rows = PartitionSpec(AXIS)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+    mapped = jax.shard_map(function, mesh=jax_mesh(ring, platform), in_specs=rows, out_specs=rows, check_vma=False)
+    return Compiled(jax.jit(mapped, out_shardings=sharding(ring, platform), **settings), results)
+
+
+def _first(count: int, function: Callable, *arrays):
+    return function(*arrays[:count])
 
 
 def _operands(arrays: Sequence[Any], lifted: bool = False, masks=()) -> Operands:
@@ -116,10 +133,11 @@ def _described(options: Options, signature: Signature) -> str:
     return f"{', '.join(operands)} with {settings}"
 
 
-def _forward(spec: RingSpec, masks, operands: list[Any]):
+def _forward(spec: RingSpec, masks, *operands):
     return ring_forward(spec, _operands(operands, len(masks) < len(spec.scores.predicates), masks))
 
 
-def _backward(spec: RingSpec, masks, wanted: tuple[int, ...], operands: list[Any], out, lse, dout, dlse):
+def _backward(spec: RingSpec, masks, wanted: tuple[int, ...], *arrays):
+    *operands, out, lse, dout, dlse = arrays
     gradients = ring_backward(spec, _operands(operands, len(masks) < len(spec.scores.predicates), masks), out, lse, dout, dlse)
     return [gradients[number] for number in wanted]

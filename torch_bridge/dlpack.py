@@ -5,14 +5,22 @@ Memory is shared both ways and stays alive as long as either side holds it. Thre
 - A torch tensor that JAX reads must not be modified in place before JAX has finished. On a CPU, JAX computes on its own
   threads: wait for the results (``jax.block_until_ready``) before control returns to torch. On a GPU the order is kept by
   streams: hold the inputs until one result has been through :func:`to_torch`, which makes torch's stream wait for JAX.
-- A tensor that came from :func:`to_torch` is the memory of a JAX array: drop that array, or it changes with the tensor.
+- A tensor that came from :func:`to_torch` is the memory of a JAX array: drop that array, or it changes with the tensor. On a
+  GPU it must not be dropped while a stream still reads it, for JAX knows nothing of torch's streams and ``record_stream`` does
+  nothing for memory that is not torch's.
 - A JAX function that returns one of its arguments unchanged may return the very same memory.
+
+What ``ring_attention`` makes of these rules, and what is left of them for its users, is in docs/streams.md.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 if TYPE_CHECKING:
     import jax
@@ -20,6 +28,8 @@ if TYPE_CHECKING:
 # XLA's CPU client takes foreign memory only at this alignment; torch allocates at it, but a slice may start anywhere.
 CPU_ALIGNMENT = 64
 
+_DL_CPU, _DL_CUDA = 1, 2  # DLPack's device types
+DEFAULT_STREAM = 1  # DLPack's number of the stream that CUDA calls 0
 _INT32 = torch.iinfo(torch.int32)
 _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
@@ -47,7 +57,8 @@ def precision_scope(dtype: torch.dtype) -> AbstractContextManager[object]:
 def narrow_ids(tensor: torch.Tensor, name: str = "ids") -> torch.Tensor:
     """Integer ids of any width as int32, the widest integer that JAX has without x64. int32 comes back as it is.
 
-    Raises ValueError for a tensor that is no integer tensor, and for a value that int32 cannot hold.
+    Raises ValueError for a tensor that is no integer tensor, and for a value that int32 cannot hold. On a GPU, where the host would
+    have to wait to see the values, the device asserts that they fit, as it does that an index of torch is in range.
     """
     if tensor.dtype == torch.int32:
         return tensor
@@ -59,12 +70,18 @@ def narrow_ids(tensor: torch.Tensor, name: str = "ids") -> torch.Tensor:
 
 
 def _check_range(tensor: torch.Tensor, name: str) -> None:
-    low, high = (int(bound) for bound in torch.aminmax(tensor.to(torch.int64)))
-    if low < _INT32.min or high > _INT32.max:
-        raise ValueError(f"{name} must fit in int32 ({_INT32.min} .. {_INT32.max}), got values from {low} to {high}; renumber them")
+    must = f"{name} must fit in int32 ({_INT32.min} .. {_INT32.max})"
+    least = 0 if tensor.dtype == torch.uint64 else _INT32.min  # the upper half of uint64 is negative in int64
+    wide = tensor.to(torch.int64)
+    fits = ((wide >= least) & (wide <= _INT32.max)).all()
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(fits, f"{must}; renumber them")
+    elif not fits:
+        values = tensor.numpy()
+        raise ValueError(f"{must}, got values from {values.min()} to {values.max()}; renumber them")
 
 
-def _exportable(tensor: torch.Tensor) -> torch.Tensor:
+def exportable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as DLPack and XLA take it: no graph, no lazy conjugation or negation, contiguous, aligned."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if tensor.device.type == "cpu" and tensor.data_ptr() % CPU_ALIGNMENT:
@@ -99,7 +116,7 @@ def to_jax(tensor: torch.Tensor, device: "jax.Device | None" = None) -> "jax.Arr
     if tensor.is_cuda:
         jax.local_devices()  # starts JAX, if it has not: before the device is set
     with keeping_device(tensor.device):
-        return jax.dlpack.from_dlpack(_exportable(tensor), device=device)
+        return jax.dlpack.from_dlpack(exportable(tensor), device=device)
 
 
 def to_torch(array: "jax.Array") -> torch.Tensor:
@@ -114,3 +131,42 @@ def to_torch(array: "jax.Array") -> torch.Tensor:
     if array.platform() == "cpu":
         array.block_until_ready()
     return torch.from_dlpack(array)
+
+
+class Conversions(NamedTuple):
+    """:func:`to_jax` and :func:`to_torch` for calls of many tensors on one device.
+
+    ``to_array(tensor, stream)``: an :func:`exportable` tensor of a dtype that JAX keeps. On a GPU JAX reads the array when
+    ``stream``, one of its own, has done what it was given until now; with None, whenever it likes.
+    ``to_tensor(array, stream)``: this process's shard of ``array``. On a GPU ``stream``, a stream of torch as DLPack numbers it,
+    waits for JAX; on a CPU, with None, the host does.
+    """
+
+    to_array: "Callable[[torch.Tensor, int | None], jax.Array]"
+    to_tensor: "Callable[[jax.Array, int | None], torch.Tensor]"
+
+
+def conversions(here: torch.device, there: "jax.Device") -> Conversions:
+    """Between torch's device and JAX's, which are the same: jaxlib's own where it has them, for the Python that ``jax.dlpack``
+    puts around them takes several times as long."""
+    return _direct_conversions(here, there) or Conversions(
+        lambda tensor, stream: to_jax(tensor), lambda array, stream: to_torch(array.addressable_data(0))
+    )
+
+
+def _direct_conversions(here: torch.device, there: "jax.Device") -> Conversions | None:
+    """None where jaxlib has no such functions, or others by their names: they are private."""
+    kind, stream = (_DL_CPU, None) if here.type == "cpu" else (_DL_CUDA, DEFAULT_STREAM)
+    try:
+        functions = import_module("jaxlib._jax")
+        take, give = functions.dlpack_managed_tensor_to_buffer, functions.buffer_to_dlpack_managed_tensor
+        direct = Conversions(
+            lambda tensor, stream: take(to_dlpack(tensor), there, stream, None, kind),
+            lambda array, stream: from_dlpack(give(array, stream=stream)),
+        )
+        with _disable_current_modes():  # a program may be made while torch traces; this tensor must be a real one
+            sample = torch.zeros(CPU_ALIGNMENT, device=here)
+            back = direct.to_tensor(direct.to_array(sample, None), stream)
+            return direct if back.data_ptr() == sample.data_ptr() else None
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return None

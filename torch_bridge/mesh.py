@@ -3,6 +3,8 @@
 Resolving a ring needs torch only; JAX is imported by the functions that return its objects.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     import jax
+    import torch
 
 AXIS = "ring"
 
@@ -111,6 +114,11 @@ def _dim_index(mesh: Any, mesh_dim: str | int | None) -> int:
     raise ValueError(f"mesh_dim must be one of the mesh's {shown}, got {mesh_dim!r}")
 
 
+def jax_platform(device: "torch.device") -> str:
+    """JAX's name of the platform of a torch device."""
+    return "cpu" if device.type == "cpu" else "gpu"
+
+
 @cache  # a process meets a handful of rings, and each is asked for at every call
 def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
     """A mesh with the one axis "ring" over the devices of the ring's processes, in ring order.
@@ -146,18 +154,45 @@ def to_global(ring: Ring, local: "jax.Array") -> "jax.Array":
 
     ``local``: this process's shard ``[d0, ...]``, of the same shape on every member. A ring of one gets ``local`` itself.
     """
-    import jax
-
-    if ring.size == 1:
-        return local
-    if local.ndim == 0:
-        raise ValueError("to_global splits dimension 0, got a scalar; reshape it to [1]")
-    shape = (ring.size * local.shape[0], *local.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding(ring, _platform(local)), [local])
+    return joiner(ring, local.platform())(local)
 
 
-def _platform(local: "jax.Array") -> str:
-    return next(iter(local.devices())).platform
+@cache
+def joiner(ring: Ring, platform: str) -> "Callable[[jax.Array], jax.Array]":
+    """:func:`to_global` for a ring whose mesh and sharding are made."""
+    return _Joiner(ring.size, sharding(ring, platform)) if ring.size > 1 else _itself
+
+
+def _itself(local: "jax.Array") -> "jax.Array":
+    return local
+
+
+class _Joiner:
+    """Makes global arrays. The first of a shape and dtype goes through JAX's checks, which take longer than all the rest; others
+    like it are made by JAX's own constructor, where this version's takes what is known here."""
+
+    def __init__(self, size: int, over: "jax.sharding.NamedSharding") -> None:
+        self._size, self._sharding = size, over
+        self._known: dict[tuple[tuple[int, ...], Any], Any] = {}
+
+    def __call__(self, local: "jax.Array") -> "jax.Array":
+        aval = self._known.get((local.shape, local.dtype))
+        return self._checked(local) if aval is None else self._constructed(local, aval)
+
+    def _checked(self, local: "jax.Array") -> "jax.Array":
+        import jax
+
+        if local.ndim == 0:
+            raise ValueError("to_global splits dimension 0, got a scalar; reshape it to [1]")
+        shape = (self._size * local.shape[0], *local.shape[1:])
+        array = jax.make_array_from_single_device_arrays(shape, self._sharding, [local])
+        with suppress(TypeError):
+            self._constructed(local, array.aval)
+            self._known[local.shape, local.dtype] = array.aval
+        return array
+
+    def _constructed(self, local: Any, aval: Any) -> "jax.Array":
+        return type(local)(aval, self._sharding, [local], committed=True, _skip_checks=True)
 
 
 def to_local(array: "jax.Array") -> "jax.Array":

@@ -16,15 +16,11 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
 from torch_bridge import coordinator
 from torch_bridge.mesh import Ring
-
-if TYPE_CHECKING:
-    import jax
 
 # How long after the death of a peer the others may live on, in seconds; `runtime.start(peer_timeout=)` changes it.
 PEER_TIMEOUT = 20.0
@@ -128,17 +124,18 @@ def _end(call: "watch") -> None:
 class watch:
     """Around a ring call: names the ring and the step when a peer dies in it, instead of hanging.
 
-    ``step``: "forward" or "backward", counted per ring. Inside it: compute, hand one result (or all) to :meth:`wait`, and take
-    the results to torch. A broken collective raises :class:`PeerFailure`, and so does a new step of a ring that has lost a
-    member. A call that hangs although a member of its ring has died ends the process within the ``peer_timeout`` of
-    ``runtime.start``, with the same message on stderr and exit status ``EXIT_PEER_FAILURE``. A ring of one is not watched.
+    ``step``: "forward" or "backward", counted per ring. Inside it: compute, and wait for the results, or set ``event`` to one that
+    is complete when the device has them: the call then goes on after the block. A broken collective raises
+    :class:`PeerFailure`, and so does a new step of a ring that has lost a member. A call that hangs although a member of its
+    ring has died ends the process within the ``peer_timeout`` of ``runtime.start``, with the same message on stderr and exit
+    status ``EXIT_PEER_FAILURE``. A ring of one is not watched.
     """
 
-    __slots__ = ("call", "gpu", "ring", "since", "step")
+    __slots__ = ("call", "event", "ring", "since", "step")
 
     def __init__(self, ring: Ring, step: str) -> None:
         self.ring, self.step, self.call, self.since = ring, step, 0, 0.0
-        self.gpu: int | None = None
+        self.event: torch.cuda.Event | None = None
 
     def __enter__(self) -> "watch":
         if self.ring.size > 1:
@@ -153,19 +150,12 @@ class watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.ring.size == 1:
             return
-        if error is None and self.gpu is not None:
-            _peers.launched[self.ring.ranks] = (self, _mark(self.gpu))
+        if error is None and self.event is not None:
+            _peers.launched[self.ring.ranks] = (self, self.event)
         _peers.active.pop(id(self), None)
         if isinstance(error, Exception) and _COLLECTIVE_ERROR.search(str(error)):
             self._await_notice()
             raise PeerFailure(self.describe(str(error))) from error
-
-    def wait(self, result: "jax.Array") -> None:
-        """On a CPU, wait for ``result``, and with it for the computation. On a GPU, note that the call goes on after the block."""
-        if result.platform() == "cpu":
-            result.block_until_ready()
-        else:
-            self.gpu = next(iter(result.devices())).local_hardware_id
 
     def overdue(self) -> bool:
         """True once this call has had its time to end by itself since a member of its ring has gone."""
@@ -200,10 +190,3 @@ class watch:
             f"the {self.ring} lost a member in {self.step} step {self.call}, on global rank {self.ring.ranks[self.ring.rank]}: "
             f"{who}{because}. See the log of that process for the reason, and start all processes of the job again."
         )
-
-
-def _mark(gpu: int) -> torch.cuda.Event:
-    """Complete when torch's stream is past this point, which waits for the JAX results that torch has taken."""
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(gpu))
-    return event

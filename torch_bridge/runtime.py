@@ -11,6 +11,7 @@ import atexit
 import os
 import socket
 import threading
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torch_bridge import coordinator, peers
-from torch_bridge.mesh import AXIS, Ring, jax_mesh, to_global, to_local
+from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT, PeerFailure, watch
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def _start_world(device: torch.device | None, peer_timeout: float, start_timeout
 
 def _settings_before_jax(device: torch.device | None) -> None:
     """What JAX reads from the environment when its backends start; what the user has set stays."""
+    if "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ and _backends_started():
+        _warn_of_preallocation()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 75 % of the GPU that torch shares
     if "JAX_PLATFORMS" not in os.environ and not torch.cuda.is_available():
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -112,6 +115,19 @@ def _settings_before_jax(device: torch.device | None) -> None:
     # The environment is read when jax is imported, and the user may have imported it before.
     if not _backends_started() and not _platforms() and "JAX_PLATFORMS" in os.environ:
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+def _warn_of_preallocation() -> None:
+    import jax
+
+    if jax.default_backend() == "gpu" and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default") in ("default", "bfc"):
+        warnings.warn(
+            "JAX was running in this process before ring_attn started it, and has taken its share of the GPU's memory, 75 % unless "
+            "told otherwise, which torch cannot use. Call torch_bridge.runtime.start() before the first use of JAX, or set "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _backends_started() -> bool:
@@ -203,10 +219,6 @@ def _platforms() -> str:
     return jax.config.jax_platforms or ""  # type: ignore[attr-defined]  # made at run time
 
 
-def _jax_platform(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "gpu"
-
-
 def _local_device(device: torch.device | None) -> int:
     """The ordinal of this process's GPU; 0 on a CPU."""
     if device is not None and device.index is not None:
@@ -240,7 +252,7 @@ def _rotate_once(ring: Ring, device: torch.device) -> None:
     import jax
     import jax.numpy as jnp
 
-    mesh = jax_mesh(ring, _jax_platform(device))
+    mesh = jax_mesh(ring, jax_platform(device))
     spec = jax.sharding.PartitionSpec(AXIS)
     pairs = [(source, (source + 1) % ring.size) for source in range(ring.size)]
 
@@ -249,8 +261,8 @@ def _rotate_once(ring: Ring, device: torch.device) -> None:
 
     program = jax.jit(jax.shard_map(rotate, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     local = jax.device_put(jnp.zeros(1), mesh.local_devices[0])
-    with watch(ring, "start") as call:
-        call.wait(to_local(program(to_global(ring, local))))
+    with watch(ring, "start"):
+        to_local(program(to_global(ring, local))).block_until_ready()
 
 
 def _verify() -> None:

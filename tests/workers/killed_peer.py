@@ -29,8 +29,8 @@ def main() -> None:
             print(f"dies at {time.time()}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            with runtime.watch(ring, "forward" if turn % 2 == 0 else "backward") as call:
-                call.wait(mesh.to_local(program(mesh.to_global(ring, local))))
+            with runtime.watch(ring, "forward" if turn % 2 == 0 else "backward"):
+                mesh.to_local(program(mesh.to_global(ring, local))).block_until_ready()
         except runtime.PeerFailure as error:
             if survivors == "leave":
                 raise

@@ -29,9 +29,8 @@ def rotation(ring: mesh.Ring, turns: int):
 def run(ring: mesh.Ring, local: torch.Tensor) -> torch.Tensor:
     """The shard that arrives from the ring rank before."""
     runtime.start(ring, device=local.device)
-    with runtime.watch(ring, "forward") as call:
-        array = mesh.to_local(rotation(ring, 1)(mesh.to_global(ring, to_jax(local))))
-        call.wait(array)
+    with runtime.watch(ring, "forward"):
+        array = mesh.to_local(rotation(ring, 1)(mesh.to_global(ring, to_jax(local)))).block_until_ready()
     return to_torch(array)
 
 

@@ -114,7 +114,8 @@ def count(spans, masked: tl.constexpr):
     full = (full_high - full_low) + (full_high2 - full_low2)
     if masked:
         return (high - low) + (high2 - low2) - full
-    return full
+    else:
+        return full
 
 
 @triton.jit
@@ -168,8 +169,10 @@ def load_tile(
     if whole:
         if dim == dim_block:
             return tl.load(p_tile)
-        return tl.load(p_tile, mask=i_dim < dim, other=0.0)
-    return tl.load(p_tile, mask=(i_row < count) & (i_dim < dim), other=0.0)
+        else:
+            return tl.load(p_tile, mask=i_dim < dim, other=0.0)
+    else:
+        return tl.load(p_tile, mask=(i_row < count) & (i_dim < dim), other=0.0)
 
 
 @triton.jit

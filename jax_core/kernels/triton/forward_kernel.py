@@ -115,10 +115,14 @@ def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, plan: tl.con
     b_acc, b_max, b_sum = state
     p_k, p_v, p_where, p_k_segments, p_k_positions, i_batch = sides
     p_bias, p_bits, slope, key = rest
+    M: tl.constexpr = plan.q.block
     N: tl.constexpr = plan.k.block
     whole: tl.constexpr = plan.k.even or not masked
     plain: tl.constexpr = plan.softcap is None and plan.bias_batch == 0 and plan.alibi == 0 and plan.logits_dtype is None
+    fast: tl.constexpr = plain and not masked and plan.scale > 0
     i_row = tl.arange(0, N)
+    if fast:
+        b_sums = tl.zeros([M, N], tl.float32)  # by column: adding up the rows can wait until the end
     i_block = nth(0, spans, p_order, plan, True, masked)
     for j in range(number):
         i_next = nth(j + 1, spans, p_order, plan, True, masked)
@@ -126,11 +130,13 @@ def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, plan: tl.con
         o_row = row.to(tl.int64) * plan.kv_heads
         b_k = load_tile(p_k + o_row * plan.dim, rows, plan.kv_heads * plan.dim, N, plan.dim, plan.dim_block, whole)
         b_s = product(b_q, tl.trans(b_k), plan)
-        if plain and not masked and plan.scale > 0:
+        if fast:
             # Scaling after the maximum lets the multiplication and the subtraction be one instruction.
             b_new = tl.maximum(b_max, tl.max(b_s, 1) * (plan.scale * LOG2E))
             b_p = tl.exp2(b_s * (plan.scale * LOG2E) - b_new[:, None])
             b_old = tl.exp2(b_max - b_new)
+            b_sum = b_sum * b_old
+            b_sums = b_sums * b_old[:, None] + b_p
         else:
             k = key_side(i_batch, i_block, row, i_row, rows, index, p_k_segments, p_k_positions, plan, masked)
             k_side = (k[0][None, :], k[1][None, :], k[2][None, :], k[3][None, :], k[4][None, :], k[5][None, :])
@@ -139,7 +145,7 @@ def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, plan: tl.con
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_p = tl.exp2(x - b_finite[:, None])
             b_old = tl.exp2(b_max - b_finite)
-        b_sum = b_sum * b_old + tl.sum(b_p, 1)
+            b_sum = b_sum * b_old + tl.sum(b_p, 1)
         if plan.dropout_threshold is not None:
             b_p = tl.where(kept(key, q_side[2], (index + plan.k.stride * i_row)[None, :], plan), b_p * plan.dropout_factor, 0.0)
         p_tile = p_v + o_row * plan.value_dim
@@ -147,4 +153,6 @@ def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, plan: tl.con
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_old[:, None], input_precision=plan.input_precision)
         b_max = b_new
         i_block = i_next
+    if fast:
+        b_sum += tl.sum(b_sums, 1)
     return b_acc, b_max, b_sum

@@ -63,11 +63,12 @@ def _round(x0, x1, r: tl.constexpr):
 def dropout_key(p_seed, p_where, i_batch, i_head, plan: tl.constexpr):
     if plan.dropout_threshold is None:
         return i_batch, i_head
-    seed0 = tl.load(p_seed).to(tl.uint32)
-    seed1 = tl.load(p_seed + 1).to(tl.uint32)
-    i_batch = (i_batch + tl.load(p_where + 4)).to(tl.uint32)
-    i_head = (i_head + tl.load(p_where + 5)).to(tl.uint32)
-    return threefry(seed0, seed1, i_batch, i_head)
+    else:
+        seed0 = tl.load(p_seed).to(tl.uint32)
+        seed1 = tl.load(p_seed + 1).to(tl.uint32)
+        i_batch = (i_batch + tl.load(p_where + 4)).to(tl.uint32)
+        i_head = (i_head + tl.load(p_where + 5)).to(tl.uint32)
+        return threefry(seed0, seed1, i_batch, i_head)
 
 
 @triton.jit
@@ -124,9 +125,10 @@ def seen(q, k, p_bits, plan: tl.constexpr):
 def rounded(x, plan: tl.constexpr):
     if plan.logits_dtype == "bfloat16":
         return x.to(tl.bfloat16).to(tl.float32)
-    if plan.logits_dtype == "float16":
+    elif plan.logits_dtype == "float16":
         return x.to(tl.float16).to(tl.float32)
-    return x
+    else:
+        return x
 
 
 @triton.jit
@@ -162,7 +164,8 @@ def key_side(i_batch, i_block, row, i_row, rows, index, p_segments, p_positions,
 def head_slope(p_slopes, i_batch, i_head, plan: tl.constexpr):
     if plan.alibi > 0:
         return tl.load(p_slopes + (i_batch % plan.alibi) * plan.heads + i_head).to(tl.float32)
-    return 0.0
+    else:
+        return 0.0
 
 
 @triton.jit
@@ -171,7 +174,8 @@ def bias_block(p_bias, i_batch, i_head, row, plan: tl.constexpr):
     if plan.bias_batch > 0:
         o_bias = (i_batch % plan.bias_batch * plan.bias_heads + i_head % plan.bias_heads).to(tl.int64) * plan.bias_rows
         return p_bias + (o_bias + row % plan.bias_rows) * (plan.k.runs * plan.k.length)
-    return p_bias
+    else:
+        return p_bias
 
 
 @triton.jit
@@ -181,4 +185,5 @@ def bits_block(p_bits, i_batch, i_head, i_block, plan: tl.constexpr):
         words: tl.constexpr = plan.k.blocks * plan.k.block // 32
         plane = i_batch % plan.bits_batch * plan.bits_heads + i_head % plan.bits_heads
         return p_bits + (plane.to(tl.int64) * plan.q.blocks + i_block) * (plan.q.block * words)
-    return p_bits
+    else:
+        return p_bits

@@ -4,6 +4,8 @@ Made by XLA before a launch. Only a call with segment ids, position ids, a boole
 kernel works out its blocks by itself.
 """
 
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_core.block import Extras, Scores
+from jax_core.config import FwdParams
+from jax_core.kernels.triton import launch
 from jax_core.kernels.triton.plan import Side, side
 from jax_core.layout import Run
 from jax_core.mask import empty, full
@@ -42,10 +46,27 @@ class Tables(NamedTuple):
         if self.visible is None:
             return None, None
         visible, whole = (x if of_keys else jnp.swapaxes(x, -1, -2) for x in (self.visible, self.whole))
-        rank = jnp.where(visible, jnp.where(whole, 0, 1), 2)
-        order = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
-        counts = jnp.stack([(rank == kind).sum(-1, dtype=jnp.int32) for kind in (0, 1)], axis=-1)
-        return jnp.pad(order, [(0, 0)] * 3 + [(0, 1)]), counts  # a kernel reads one ahead
+        return list_blocks(jnp.where(visible, jnp.where(whole, 0, 1), 2).astype(jnp.int32))
+
+
+@dataclass(frozen=True)
+class ListsPlan:
+    """What the kernel that makes the lists is compiled for."""
+
+    columns: int
+    block: int
+
+
+def list_blocks(kinds):
+    """``kinds [..., rows, columns]`` of pairs of blocks -> ``order [..., rows, columns + 1]``, ``counts [..., rows, 2]``
+    (``lists_kernel``)."""
+    from jax_core.kernels.triton.lists_kernel import lists_kernel
+
+    *rows, columns = kinds.shape
+    plan = ListsPlan(columns, min(1024, 1 << (columns - 1).bit_length()))
+    results = [jax.ShapeDtypeStruct((*rows, length), jnp.int32) for length in (columns + 1, 2)]
+    params = FwdParams(num_stages=1, num_warps=4)
+    return launch.launch(lists_kernel, [kinds], [], results, plan=plan, grid=(math.prod(rows),), params=params)
 
 
 def make_tables(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int]) -> Tables:

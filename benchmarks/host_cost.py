@@ -1,0 +1,165 @@
+"""Where the host's time of a call goes, in microseconds: how long each part keeps Python, whatever the device does meanwhile.
+
+    python benchmarks/host_cost.py
+    torchrun --standalone --nproc-per-node 8 benchmarks/host_cost.py
+
+One process alone, or a ring of all. Before each sample the device is idle and the processes have met, so nothing waits for a
+full queue. The medians are rank 0's; "slowest" is the largest median of all ranks. Parts marked `public` are what JAX and torch
+offer for the same step, for comparison: no call takes them.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before anything imports jax: the card is shared with torch
+
+import jax
+import torch
+import torch.distributed as dist
+
+import ring_attn
+from torch_bridge import crossing, dlpack, mesh, runtime
+from torch_bridge.compiled import ARRAYS
+from torch_bridge.function import _PROGRAMS
+
+Part = Callable[..., Any] | tuple[Callable[[], Any], Callable[..., Any]]  # with what it needs made before, untimed
+ON_GPU = torch.cuda.is_available()
+ALONE = "WORLD_SIZE" not in os.environ
+
+
+def start() -> torch.device:
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    if not ALONE:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
+    return device
+
+
+def meet() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+    if not ALONE:
+        dist.all_reduce(torch.zeros(1))
+
+
+def median(part: Part, samples: int) -> float:
+    prepare, run = part if isinstance(part, tuple) else (None, part)
+    times = []
+    for number in range(samples + 3):
+        given = () if prepare is None else (prepare(),)
+        meet()
+        begin = time.perf_counter()
+        kept = run(*given)  # what it made goes outside of what is timed
+        times.append(time.perf_counter() - begin)
+        del given, kept, number
+    return statistics.median(times[3:]) * 1e6
+
+
+def whole_calls(inputs: list[torch.Tensor]) -> dict[str, Part]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    options: dict[str, Any] = dict(causal=True, layout="zigzag")
+    out = ring_attn.ring_attention(*leaves, **options)
+    dout = torch.randn_like(out)
+    return {
+        "forward": lambda: ring_attn.ring_attention(*inputs, **options),
+        "forward, with a graph": lambda: ring_attn.ring_attention(*leaves, **options),
+        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+    }
+
+
+def parts(inputs: list[torch.Tensor]) -> dict[str, Part]:
+    """Those of the forward, in their order."""
+    program = next(program for program in _PROGRAMS if program.out.shape == tuple(inputs[0].shape))
+    operands = [*inputs, *[None] * (len(ARRAYS) - len(inputs))]
+    way: Any = program.crossing
+    compiled, query = program.compiled_forward, inputs[0]
+    stream = (torch.cuda.current_stream().cuda_stream or dlpack.DEFAULT_STREAM) if ON_GPU else None
+
+    def arrays() -> list[jax.Array | None]:
+        tensors = [*operands, *(homes(compiled.results) if way.in_place else ())]
+        return [None if x is None else program.join(way.convert.to_array(x, None)) for x in tensors]
+
+    result = jax.block_until_ready(compiled.function(*arrays()))[0]
+    local = result.addressable_data(0)
+    return {
+        "the program: all between torch's tensors": lambda: program.forward(operands),
+        **(gpu_parts(way, query, compiled.results) if ON_GPU else {}),
+        "one tensor to JAX": lambda: way.convert.to_array(query, None),
+        "  public: jax.dlpack.from_dlpack": lambda: jax.dlpack.from_dlpack(query),
+        "one global array": lambda: program.join(local),
+        "  public: make_array_from_single_device_arrays": lambda: public_global(program.ring, local),
+        "dispatch": (arrays, lambda arrays: compiled.function(*arrays)),
+        "one result to torch": lambda: way.convert.to_tensor(result, stream),
+        "  public: torch.from_dlpack": lambda: torch.from_dlpack(local),
+        "watching the peers": lambda: runtime.watch(program.ring, "forward").__enter__().__exit__(None, None, None),
+    }
+
+
+def homes(forms: tuple[crossing.Form, ...]) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in forms]
+
+
+def gpu_parts(way: Any, query: torch.Tensor, forms: tuple[crossing.Form, ...]) -> dict[str, Part]:
+    stream = torch.cuda.current_stream()
+    return {
+        "memory for the results": lambda: homes(forms),
+        "JAX's stream waits for torch's": lambda: way.after(stream),
+        "that, and one tensor to JAX with the event": lambda: way.convert.to_array(query, way.after(stream)),
+        "an event recorded": lambda: torch.cuda.Event().record(stream),
+        "  a copy of one result, where it is needed": lambda: query.clone(),
+    }
+
+
+def public_global(ring: mesh.Ring, local: jax.Array) -> jax.Array:
+    if ring.size == 1:
+        return local
+    shape = (ring.size * local.shape[0], *local.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, mesh.sharding(ring, local.platform()), [local])
+
+
+def slowest(microseconds: float) -> float:
+    if ALONE:
+        return microseconds
+    largest = torch.tensor([microseconds], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def show(line: str) -> None:
+    if ALONE or dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048 if ON_GPU else 16, help="of each process")
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--copied", action="store_true", help="results are copied, as where JAX cannot write them in place")
+    options = parser.parse_args()
+    device = start()
+    crossing._OnGpu.in_place = not options.copied
+    heads = (32, 8, 8) if ON_GPU else (2, 2, 2)
+    shapes = [(1, options.tokens, count, 128 if ON_GPU else 8) for count in heads]
+    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16 if ON_GPU else torch.float32) for shape in shapes]
+    where = torch.cuda.get_device_name() if ON_GPU else platform.machine()
+    size = 1 if ALONE else dist.get_world_size()
+    show(f"{size} x {where}, python {platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}")
+    show(f"{options.tokens} tokens a process, causal, zigzag, {'bfloat16' if ON_GPU else 'float32'}\n")
+    show(f"{'microseconds of the host':50} {'median':>8} {'slowest':>8}")
+    for table in (whole_calls, parts):
+        for name, part in table(inputs).items():
+            mine = median(part, options.samples)
+            show(f"{name:50} {mine:8.1f} {slowest(mine):8.1f}")
+        show("")
+    if not ALONE:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Does memory stay safe between torch's allocator and JAX's, and between streams? Bit-equal to a quiet run, or it says so.
+
+    python benchmarks/stress.py
+    torchrun --standalone --nproc-per-node 8 benchmarks/stress.py [--iterations 1000] [--results copied]
+
+Calls follow one another with no wait of the host, on three streams of torch in turn. Inputs are freed as soon as they are given,
+and their memory is filled with NaN at once, while JAX still reads it (or should have); outputs are dropped at once, or read late
+on a stream of their own; JAX fills memory of its own beside it; now and then the caches are emptied and Python collects. Every
+result is compared on the device. Ranks of a ring make the same calls, each at its own pace.
+
+`--results in_place` is how the library does it, `copied` what it does where JAX has written results into memory of its own all the
+same. `shared` gives torch that memory without a copy: nothing would keep JAX from using it again, and the run should find that.
+On a CPU, where there are no streams, what is left of it runs at a small size.
+"""
+
+import argparse
+import gc
+import os
+import random
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before anything imports jax: the card is shared with torch
+
+import torch
+import torch.distributed as dist
+
+import ring_attn
+from report import versions
+from torch_bridge import crossing
+from torch_bridge.dlpack import DEFAULT_STREAM
+
+ON_GPU = torch.cuda.is_available()
+ALONE = "WORLD_SIZE" not in os.environ
+PASSES = ("forward", "both", "dropped")  # "dropped": a forward whose results nobody looks at
+LATE = 3_000_000  # clock cycles by which a reader or a rank may be late: about 2 ms
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked for, and the numbers that it is asked with. `given` makes the tensors of one call from them, all new."""
+
+    options: dict[str, Any]
+    numbers: dict[str, torch.Tensor]
+    dout: torch.Tensor
+
+    def given(self) -> dict[str, torch.Tensor]:
+        made = {name: x.clone() for name, x in self.numbers.items()}
+        return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in made.items()}
+
+
+def make_cases(tokens: int, device: torch.device) -> list[Case]:
+    """With the temporaries that a call may make of its tensors: other layouts of memory, narrower ids, a seed."""
+
+    def normal(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(device, dtype)
+
+    def qkv(seed: int, dtype: torch.dtype, heads_first: bool = False) -> dict[str, torch.Tensor]:
+        shapes = [(1, heads, tokens, 64) if heads_first else (1, tokens, heads, 64) for heads in (8, 2, 2)]
+        return {name: normal(seed + i, *shape, dtype=dtype) for i, (name, shape) in enumerate(zip("qkv", shapes, strict=True))}
+
+    ids = (torch.arange(tokens, device=device) // (tokens // 4))[None]
+    cases: list[tuple[dict, dict]] = [
+        (dict(causal=True, layout="zigzag"), qkv(0, torch.bfloat16)),
+        (dict(causal=True, qkv_format="bhsd"), qkv(10, torch.bfloat16, heads_first=True)),
+        (dict(dropout_p=0.2, dropout_seed=11), qkv(20, torch.float32) | {"q_segment_ids": ids}),
+    ]
+    return [Case(options, numbers, normal(99, *numbers["q"].shape, dtype=numbers["q"].dtype)) for options, numbers in cases]
+
+
+def results(case: Case, which: str, platform: str) -> list[torch.Tensor]:
+    """Of one call; what it was given is freed on return."""
+    given: dict[str, Any] = case.given()
+    out, lse = ring_attn.ring_attention(**given, **case.options, platform=platform, return_lse=True)
+    if which != "both":
+        return [out.detach(), lse.detach()]
+    leaves = [x for x in given.values() if x.requires_grad]
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, case.dout.clone())]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32)
+
+
+class Stress:
+    def __init__(self, options: argparse.Namespace, device: torch.device):
+        self.device, self.platform = device, options.platform
+        self.cases = make_cases(options.tokens, device)
+        self.quiet = [results(case, "both", self.platform) for case in self.cases]
+        self.streams = [torch.cuda.Stream() for _ in range(3)] if ON_GPU else [None]
+        self.reader = torch.cuda.Stream() if ON_GPU else None
+        self.wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(len(self.streams) + 1)]
+        if ON_GPU:
+            torch.cuda.synchronize()
+
+    def run(self, iterations: int) -> int:
+        same, own = random.Random(0), random.Random(os.environ.get("RANK", "0"))  # what ranks must agree in, and what not
+        for number in range(iterations):
+            case, which = same.randrange(len(self.cases)), PASSES[number % len(PASSES)]
+            self.one(number % len(self.streams), case, which, own)
+            if number % 40 == 39:
+                gc.collect()
+            if ON_GPU and number % 100 == 99:
+                torch.cuda.empty_cache()
+        return int(sum(wrong.cpu() for wrong in self.wrong))
+
+    def one(self, turn: int, case: int, which: str, own: random.Random) -> None:
+        stream = self.streams[turn]
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            if ON_GPU and own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(LATE))
+            found = results(self.cases[case], which, self.platform)
+            self.fill_what_is_free(case)
+            if which == "dropped":
+                return
+            if self.reader and own.random() < 0.5:
+                self.read_late(found, case, own)
+            else:
+                self.compare(found, case, self.wrong[turn])
+        if own.random() < 0.3:
+            self.fill_in_jax()
+
+    def fill_what_is_free(self, case: int) -> None:
+        """The caching allocator hands out first what was freed last: the memory of the call's tensors."""
+        shapes = [x.shape for x in self.cases[case].numbers.values()] * 2
+        for dtype in (torch.bfloat16, torch.float32):
+            filled = [torch.full(shape, torch.nan, dtype=dtype, device=self.device) for shape in shapes]
+            del filled
+
+    def fill_in_jax(self) -> None:
+        """A program of the user's own, whose result takes what is free in JAX's memory."""
+        import jax.numpy as jnp
+
+        largest = max(x.numel() for x in self.cases[0].numbers.values())
+        for _ in range(3):
+            jnp.full(largest, jnp.nan, jnp.bfloat16)
+
+    def read_late(self, found: list[torch.Tensor], case: int, own: random.Random) -> None:
+        """As torch's rules have it: the other stream waits for this one, and the allocator is told of it."""
+        assert self.reader
+        self.reader.wait_stream(torch.cuda.current_stream())
+        for tensor in found:
+            tensor.record_stream(self.reader)
+        with torch.cuda.stream(self.reader):
+            torch.cuda._sleep(own.randrange(LATE))
+            self.compare(found, case, self.wrong[-1])
+
+    def compare(self, found: list[torch.Tensor], case: int, wrong: torch.Tensor) -> None:
+        for got, want in zip(found, self.quiet[case], strict=False):
+            wrong += (bits(got) != bits(want)).any()
+
+
+def choose_memory(results: str) -> None:
+    def shared(self, arrays, homes, stream):
+        event = torch.cuda.Event()
+        event.record(stream)
+        return crossing.Outcome([self.convert.to_tensor(x, stream.cuda_stream or DEFAULT_STREAM) for x in arrays], event)
+
+    crossing._OnGpu.in_place = results == "in_place"
+    if results == "shared":
+        crossing._OnGpu._settle = shared  # type: ignore[method-assign]
+
+
+def start() -> torch.device:
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    if not ALONE:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
+    return device
+
+
+def in_all(wrong: int) -> int:
+    total = torch.tensor([wrong])
+    if not ALONE:
+        dist.all_reduce(total)
+    return int(total)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=1000 if ON_GPU else 100)
+    parser.add_argument("--tokens", type=int, default=2048 if ON_GPU else 64, help="of each process")
+    parser.add_argument("--platform", default="auto")
+    parser.add_argument("--results", choices=("in_place", "copied", "shared"), default="in_place")
+    options = parser.parse_args()
+    device = start()
+    choose_memory(options.results)
+    begin = time.monotonic()
+    stress = Stress(options, device)
+    prepared = time.monotonic()
+    wrong = in_all(stress.run(options.iterations))
+    if ALONE or dist.get_rank() == 0:
+        size = 1 if ALONE else dist.get_world_size()
+        print(f"{size} x {torch.cuda.get_device_name() if ON_GPU else 'CPU'}, {', '.join(map(' '.join, versions().items()))}")
+        print(f"quiet run {prepared - begin:.0f} s, stress {time.monotonic() - prepared:.0f} s")
+        print(
+            f"{options.iterations} iterations on {size} process(es), results {options.results}: {wrong} differ from the quiet run"
+        )
+    if not ALONE:
+        dist.destroy_process_group()
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""cuDNN's fused attention as JAX calls it. These calls are private to JAX: what may change between its versions is all in here.
+
+Shapes as in the contract. A call sees whole arrays, or with ``causal`` key ``j <= i`` from query ``i``, of these the nearest
+``window``.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_core.varying import vary, varying_axes
+
+
+def forward(q, k, v, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """``out`` in the dtype of ``q``, and ``lse``, float32, natural logarithm."""
+    bind = _private()._dot_product_attention_fwd_p_wrapper.bind
+    out, lse = bind(q, k, v, *_left_out(q), **_settings(scale, causal, window), is_training=True)  # is_training: with the LSE
+    return vary((out, lse), varying_axes(q, k, v))
+
+
+def backward(q, k, v, out, dout, lse, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[jax.Array, ...]:
+    """``dq, dk, dv`` in the dtype of ``q``. ``out`` and ``lse`` may be of more keys than these: the share of these is exact."""
+    bind = _private()._dot_product_attention_bwd_p_wrapper.bind
+    grads = bind(q, k, v, *_left_out(q), lse, out, dout, **_settings(scale, causal, window))
+    return vary(tuple(grads), varying_axes(q, k, v, out, dout, lse))
+
+
+def _private():
+    """Imported late: it may be gone."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+def _left_out(q) -> list[jax.Array]:
+    """What stands for bias, sequence lengths, offsets of packed sequences and page tables."""
+    return [jnp.zeros(0, q.dtype)] * 7
+
+
+def _settings(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
+    private = _private()
+    return dict(
+        scale=scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),  # no bias, no gradient of it
+        mask_type=private.MaskType.CAUSAL if causal else private.MaskType.NO_MASK,
+        layout=private.AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+    )
+
+
+def missing() -> str | None:
+    """Why cuDNN's attention cannot be called here, in words, or None."""
+    if jax.default_backend() != "gpu":
+        return f'cuDNN needs an NVIDIA GPU, and this program runs on "{jax.default_backend()}"; use platform="xla" or "auto"'
+    if changed():
+        return changed()
+    if not version():
+        return 'JAX finds no cuDNN; use platform="triton" or "auto"'
+    if capability() < 80:
+        return f"cuDNN's fused attention needs compute capability 8.0, this GPU has {capability() / 10}"
+    oldest = 91100 if capability() == 103 else 91002  # 9.10.0 and 9.10.1 have bugs that NVIDIA's own front end refuses
+    if version() < oldest:
+        return f'the cuDNN kernel needs cuDNN {_in_words(oldest)}, this is {_in_words(version())}; use platform="triton" or "auto"'
+    return None
+
+
+@cache
+def changed() -> str | None:
+    """How JAX's calls are not what this file expects, or None. They are tried on shapes, which starts no backend."""
+    q, k = (jax.ShapeDtypeStruct((2, 16, heads, 8), jnp.bfloat16) for heads in (4, 2))
+    lse = jax.ShapeDtypeStruct((2, 4, 16), jnp.float32)
+    try:
+        settings: dict[str, Any] = dict(scale=1.0, causal=True, window=8)
+        got = jax.eval_shape(partial(forward, **settings), q, k, k)
+        got += jax.eval_shape(partial(backward, **settings), q, k, k, q, q, lse)
+    except Exception as error:  # whatever a changed function may raise
+        return _other_calls(f"{type(error).__name__}: {error}")
+    results = [(x.shape, x.dtype) for x in got]
+    expected = [(x.shape, x.dtype) for x in (q, lse, q, k, k)]
+    return None if results == expected else _other_calls(f"results {results}")
+
+
+def _other_calls(how: str) -> str:
+    return f'the cuDNN kernel was written for other versions of JAX than {jax.__version__} ({how}); use platform="triton" or "auto"'
+
+
+@cache
+def version() -> int:
+    """Of the cuDNN that is loaded, as 91900 for 9.19.0; 0 without one."""
+    try:
+        return _private().check_cudnn_version()
+    except RuntimeError:
+        return 0
+
+
+def capability() -> int:
+    """Of this process's GPU, as 90 for 9.0."""
+    major, minor = jax.devices("gpu")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)
+
+
+def _in_words(number: int) -> str:
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

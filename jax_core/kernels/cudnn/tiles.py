@@ -1,0 +1,98 @@
+"""What a pair of shards computes in a causal zigzag ring, as two tiles of one call; and the joining of partial results.
+
+A zigzag shard is two runs, an early and a late one. Of the four tiles of two ranks' shards two are visible, whole: the late
+queries see the early keys; and if the keys are from ``before``, a lower rank, so do the early queries, else the late queries see
+the late keys too. Which is known on the device alone, so both cases are one program::
+
+    before:  early q . early k,  late q . early k          else:  late q . early k,  late q . late k
+
+The two tiles lie in the batch dimension of one call: ``[batch, length, ...] <-> [2 * batch, length / 2, ...]`` moves nothing.
+"""
+
+from functools import reduce
+
+import jax.numpy as jnp
+
+from jax_core.block import Partial
+
+
+def query_tiles(x, before):
+    """Of query rows ``[batch, length, ...]``, what meets the two tiles of keys: ``[2 * batch, length / 2, ...]``."""
+    runs = _split(x)
+    return _as_batch(jnp.where(before, runs, runs[:, 1:]))
+
+
+def key_tiles(x, before):
+    runs = _split(x)
+    return _as_batch(jnp.where(before, runs[:, :1], runs))
+
+
+def row_tiles(x, before):
+    """:func:`query_tiles` of ``[batch, heads, length]``."""
+    return jnp.swapaxes(query_tiles(jnp.swapaxes(x, 1, 2), before), 1, 2)
+
+
+def partials(out, lse, before) -> list[Partial]:
+    """The two tiles' results as partials of the whole shard: what lies where its queries do, and, unless the keys are from
+    ``before``, the first tile's result for the late queries too."""
+    tiles, sums = _split_batch(out), _split_batch(lse)
+    here = jnp.where(_at(1, sums) | before, sums, -jnp.inf)
+    there = jnp.where(_at(1, sums) & jnp.logical_not(before), sums[:, :1], -jnp.inf)
+    first = jnp.broadcast_to(tiles[:, :1], tiles.shape)
+    return [Partial(_join(tiles), _join_rows(here)), Partial(_join(first), _join_rows(there))]
+
+
+def query_gradient(tiles, before):
+    """``[2 * batch, length / 2, ...] -> [batch, length, ...]``: the transpose of :func:`query_tiles`, in float32."""
+    tiles = _split_batch(tiles.astype(jnp.float32))
+    return _join(jnp.where(before, tiles, _both_in(1, tiles)))
+
+
+def key_gradient(tiles, before):
+    tiles = _split_batch(tiles.astype(jnp.float32))
+    return _join(jnp.where(before, _both_in(0, tiles), tiles))
+
+
+def join(partials: list[Partial], out_dtype) -> Partial:
+    """Online softmax over any number of partials. What ``lse`` -inf says to be nothing may be anything in ``out``, also NaN.
+
+    Elementwise in ``out``, so that XLA makes one pass of it.
+    """
+    lse = reduce(jnp.logaddexp, (partial.lse for partial in partials))
+    finite = jnp.where(jnp.isneginf(lse), 0, lse)
+    weights = [jnp.swapaxes(jnp.exp(partial.lse - finite), 1, 2)[..., None] for partial in partials]
+    terms = (jnp.where(weight == 0, 0, weight * partial.out) for weight, partial in zip(weights, partials, strict=True))
+    return Partial(reduce(jnp.add, terms).astype(out_dtype), lse)
+
+
+def _both_in(place: int, tiles):
+    """The sum of the two tiles at one of their places, 0 at the other."""
+    return jnp.where(_at(place, tiles), tiles[:, :1] + tiles[:, 1:], 0)
+
+
+def _at(place: int, tiles):
+    """Which of ``tiles [batch, 2, ...]`` stand at ``place``, in a shape that broadcasts."""
+    return jnp.arange(2).reshape(2, *[1] * (tiles.ndim - 2)) == place
+
+
+def _split(x):
+    """``[batch, length, ...] -> [batch, 2, length / 2, ...]``"""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2, *x.shape[2:])
+
+
+def _join(x):
+    return x.reshape(x.shape[0], 2 * x.shape[2], *x.shape[3:])
+
+
+def _as_batch(x):
+    return x.reshape(2 * x.shape[0], *x.shape[2:])
+
+
+def _split_batch(x):
+    """``[2 * batch, ...] -> [batch, 2, ...]``"""
+    return x.reshape(x.shape[0] // 2, 2, *x.shape[1:])
+
+
+def _join_rows(x):
+    """``[batch, 2, heads, length / 2] -> [batch, heads, length]``"""
+    return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)

@@ -1,0 +1,97 @@
+"""The parts of the benchmarks that need no GPU: what is counted, how it is timed and told, and what peers are handed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import flash_attn_of_torch
+import ring_profile
+import timing
+from one_gpu_systems import Case
+from report import Report, short
+from ring_profile import COPY, REST, TRAVEL, Event
+
+
+def test_work_is_counted_by_visible_pairs():
+    whole = Case("", 1024)
+    assert whole.tflop("forward") == 4 * 16 * 128 * 1024**2 / 2 / 1e12
+    assert whole.tflop("backward") == 2.5 * whole.tflop("forward")
+    assert Case("", 1024, causal=False).pairs == 2 * whole.pairs
+    assert Case("", 1024, window=1024).pairs == whole.pairs
+    assert Case("", 1024, documents=(512, 512)).pairs == whole.pairs / 2
+
+
+def test_systems_take_turns_and_a_failing_one_stops_none():
+    seen = []
+
+    def breaks():
+        seen.append("b")
+        if seen.count("b") > 2:
+            raise RuntimeError("no more")
+
+    systems = {"a": timing.Timed(lambda: seen.append("a")), "b": timing.Timed(breaks)}
+    times, failed = timing.take_turns(systems, rounds=3, sample_ms=0)
+    assert len(times["a"].samples) == 3
+    assert times["a"].calls == 1
+    assert "b" not in times
+    assert timing.reason(failed["b"]) == "RuntimeError: no more"
+    assert "".join(seen) == "ab" + "ba" + "ab"
+
+
+def test_a_report_keeps_what_came_before_the_end(tmp_path: Path):
+    report = Report(tmp_path / "run", "A title")
+    report.add(case="c", system="s", phase="forward", ms=2.0, tflops=500.0)
+    report.add(case="c", system="t", phase="forward", failed="ImportError: not here")
+    report.ratio("s / t", None, at_least=1.5)
+    report.ratio("s, TFLOP/s", report.find("c", "s", "forward", "tflops"), at_least=400)
+    table = (tmp_path / "run" / "table.md").read_text()
+    assert "| s | 2 | 500 |" in table
+    assert "- t, forward: ImportError: not here" in table
+    assert "| s / t | not measured | >= 1.5 |  |" in table
+    assert "| s, TFLOP/s | 500.000 | >= 400 | met |" in table
+    report.finish()
+    assert (tmp_path / "run" / "plot.png").stat().st_size > 0
+    assert [short(n) for n in (16384, 2**20, 100)] == ["16k", "1M", "100"]
+
+
+def test_the_time_beside_kernels_is_read_from_a_trace():
+    found = [
+        ("kernel", "attention", 7, 100, 50),
+        ("kernel", "ncclDevKernel_SendRecv(args)", 13, 110, 20),
+        ("kernel", "ncclDevKernel_SendRecv(args)", 13, 140, 20),
+        ("gpu_memcpy", "Memcpy DtoD", 7, 150, 5),
+    ]
+    keys = ("cat", "name", "stream", "ts", "dur")
+    trace = [dict(zip(keys, event, strict=True)) for event in found]
+    events = ring_profile.events_of_torch({"traceEvents": [{**event, "args": {"stream": event["stream"]}} for event in trace]})
+    assert [event.start for event in events] == [0, 10, 40, 50]
+    assert [ring_profile.kind(event) for event in events] == [REST, TRAVEL, TRAVEL, COPY]
+    told = ring_profile.summary(events)
+    assert told == {"span ms": 0.06, "kernels ms": 0.05, "rotation ms": 0.04, "beside kernels %": 75.0}
+
+
+def test_a_picture_of_streams_is_drawn(tmp_path: Path):
+    rotations = [Event("13", "nccl", 10.0 * step, 4.0) for step in range(8)]
+    kernels = [Event("7", f"kernel {step % 2}", 10.0 * step, 9.0) for step in range(8)]
+    events = ring_profile.in_order([*rotations, *kernels])
+    assert [name for name, *_ in ring_profile.windows(events, 4)] == [
+        "the whole",
+        "one step of the forward",
+        "one step of the backward",
+    ]
+    ring_profile.draw(events, 4, "streams", tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 0
+
+
+def test_flash_attn_is_passed_on_in_the_form_torch_wants():
+    q, k = (torch.empty(1, 256, heads, 64, device="meta", dtype=torch.bfloat16) for heads in (8, 2))
+    out, lse, *_ = flash_attn_of_torch._flash_attn_forward(q, k, k, softmax_scale=0.1, causal=True)
+    assert (out.shape, lse.shape) == (q.shape, (1, 8, 256))
+    gradients = [torch.empty_like(x) for x in (q, k, k)]
+    flash_attn_of_torch._flash_attn_backward(out, q, k, k, out, lse, *gradients, softmax_scale=0.1, causal=True)
+    with pytest.raises(NotImplementedError, match="only plain attention"):
+        flash_attn_of_torch._flash_attn_forward(q, k, k, dropout_p=0.1)
