@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 GPU_COMPILER := $(VENV)/gpu-compiler
 NEEDS := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-fast test-gpu-aot lint format types examples env clean
+.PHONY: demo test test-fast test-gpu test-gpu-aot lint format types examples env clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -20,6 +20,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_triton.py $(PYTEST_FLAGS)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS)
@@ -28,6 +29,11 @@ test-fast: $(STAMP)
 test-gpu-aot: $(GPU_COMPILER)/.installed
 	PYTHONPATH=$(GPU_COMPILER) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) \
 		tests/test_gpu_program.py $(PYTEST_FLAGS)
+
+# On a machine with a GPU and its own PyTorch, JAX and jax-triton; PYTHON names the interpreter that has them.
+test-gpu:
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu tests/test_gpu.py \
+		$(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,4 +9,4 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # Triton's interpreter is chosen when Triton is imported, so what needs it runs in a process of its own (`make test` starts both);
 # and what needs a GPU runs where JAX may use one: JAX_PLATFORMS=cuda pytest -m gpu (`make test-gpu`).
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_triton.py"]
-collect_ignore += [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["test_gpu.py"]
+collect_ignore += [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["test_gpu.py", "test_gpu_bridge.py"]

@@ -34,6 +34,7 @@ class Pair:
     size: int = 1
     scores: Scores = field(default_factory=lambda: Scores(CAUSAL, 0.3))
     carry: bool = False
+    last: bool = False  # the output is asked for in the inputs' dtype
     fused: bool = False
 
 
@@ -67,7 +68,13 @@ def run(kernel, pair: Pair, params: tuple[FwdParams, BwdParams], dtype: str) -> 
     def both(qkv, dout, carry, dq, rows):
         settings: dict[str, Any] = dict(own=own, scores=pair.scores, extras=Extras())
         result = kernel.forward(
-            *qkv, q_runs, k_runs, **settings, carry=carry if pair.carry else None, out_dtype=wide, config=params[0]
+            *qkv,
+            q_runs,
+            k_runs,
+            **settings,
+            carry=carry if pair.carry else None,
+            out_dtype=qkv[0].dtype if pair.last else wide,
+            config=params[0],
         )
         rows = rows or Rows(None, dout, result.lse, (result.out * dout).sum(-1).swapaxes(1, 2))
         rows = rows._replace(out=result.out.astype(dout.dtype) if rows.out is None else rows.out)

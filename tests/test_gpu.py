@@ -56,7 +56,7 @@ def test_triton_with_its_own_blocks(dims, dtype):
         1000, 1200 if layout == "contiguous" else 1000, 4, 2, *dims, dtype, layout=layout, rank=2, source=number % 4, size=size
     )
     window = make_mask(True, 900 if number % 2 else None)
-    pair = replace(pair, scores=Scores(window, dims[0] ** -0.5), carry=True, fused=number % 3 == 2)
+    pair = replace(pair, scores=Scores(window, dims[0] ** -0.5), carry=True, last=number % 2 == 0, fused=number % 3 == 2)
     check(triton, pair, defaults(pair))
 
 

@@ -198,6 +198,16 @@ def test_all_64_bits_of_a_seed_count(seed):
     assert torch.equal(attention(seed), attention(5)) == (int(seed) == 5)
 
 
+@pytest.mark.parametrize("seed", [0, 5, -1, 2**31, 2**40 + 5, 2**63 - 1, -(2**63)])
+def test_a_seed_is_two_words_wherever_it_comes_from(seed):
+    from torch_bridge.function import _seed_words
+
+    words = _seed_words(seed, torch.device("cpu"))
+    assert words.dtype == torch.int32
+    assert [word % 2**32 for word in words.tolist()] == [seed % 2**32, (seed >> 32) % 2**32]
+    assert torch.equal(words, _seed_words(torch.tensor([seed]), torch.device("cpu")))
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of every autograd.Function
 def test_torch_compile_in_one_graph():
     inputs = qkv(dtype=torch.float32)

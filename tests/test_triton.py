@@ -59,6 +59,13 @@ def test_against_the_oracle(name: str):
     against_the_oracle(in_triton(next(case for case in CASES if case.name == name)))
 
 
+@pytest.mark.parametrize("ring", [2, 3])
+def test_the_last_pair_gives_the_output_in_16_bits(ring: int):
+    """Its partial result is in place for the LSE alone."""
+    case = Case("half precision ring", ring=ring, layout="zigzag", dtype="float16", queries=20, batch=1, heads=2, kv_heads=1)
+    against_the_oracle(replace(case, options=CAUSAL, block=16, settings={"platform": "triton"}))
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_backward(name: str):
     against_the_oracle(in_triton(next(case for case in CASES if case.name == name), fused_backward=True))

@@ -39,15 +39,16 @@ def forward_kernel(
     p_bits,
     p_order,
     p_counts,
-    p_carry_lse,
     p_carry,
+    p_carry_lse,
     p_lse,
     p_out,
     plan: tl.constexpr,
 ):
     """Grid: query blocks (the last first: under a causal mask they have the most to do), heads, batch.
 
-    ``p_carry_lse``, ``p_carry``: the partial result so far; what is ``plan.in_place`` goes back to where it came from.
+    ``p_carry``, ``p_carry_lse``: the partial result so far. With ``plan.in_place`` of 1 the LSE goes where it came from, with 2 the
+    output too: the pointers for results are not used then, whatever they are.
     """
     if plan.in_place > 0:
         p_lse = p_carry_lse

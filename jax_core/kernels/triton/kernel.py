@@ -50,21 +50,19 @@ def forward(
     tables = make_tables((q, k, v), q_runs, k_runs, scores, extras, blocks)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    # The LSE goes where it came from; the output too, unless the last pair gives it in another type.
-    before: list[Any] = [None, None]
-    in_place: list[Any] = []
-    outputs = [lse, out]
-    if carry is not None and carry.out.dtype == out_dtype:
-        before, in_place, outputs = [], [carry.lse, carry.out], []
-    elif carry is not None:
+    # The output and the LSE go where they came from; but the last pair may give the output in another type.
+    before: list[Any] = [None, None] if carry is None else []
+    in_place: list[Any] = [] if carry is None else [carry.out, carry.lse]
+    outputs = [lse, out] if carry is None else []
+    if carry is not None and carry.out.dtype != out_dtype:
         before, in_place, outputs = [carry.out], [carry.lse], [out]
     plan = make_plan(
         (q, k, v), q_runs, k_runs, scores, extras, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings
     )
     inputs = [q, k, v, *_positional(q_runs, k_runs, extras), tables.bits, *tables.lists(of_keys=True), *before]
     grid = plan.q.blocks, plan.heads, plan.batch
-    lse, out = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, params=config)
-    return Partial(out, lse)
+    found = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, params=config)
+    return Partial(*(found if len(in_place) == 2 else found[::-1]))
 
 
 def backward(
