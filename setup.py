@@ -23,6 +23,7 @@ EXTRAS = {
         "hypothesis>=6.100,<7",
         "ruff>=0.17,<0.18",
         "mypy>=2.4,<3",
+        "triton>=3.6,<4; sys_platform == 'linux'",  # its interpreter and its compiler need no GPU
         "matplotlib>=3.9,<4",
         "tqdm>=4.66,<5",
     ],

@@ -89,7 +89,8 @@ def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
             own=not move.came, scores=spec.scores, out_dtype=wide if move.onward else last_dtype, config=spec.fwd_params
         )
         result = spec.kernel.forward(*shards, extras=extras, carry=result, **settings)
-        arriving, result = lax.optimization_barrier((arriving, result))
+        if loads:
+            arriving, result = lax.optimization_barrier((arriving, result))
         return *(land(arriving, loads) or [words]), shift + move.onward, result
 
     words = pack(own, word_type(operands.key.dtype, spec.packed)) if len(moves) > 1 else None
@@ -118,7 +119,8 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
         (q, k, v, q_runs, k_runs), extras = _meeting(spec, operands, unpack(words, own) if move.came else own, shift)
         settings = dict(own=not move.came, scores=spec.scores, fused=spec.fused_backward, config=spec.bwd_params)
         grads = spec.kernel.backward(q, k, v, rows, q_runs, k_runs, extras=extras, dq=sums.dq, **settings)
-        arriving, grads = lax.optimization_barrier((arriving, grads))
+        if loads:
+            arriving, grads = lax.optimization_barrier((arriving, grads))
         landed = land(arriving, loads)
         dkv = _add(unpack(landed[-1], dkv) if move.came else None, (grads.dk, grads.dv))
         return landed[0] if move.onward else words, shift + move.onward, dkv, _accumulate(sums, grads, k_runs)

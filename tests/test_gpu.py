@@ -80,6 +80,7 @@ def test_the_default_backward_is_the_same_in_every_run(dtype):
             np.testing.assert_array_equal(np.asarray(once, np.float32), np.asarray(again, np.float32))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_torch_compile_keeps_its_cache_of_triton():
     """jax-triton changes Triton's cache folder while it is imported."""
     import os
