@@ -5,6 +5,7 @@ from types import ModuleType
 import jax
 
 from jax_core.block import Problem
+from jax_core.choices import preference
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, check_platform
 from jax_core.kernels import cudnn, triton, xla
 
@@ -32,17 +33,11 @@ def choose_kernel(platform: str | None, cfg: RingAttentionConfig | None, problem
 
 def _first_that_can(given: RingAttentionConfig, problem: Problem) -> Choice:
     reasons = {}
-    for name in _preference(problem):
+    for name in preference(problem) if jax.default_backend() == "gpu" else ("xla",):
         choice, reasons[name] = _try(_KERNELS[name], given, problem)
         if reasons[name] is None:
             return choice
     raise NotImplementedError("no platform can: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
-
-
-def _preference(problem: Problem) -> tuple[str, ...]:
-    if jax.default_backend() != "gpu":
-        return ("xla",)
-    return ("cuda", "triton", "xla") if problem.q_length >= 4096 else ("triton", "xla")
 
 
 def _try(kernel: ModuleType, given: RingAttentionConfig, problem: Problem) -> tuple[Choice, str | None]:

@@ -477,9 +477,11 @@ def test_the_signature_is_the_reference_designs():
     assert (config.fwd_params.q_blocksize, config.fwd_params.kv_blocksize) == (None, None)  # the kernel's own
 
 
-@pytest.mark.parametrize("platform", ["triton", "cuda", "pallas"])
-def test_a_named_kernel_that_is_missing_says_so(platform: str):
-    with pytest.raises(NotImplementedError, match=f'platform="{platform}": .*use platform="xla" or "auto"'):
+@pytest.mark.parametrize(
+    ("platform", "reason"), [("triton", "need an NVIDIA GPU"), ("cuda", "float16 and bfloat16"), ("pallas", "TPU")]
+)
+def test_a_named_kernel_that_cannot_says_why(platform: str, reason: str):
+    with pytest.raises(NotImplementedError, match=f'platform="{platform}": .*{reason}.*use platform=.* or "auto"'):
         jax_core.ring_attention(*small_inputs(), platform=platform)
 
 

@@ -25,13 +25,15 @@ def launch(
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*in_place, *outputs)]
     aliases = {len(inputs) + i: i for i in range(len(in_place))}
     settings = dict(kernel=kernel, grid=grid, num_warps=params.num_warps, num_stages=params.num_stages, plan=plan)
-    results = _call([*inputs, *in_place], types, aliases, settings)
+    # jax-triton has no rule for vmap: entries are computed one after another.
+    call = jax.custom_batching.sequential_vmap(lambda *arrays: tuple(_call(arrays, types, aliases, settings)))
+    results = call(*inputs, *in_place)
     return vary(tuple(results), varying_axes(given))  # jax-triton's results are not typed
 
 
 def _call(arrays, types, aliases: dict[int, int], settings: dict[str, Any]):
     library = jax_triton()
-    settings |= dict(compute_capability=capability(), input_output_aliases=aliases)
+    settings = settings | dict(compute_capability=capability(), input_output_aliases=aliases)
     if library.__version_info__ < (0, 4):
         return library.triton_call(*arrays, out_shape=types, enable_fp_fusion=True, **settings)
     again = [None] * len(aliases)  # 0.4 passes an aliased pair as one pointer
