@@ -10,18 +10,18 @@ from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
 from jax_core.varying import vary, varying_axes
 
 
-def attend(options: Options, operands: Operands, axis_name=None, head_shards: int = 1):
+def attend(options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None):
     """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device without."""
     axes = varying_axes(operands)
     size = 1
     if axis_name is not None:
         size = _axis_size(axis_name)
         axes |= varying_axes(lax.axis_index(axis_name))
-    spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes))
+    spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend))
     further = varying_axes(completed.predicate_arrays) - axes
     if further:  # a mask function that closes over arrays which vary over axes of their own
         axes |= further
-        spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes))
+        spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend))
     operands = completed
     # One type for every operand under check_vma; the cast's transpose sums the gradients of operands that devices share.
     arrays = vary(operands._replace(predicate_arrays=()), axes)

@@ -57,7 +57,7 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
     def local(*arrays):
         shards = Operands(**{"key": None, "value": None, "query": None} | dict(zip(given, arrays, strict=True)))
         shards = shards._replace(origin=_origin(plan, shards))
-        out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads))
+        out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads), _backend(plan.mesh))
         return (out, lse) if plan.return_lse else out
 
     in_specs = tuple(_spec(plan, operands, name) for name in given)
@@ -65,6 +65,11 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
         _check_divides(plan, name, array.shape, spec)
     mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
     return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
+
+
+def _backend(mesh: Mesh) -> str | None:
+    """What the mesh's devices are; None for an abstract mesh."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
 def _call(mapped: Callable, mesh: Mesh, in_specs, *arrays):

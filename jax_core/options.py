@@ -57,13 +57,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where local shards lie: the ring's mesh axis and size, over how many devices heads are split, and the mesh axes that values
-    vary over."""
+    """Where local shards lie: the ring's mesh axis and size, over how many devices heads are split, the mesh axes that values
+    vary over, and on which hardware (None: JAX's default)."""
 
     axis_name: str | tuple[str, ...] | None = None
     size: int = 1
     head_shards: int = 1
     axes: frozenset = frozenset()
+    backend: str | None = None
 
 
 def make_spec(options: Options, operands: Operands, place: Placement = Placement()) -> tuple[RingSpec, Operands]:
@@ -86,7 +87,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
     )
     kernel, forward, backward = choose_kernel(options.platform, options.cfg, _problem(options, operands, place, scores))
     ring = options.layout, place.axis_name, place.size
-    packed = jax.default_backend() == "cpu"
+    packed = (place.backend or jax.default_backend()) == "cpu"
     spec = RingSpec(scores, kernel, *ring, forward, backward, options.fused_backward, options.lse_gradient, packed)
     return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
 
@@ -107,6 +108,7 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         size=place.size,
         extras=frozenset(name for name in Extras._fields[:-1] if getattr(operands, name) is not None),
         lse_gradient=options.lse_gradient,
+        backend=place.backend,
     )
 
 

@@ -20,20 +20,23 @@ def choose_kernel(platform: str | None, cfg: RingAttentionConfig | None, problem
     it cannot; "auto" (or None) takes the first that can, which ends at xla."""
     given = cfg or RingAttentionConfig()
     named = _named(platform, given)
-    _check_backend(given)
+    backend = problem.backend or jax.default_backend()
+    _check_backend(given, backend)
     if named == "auto":
-        return _first_that_can(given, problem)
+        return _first_that_can(given, problem, backend)
     if named in _MISSING:
         raise NotImplementedError(f'platform="{named}": {_MISSING[named]}; use platform="xla" or "auto"')
+    if named != "xla" and backend != jax.default_backend():
+        raise NotImplementedError(f'platform="{named}": the arrays are on "{backend}"; use platform="xla" or "auto"')
     choice, reason = _try(_KERNELS[named], given, problem)
     if reason is not None:
         raise NotImplementedError(f'platform="{named}": {reason}')
     return choice
 
 
-def _first_that_can(given: RingAttentionConfig, problem: Problem) -> Choice:
+def _first_that_can(given: RingAttentionConfig, problem: Problem, backend: str) -> Choice:
     reasons = {}
-    for name in preference(problem) if jax.default_backend() == "gpu" else ("xla",):
+    for name in preference(problem) if backend == "gpu" else ("xla",):
         choice, reasons[name] = _try(_KERNELS[name], given, problem)
         if reasons[name] is None:
             return choice
@@ -55,6 +58,6 @@ def _named(platform: str | None, cfg: RingAttentionConfig) -> str:
     return platform if cfg.platform == "auto" else cfg.platform
 
 
-def _check_backend(cfg: RingAttentionConfig) -> None:
-    if cfg.backend != "any" and cfg.backend != jax.default_backend():
-        raise ValueError(f'cfg is for backend "{cfg.backend}", but this program runs on "{jax.default_backend()}"; use "any"')
+def _check_backend(cfg: RingAttentionConfig, backend: str) -> None:
+    if cfg.backend != "any" and cfg.backend != backend:
+        raise ValueError(f'cfg is for backend "{cfg.backend}", but this program runs on "{backend}"; use "any"')

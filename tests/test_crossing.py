@@ -234,6 +234,13 @@ def test_where_jaxlib_has_other_functions_the_public_ones_serve(functions, monke
     check_memory_is_shared(convert)
 
 
+def test_a_tensor_that_needs_nothing_is_handed_over_itself():
+    """Another Python object for the same tensor would be freed by a thread of JAX, which has to wait for Python's lock."""
+    tensor = torch.ones(3, 4, requires_grad=True)
+    assert dlpack.exportable(tensor) is tensor
+    assert dlpack.exportable(tensor.detach().t()) is not tensor
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_program_takes_the_memory_of_its_results(size, monkeypatch):
     """JAX is told which arguments are memory, also where results share a form, and uses it."""

@@ -3,6 +3,7 @@ with TRITON_INTERPRET=1, in a process of its own. What they do on a GPU: tests/t
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import triton_interpreter
 from attention_cases import CASES, CAUSAL, Case, make_cotangents, make_inputs, ring_results
@@ -71,6 +72,28 @@ def test_fused_backward(name: str):
     against_the_oracle(in_triton(next(case for case in CASES if case.name == name), fused_backward=True))
 
 
+def test_padding_keys_stay_out_of_the_fused_backward():
+    """Their weights would be infinite where the LSE is low."""
+    case = in_triton(
+        Case("low logits", queries=40, arrays={"bias": lambda rng, case: np.full((1, 1, 40, 40), -200.0)}), fused_backward=True
+    )
+    against_the_oracle(case)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, (2**31 - 20, None)])
+def test_the_widest_windows(window):
+    for causal in (False, True):
+        options = {"causal": causal, "sliding_window": window}
+        against_the_oracle(in_triton(Case("widest windows", queries=40, options=options)))
+
+
+def test_mask_functions_see_the_positions_as_they_came():
+    """Though the kernels move negative ones by whole chunks."""
+    ids = {"q_position_ids": lambda rng, case: np.arange(40, dtype=np.int32) - 20}
+    options = {"chunk_size": 16, "mask_mod": lambda batch, head, q, k: k >= -5}
+    against_the_oracle(in_triton(Case("negative positions", queries=40, options=options, arrays=ids)))
+
+
 SMALL = FwdParams(16, 16), BwdParams(16, 32)
 PAIRS = {
     "own shard of a zigzag": Pair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
@@ -95,6 +118,10 @@ def test_pairs(name: str):
     [
         ((1, 8, 2, 257), {}, "at most 256"),
         ((1, 8, 2, 16), {"cfg": jax_core.RingAttentionConfig(FwdParams(24, 16))}, "powers of two"),
+        ((1, 8, 2, 16), {"cfg": jax_core.RingAttentionConfig(FwdParams(2048, 2048))}, "to 256"),
+        ((1, 8, 2, 16), {"cfg": jax_core.RingAttentionConfig(bwd_params=BwdParams(num_warps=3))}, "num_warps"),
+        ((1, 8, 2, 256), {"cfg": jax_core.RingAttentionConfig(FwdParams(256, 256))}, "bytes of shared memory"),
+        ((70000, 1, 1, 16), {}, "at most 65535"),
         (
             (1, 8, 2, 16),
             {"cfg": jax_core.RingAttentionConfig(FwdParams(16, 16)), "mask_mod": lambda b, h, q, k: q >= k},

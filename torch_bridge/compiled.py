@@ -74,7 +74,9 @@ def program(options: Options, signature: Signature, ring: Ring, device: torch.de
     out, lse = _results(signature)
     with keeping_device(device), precision_scope(out.dtype):
         start(ring=ring, device=device)
-        spec, operands = make_spec(options, _operands(signature), Placement(AXIS if ring.size > 1 else None, ring.size))
+        spec, operands = make_spec(
+            options, _operands(signature), Placement(AXIS if ring.size > 1 else None, ring.size, backend=jax_platform(device))
+        )
         way = crossing(device)
     # Constants of the compiled program; as NumPy arrays they belong to no device.
     masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in operands.predicate_arrays)

@@ -3,7 +3,9 @@
 Who waits for whom, and whose memory is whose, is argued in docs/streams.md; this is where it is done.
 """
 
+import atexit
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from threading import Lock
@@ -17,6 +19,7 @@ from torch_bridge.dlpack import DEFAULT_STREAM, conversions, exportable
 Tensors = Sequence[torch.Tensor | None]
 Join = Callable[[jax.Array], jax.Array]
 
+_LETTING_GO = 0.02  # seconds
 _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
 
 
@@ -63,6 +66,9 @@ class _OnCpu:
 
     def __init__(self, device: torch.device) -> None:
         self.convert = conversions(device, jax.local_devices(backend="cpu")[0])
+        # JAX's threads let go of a call's tensors a moment after its results are there. Freeing one takes Python's lock, and
+        # whoever asks for that while Python ends is ended by it, and the process with him.
+        atexit.register(time.sleep, _LETTING_GO)
 
     def __call__(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
         to_array, to_tensor = self.convert

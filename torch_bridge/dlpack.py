@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # XLA's CPU client takes foreign memory only at this alignment; torch allocates at it, but a slice may start anywhere.
 CPU_ALIGNMENT = 64
+GPU_ALIGNMENT = 16  # what kernels on a GPU count on
 
 _DL_CPU, _DL_CUDA = 1, 2  # DLPack's device types
 DEFAULT_STREAM = 1  # DLPack's number of the stream that CUDA calls 0
@@ -82,9 +83,9 @@ def _check_range(tensor: torch.Tensor, name: str) -> None:
 
 
 def exportable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as DLPack and XLA take it: no graph, no lazy conjugation or negation, contiguous, aligned."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if tensor.device.type == "cpu" and tensor.data_ptr() % CPU_ALIGNMENT:
+    """The tensor as DLPack and XLA take it: no lazy conjugation or negation, contiguous, aligned; itself, where it is so."""
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    if tensor.data_ptr() % (CPU_ALIGNMENT if tensor.device.type == "cpu" else GPU_ALIGNMENT):
         return tensor.clone()
     return tensor
 
@@ -116,7 +117,7 @@ def to_jax(tensor: torch.Tensor, device: "jax.Device | None" = None) -> "jax.Arr
     if tensor.is_cuda:
         jax.local_devices()  # starts JAX, if it has not: before the device is set
     with keeping_device(tensor.device):
-        return jax.dlpack.from_dlpack(exportable(tensor), device=device)
+        return jax.dlpack.from_dlpack(exportable(tensor.detach()), device=device)
 
 
 def to_torch(array: "jax.Array") -> torch.Tensor:

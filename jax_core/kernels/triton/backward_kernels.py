@@ -66,8 +66,7 @@ def keys_kernel(
     b_v = load_tile(
         p_v + o_k * plan.value_dim, rows, plan.kv_heads * plan.value_dim, N, plan.value_dim, plan.value_dim_block, whole
     )
-    k = key_side(i_batch, i_block, row, tl.arange(0, N), rows, index, p_k_segments, p_k_positions, plan, True)
-    k_side = (k[0][:, None], k[1][:, None], k[2][:, None], k[3][:, None], k[4][:, None], k[5][:, None])
+    k_side = key_side(i_batch, i_block, row, rows, index, p_k_segments, p_k_positions, False, plan, True)
 
     b_dk = tl.zeros([N, DIM], tl.float32)
     b_dv = tl.zeros([N, VALUE_DIM], tl.float32)
@@ -116,8 +115,7 @@ def _over_queries(sums, b_k, b_v, k_side, pointers, rest, number, spans, p_order
         b_s = product(b_k, tl.trans(b_q), plan)  # [N, M]
         p_tile = p_dout + o_q * plan.value_dim
         b_dout = load_tile(p_tile, rows, plan.heads * plan.value_dim, M, plan.value_dim, plan.value_dim_block, whole)
-        q = query_side(i_batch, row, i_row, m_row, index, p_q_segments, p_q_positions, plan, masked)
-        q_side = (q[0][None, :], q[1][None, :], q[2][None, :], q[3][None, :], q[4][None, :])
+        q_side = query_side(i_batch, row, rows, index, p_q_segments, p_q_positions, True, plan, masked)
         p_bias_block = bias_block(p_bias, i_batch, i_head, row, plan)
         p_bits_block = bits_block(p_bits, i_batch, i_head, i_block, plan)
         b_dp = product(b_v, tl.trans(b_dout), plan)
@@ -184,8 +182,7 @@ def queries_kernel(
     p_tile = p_dout + o_q * plan.value_dim
     b_dout = load_tile(p_tile, rows, plan.heads * plan.value_dim, M, plan.value_dim, plan.value_dim_block, whole)
     b_lse, b_delta = load_rows(p_lse + o_lse, p_delta + o_lse, i_row, m_row, whole)
-    q = query_side(i_batch, row, i_row, m_row, index, p_q_segments, p_q_positions, plan, True)
-    q_side = (q[0][:, None], q[1][:, None], q[2][:, None], q[3][:, None], q[4][:, None])
+    q_side = query_side(i_batch, row, rows, index, p_q_segments, p_q_positions, False, plan, True)
     p_bias_block = bias_block(p_bias, i_batch, i_head, row, plan)
     p_bits_block = bits_block(p_bits, i_batch, i_head, i_block, plan)
     slope = head_slope(p_slopes, i_batch, i_head, plan)
@@ -218,7 +215,6 @@ def _over_keys(b_dq, rows_of_q, q_side, pointers, rest, number, spans, p_order, 
     i_batch, p_bias, p_bits, slope, key = rest
     N: tl.constexpr = plan.k.block
     whole: tl.constexpr = plan.k.even or not masked
-    i_row = tl.arange(0, N)
     i_block = nth(0, spans, p_order, plan, True, masked)
     for j in range(number):
         i_next = nth(j + 1, spans, p_order, plan, True, masked)
@@ -227,8 +223,7 @@ def _over_keys(b_dq, rows_of_q, q_side, pointers, rest, number, spans, p_order, 
         b_k = load_tile(p_k + o_row * plan.dim, rows, plan.kv_heads * plan.dim, N, plan.dim, plan.dim_block, whole)
         p_tile = p_v + o_row * plan.value_dim
         b_v = load_tile(p_tile, rows, plan.kv_heads * plan.value_dim, N, plan.value_dim, plan.value_dim_block, whole)
-        k = key_side(i_batch, i_block, row, i_row, rows, index, p_k_segments, p_k_positions, plan, masked)
-        k_side = (k[0][None, :], k[1][None, :], k[2][None, :], k[3][None, :], k[4][None, :], k[5][None, :])
+        k_side = key_side(i_batch, i_block, row, rows, index, p_k_segments, p_k_positions, True, plan, masked)
         b_s = product(b_q, tl.trans(b_k), plan)
         b_dp = product(b_dout, tl.trans(b_v), plan)
         _, b_ds, _ = gradient(b_s, b_dp, b_lse, b_delta, q_side, k_side, p_bias, p_bits, slope, key, plan, masked)
@@ -281,8 +276,7 @@ def bias_kernel(
         b_k = load_tile(p_k + o_k * plan.dim, k_rows, plan.kv_heads * plan.dim, N, plan.dim, plan.dim_block, False)
         p_tile = p_v + o_k * plan.value_dim
         b_v = load_tile(p_tile, k_rows, plan.kv_heads * plan.value_dim, N, plan.value_dim, plan.value_dim_block, False)
-        k = key_side(i_batch, i_k_block, k_row, i_k, k_rows, k_index, p_k_segments, p_k_positions, plan, True)
-        k_side = (k[0][None, :], k[1][None, :], k[2][None, :], k[3][None, :], k[4][None, :], k[5][None, :])
+        k_side = key_side(i_batch, i_k_block, k_row, k_rows, k_index, p_k_segments, p_k_positions, True, plan, True)
         for i_turn in range(plan.q.blocks if shared else 1):
             i_block = tl.program_id(0) + i_turn
             row, rows, index = place(i_block, p_where, plan, False)
@@ -293,8 +287,7 @@ def bias_kernel(
             p_tile = p_dout + o_q * plan.value_dim
             b_dout = load_tile(p_tile, rows, plan.heads * plan.value_dim, M, plan.value_dim, plan.value_dim_block, False)
             b_lse, b_delta = load_rows(p_lse + o_lse, p_delta + o_lse, i_m, m_row, False)
-            q = query_side(i_batch, row, i_m, m_row, index, p_q_segments, p_q_positions, plan, True)
-            q_side = (q[0][:, None], q[1][:, None], q[2][:, None], q[3][:, None], q[4][:, None])
+            q_side = query_side(i_batch, row, rows, index, p_q_segments, p_q_positions, False, plan, True)
             p_bias_block = bias_block(p_bias, i_batch, i_head, row, plan)
             p_bits_block = bits_block(p_bits, i_batch, i_head, i_block, plan)
             b_s = product(b_q, tl.trans(b_k), plan)

@@ -38,8 +38,8 @@ def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys
     """``(low, high, full_low, full_high)``: which blocks of a run of the other side have a pair that is visible from positions
     ``first`` to ``last``, and which of them are visible altogether. ``low <= full_low <= full_high <= high``."""
     causal: tl.constexpr = plan.mask.causal
-    left: tl.constexpr = plan.mask.left
-    right: tl.constexpr = plan.mask.right
+    left: tl.constexpr = plan.left
+    right: tl.constexpr = plan.right
     chunk: tl.constexpr = plan.mask.chunk
     if of_keys:
         length: tl.constexpr = plan.k.length
@@ -180,11 +180,3 @@ def store_tile(p, b, count, row_stride: tl.constexpr, rows: tl.constexpr, dim: t
     i_row = tl.arange(0, rows)[:, None]
     i_dim = tl.arange(0, dim_block)[None, :]
     tl.store(p + i_row * row_stride + i_dim, b.to(p.dtype.element_ty), mask=(i_row < count) & (i_dim < dim))
-
-
-@triton.jit
-def load_ids(p, i_batch, row, i_rel, m_row, length: tl.constexpr, rows: tl.constexpr):
-    """Ids of a block's rows, ``[rows of the ids, length]``."""
-    if rows > 1:
-        row += i_batch * length
-    return tl.load(p + row + i_rel, mask=m_row, other=-1)

@@ -69,8 +69,7 @@ def forward_kernel(
     o_lse = (i_batch * plan.heads + i_head).to(tl.int64) * q_length + row
     whole: tl.constexpr = plan.q.even
     b_q = load_tile(p_q + o_q * plan.dim, rows, plan.heads * plan.dim, M, plan.dim, plan.dim_block, whole)
-    q = query_side(i_batch, row, i_row, m_row, index, p_q_segments, p_q_positions, plan, True)
-    q_side = (q[0][:, None], q[1][:, None], q[2][:, None], q[3][:, None], q[4][:, None])
+    q_side = query_side(i_batch, row, rows, index, p_q_segments, p_q_positions, False, plan, True)
     slope = head_slope(p_slopes, i_batch, i_head, plan)
     p_bias = bias_block(p_bias, i_batch, i_head, row, plan)
     p_bits = bits_block(p_bits, i_batch, i_head, i_block, plan)
@@ -139,8 +138,7 @@ def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, plan: tl.con
             b_sum = b_sum * b_old
             b_sums = b_sums * b_old[:, None] + b_p
         else:
-            k = key_side(i_batch, i_block, row, i_row, rows, index, p_k_segments, p_k_positions, plan, masked)
-            k_side = (k[0][None, :], k[1][None, :], k[2][None, :], k[3][None, :], k[4][None, :], k[5][None, :])
+            k_side = key_side(i_batch, i_block, row, rows, index, p_k_segments, p_k_positions, True, plan, masked)
             x, _ = logits(b_s, q_side, k_side, p_bias, p_bits, slope, plan, masked)
             b_new = tl.maximum(b_max, tl.max(x, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)

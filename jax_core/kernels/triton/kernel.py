@@ -13,6 +13,7 @@ from jax_core.kernels.triton.tables import make_tables
 from jax_core.layout import Run
 
 _WIDEST = 256
+_GRID = 65535  # programs along the second and third dimension of a launch
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -23,14 +24,27 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
         return f'head dims are at most {_WIDEST}, got {problem.dim} and {problem.value_dim}; use platform="xla"'
     if problem.scores.logits_dtype not in (None, *_DTYPES):
         return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
+    if max(problem.batch, problem.heads, problem.batch * problem.heads if "bias" in problem.extras else 0) > _GRID:
+        return f'a GPU takes at most {_GRID} batch entries and heads (their product, with a bias); use platform="xla"'
+    return launch.missing() or _params_reason(problem, forward, backward)
+
+
+def _params_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    packed = "mask" in problem.extras or problem.scores.predicates
     for name, part in (("fwd_params", forward), ("bwd_params", backward)):
-        blocks = _blocks(part)
-        if any(size < 16 or size & (size - 1) for size in blocks):
-            return f"{name}: block sizes must be powers of two of at least 16, got {blocks[0]} x {blocks[1]}"
-        packed = "mask" in problem.extras or problem.scores.predicates
-        if packed and min(blocks[1:] if part is forward else blocks) < 32:
-            return f"a mask or mask function needs key blocks of at least 32, got {name} {blocks[0]} x {blocks[1]}"
-    return launch.missing()
+        q, k = _blocks(part)
+        if not all(16 <= size <= 256 and size & (size - 1) == 0 for size in (q, k)):
+            return f"{name}: block sizes must be powers of two from 16 to 256, got {q} x {k}"
+        if packed and min(k, 32 if part is forward else q) < 32:
+            return f"with a mask or mask function {name} needs blocks of at least 32, got {q} x {k}"
+        if part.num_warps not in (1, 2, 4, 8, 16) or not 1 <= (part.num_stages or 0) <= 8:
+            return f"{name}: num_warps must be 1, 2, 4, 8 or 16 and num_stages 1 to 8, got {part.num_warps} and {part.num_stages}"
+        # What stands still, and what comes in at every stage.
+        still, coming = (q, k) if part is forward else (k, q)
+        needed = params.shared_memory(problem, still, coming, part)
+        if needed > params.shared_memory_of(launch.capability()):
+            return f"{name}: tiles of {q} x {k} need {needed} bytes of shared memory, more than this GPU has for a program"
+    return None
 
 
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
@@ -46,7 +60,7 @@ def forward(
 
     del own  # the runs say it
 
-    extras, blocks = _prepared(extras, scores), _blocks(config)
+    extras, blocks = _prepared(extras), _blocks(config)
     tables = make_tables((q, k, v), q_runs, k_runs, scores, extras, blocks)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
@@ -59,7 +73,7 @@ def forward(
     plan = make_plan(
         (q, k, v), q_runs, k_runs, scores, extras, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings
     )
-    inputs = [q, k, v, *_positional(q_runs, k_runs, extras), tables.bits, *tables.lists(of_keys=True), *before]
+    inputs = [q, k, v, *_positional(q_runs, k_runs, scores, extras), tables.bits, *tables.lists(of_keys=True), *before]
     grid = plan.q.blocks, plan.heads, plan.batch
     found = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, params=config)
     return Partial(*(found if len(in_place) == 2 else found[::-1]))
@@ -72,8 +86,8 @@ def backward(
 
     del own
 
-    extras = _prepared(extras, scores)
-    arrays = [q, k, v, rows.dout.astype(q.dtype), rows.lse, rows.delta, *_positional(q_runs, k_runs, extras)]
+    extras = _prepared(extras)
+    arrays = [q, k, v, rows.dout.astype(q.dtype), rows.lse, rows.delta, *_positional(q_runs, k_runs, scores, extras)]
     over_queries = _Pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
     turned = over_queries._replace(blocks=over_queries.blocks[::-1])
 
@@ -94,7 +108,7 @@ def backward(
             (dq,) = launched(queries_kernel, [], [before], [], grid)
     dbias = None
     if extras.bias is not None:
-        plan, launched = over_queries.plan(of_keys=True)
+        plan, launched = over_queries.plan(of_keys=None)
         grid = 1 if plan.bias_rows == 1 else plan.q.blocks, plan.k.blocks, plan.bias_batch * plan.bias_heads
         (dbias,) = launched(bias_kernel, [], [], [jax.ShapeDtypeStruct(extras.bias.shape, jnp.float32)], grid)
     return Grads(dq, dk, dv, dbias, None if extras.alibi_slopes is None else _slope_gradient(dslopes, extras.alibi_slopes))
@@ -112,13 +126,15 @@ class _Pass(NamedTuple):
     params: BwdParams
     blocks: tuple[int, int]
 
-    def plan(self, of_keys: bool, **settings):
-        """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``."""
+    def plan(self, of_keys: bool | None, **settings):
+        """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
+        whether blocks of keys are visited, or of queries; None: all pairs."""
         tables = make_tables(self.shards, self.q_runs, self.k_runs, self.scores, self.extras, self.blocks)
         plan = make_plan(
             self.shards, self.q_runs, self.k_runs, self.scores, self.extras, self.blocks, **tables.settings, **settings
         )
-        inputs = [*self.arrays, tables.bits, *tables.lists(of_keys)]
+        lists = (None, None) if of_keys is None else tables.lists(of_keys)
+        inputs = [*self.arrays, tables.bits, *lists]
 
         def launched(kernel, more, in_place, outputs, grid):
             return launch.launch(kernel, inputs + more, in_place, outputs, plan=plan, grid=grid, params=self.params)
@@ -135,26 +151,30 @@ def _blocks(config: FwdParams) -> tuple[int, int]:
     return config.q_blocksize, config.kv_blocksize  # type: ignore[return-value]  # complete by now
 
 
-def _positional(q_runs, k_runs, extras: Extras) -> list[Any]:
+def _positional(q_runs, k_runs, scores: Scores, extras: Extras) -> list[Any]:
     """The arrays of the kernels' middle: where the shards stand, ids, bias, slopes, seed."""
     starts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
     origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
     where = jnp.stack([jnp.asarray(number, jnp.int32) for number in starts + origin])
-    ids = extras.q_segment_ids, extras.kv_segment_ids, extras.q_position_ids, extras.kv_position_ids
+    positions = extras.q_position_ids, extras.kv_position_ids
+    if scores.mask.chunk is not None and positions[0] is not None:
+        positions = _not_negative(positions, scores.mask.chunk)
+    ids = extras.q_segment_ids, extras.kv_segment_ids, *positions
     return [where, *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
 
 
-def _prepared(extras: Extras, scores: Scores) -> Extras:
-    """Ids as the kernels read them: as many rows on both sides, and no negative position where chunks are counted."""
+def _not_negative(positions, chunk: int):
+    """Moved by whole chunks, which changes neither distances nor chunks: a GPU's division rounds towards 0."""
+    lowest = jnp.minimum(0, jnp.minimum(*(x.min() for x in positions)))
+    return tuple(x - lowest // chunk * chunk for x in positions)
+
+
+def _prepared(extras: Extras) -> Extras:
+    """With as many rows of ids on both sides, as the kernels read them."""
     segments = _same_rows(extras.q_segment_ids, extras.kv_segment_ids)
-    q_positions, k_positions = _same_rows(extras.q_position_ids, extras.kv_position_ids)
-    if scores.mask.chunk is not None and q_positions is not None:
-        # Moved by whole chunks, which changes neither distances nor chunks: a GPU's division rounds towards 0.
-        lowest = jnp.minimum(0, jnp.minimum(q_positions.min(), k_positions.min()))
-        move = -(lowest // scores.mask.chunk) * scores.mask.chunk
-        q_positions, k_positions = q_positions + move, k_positions + move
+    positions = _same_rows(extras.q_position_ids, extras.kv_position_ids)
     names = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
-    return extras._replace(**dict(zip(names, (*segments, q_positions, k_positions), strict=True)))
+    return extras._replace(**dict(zip(names, (*segments, *positions), strict=True)))
 
 
 def _same_rows(a, b):

@@ -57,7 +57,7 @@ def missing() -> str | None:
 
 def capability() -> int:
     """Of this process's GPU, as 90 for 9.0."""
-    major, minor = jax.devices("gpu")[0].compute_capability.split(".")
+    major, minor = jax.local_devices(backend="gpu")[0].compute_capability.split(".")
     return 10 * int(major) + int(minor)
 
 

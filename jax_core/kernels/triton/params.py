@@ -49,7 +49,20 @@ def default_params(problem: Problem, capability: int) -> tuple[FwdParams, BwdPar
 def _table(problem: Problem, capability: int) -> tuple[Row, ...]:
     if problem.dtype == "float32":
         return FLOAT32
-    if capability < 90:
+    if capability not in (90, 100, 103):  # the others have half their shared memory, or less
         return AMPERE
     tiles = {"bias", "mask"} & problem.extras or problem.scores.predicates
     return HOPPER_WITH_TILES if tiles else HOPPER
+
+
+def shared_memory_of(capability: int) -> int:
+    """Bytes that a program may have."""
+    return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024
+
+
+def shared_memory(problem: Problem, still: int, coming: int, params: FwdParams) -> int:
+    """Bytes of the tiles that a kernel keeps: ``still`` rows once (the forward's queries without values), ``coming`` rows a
+    stage."""
+    dim, value_dim = padded_dim(problem.dim), padded_dim(problem.value_dim)
+    alone = dim if not isinstance(params, BwdParams) else dim + value_dim
+    return (still * alone + (params.num_stages or 1) * coming * (dim + value_dim)) * (4 if problem.dtype == "float32" else 2)

@@ -41,6 +41,8 @@ class Plan:
     dim_block: int
     value_dim_block: int
     mask: Mask
+    left: int | None  # the mask's window, no wider than positions reach, so that sums with it stay in 32 bits
+    right: int | None
     scale: float
     softcap: float | None
     dropout_threshold: int | None  # of 32 random bits: below it, a weight is dropped
@@ -85,6 +87,8 @@ def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tu
         dim_block=padded_dim(q.shape[3]),
         value_dim_block=padded_dim(v.shape[3]),
         mask=scores.mask,
+        left=_reachable(scores.mask.left),
+        right=_reachable(scores.mask.right),
         scale=scores.scale,
         softcap=scores.softcap,
         dropout_threshold=min(round(scores.dropout_prob * 2**32), 2**32 - 1) if scores.dropout_prob else None,
@@ -99,6 +103,10 @@ def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tu
         alibi=rows(extras.alibi_slopes),
         **{**settings, **more},
     )
+
+
+def _reachable(side: int | None) -> int | None:
+    return None if side is None else min(side, 2**30)
 
 
 def padded_dim(dim: int) -> int:

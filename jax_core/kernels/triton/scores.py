@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from jax_core import mask as static_mask
-from jax_core.kernels.triton.blocks import load_ids
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -106,6 +105,8 @@ def logits(b_s, q, k, p_bias, p_bits, slope, plan: tl.constexpr, masked: tl.cons
         x -= tl.abs(q[3] - k[4]).to(tl.float32) * (slope * LOG2E)
     if masked:
         x = tl.where(seen(q, k, p_bits, plan), x, float("-inf"))
+    elif plan.fused and not plan.k.even:
+        x = tl.where(k[1], x, float("-inf"))  # padding's weights, which may be infinite, would enter dQ
     return x, t
 
 
@@ -132,32 +133,63 @@ def rounded(x, plan: tl.constexpr):
 
 
 @triton.jit
-def query_side(i_batch, row, i_row, m_row, index, p_segments, p_positions, plan: tl.constexpr, masked: tl.constexpr):
-    """``(row in the block, is it real, place, position, segment)``, each ``[M]``, as :func:`logits` takes them."""
-    length: tl.constexpr = plan.q.runs * plan.q.length
-    at = index + plan.q.stride * i_row
-    position = at
-    if plan.positions > 0:
-        position = load_ids(p_positions, i_batch, row, i_row, m_row, length, plan.positions)
-    segment = at
-    if plan.segments > 0 and masked:
-        segment = load_ids(p_segments, i_batch, row, i_row, m_row, length, plan.segments)
-    return i_row, m_row, at, position, segment
+def expanded(x, across: tl.constexpr):
+    """``[n]`` as ``[1, n]`` if ``across``, else as ``[n, 1]``."""
+    if across:
+        return x[None, :]
+    else:
+        return x[:, None]
 
 
 @triton.jit
-def key_side(i_batch, i_block, row, i_row, rows, index, p_segments, p_positions, plan: tl.constexpr, masked: tl.constexpr):
-    """``(row in the shard, is it real, row in whole blocks, place, position, segment)``, each ``[N]``."""
+def query_side(i_batch, row, rows, index, p_segments, p_positions, across: tl.constexpr, plan: tl.constexpr, masked: tl.constexpr):
+    """``(row in the block, row is real, place, position, segment)`` of a query block, as :func:`logits` takes them."""
+    M: tl.constexpr = plan.q.block
+    length: tl.constexpr = plan.q.runs * plan.q.length
+    i_row = tl.arange(0, M)
+    m_row = i_row < rows
+    at = index + plan.q.stride * i_row
+    position, segment = ids(i_batch, row + i_row, m_row, at, p_segments, p_positions, length, plan, masked)
+    return (
+        expanded(i_row, across),
+        expanded(m_row, across),
+        expanded(at, across),
+        expanded(position, across),
+        expanded(segment, across),
+    )
+
+
+@triton.jit
+def key_side(
+    i_batch, i_block, row, rows, index, p_segments, p_positions, across: tl.constexpr, plan: tl.constexpr, masked: tl.constexpr
+):
+    """``(row in the shard, row is real, row counted in whole blocks, place, position, segment)`` of a key block, likewise."""
+    N: tl.constexpr = plan.k.block
     length: tl.constexpr = plan.k.runs * plan.k.length
+    i_row = tl.arange(0, N)
     m_row = i_row < rows
     at = index + plan.k.stride * i_row
+    position, segment = ids(i_batch, row + i_row, m_row, at, p_segments, p_positions, length, plan, masked)
+    return (
+        expanded(row + i_row, across),
+        expanded(m_row, across),
+        expanded(i_block * N + i_row, across),
+        expanded(at, across),
+        expanded(position, across),
+        expanded(segment, across),
+    )
+
+
+@triton.jit
+def ids(i_batch, i_row, m_row, at, p_segments, p_positions, length: tl.constexpr, plan: tl.constexpr, masked: tl.constexpr):
+    """Positions and segments of rows of the shard: the places, where there are no ids. Without masks nobody asks for segments."""
     position = at
     if plan.positions > 0:
-        position = load_ids(p_positions, i_batch, row, i_row, m_row, length, plan.positions)
+        position = tl.load(p_positions + (i_batch % plan.positions) * length + i_row, mask=m_row, other=-1)
     segment = at
     if plan.segments > 0 and masked:
-        segment = load_ids(p_segments, i_batch, row, i_row, m_row, length, plan.segments)
-    return row + i_row, m_row, i_block * plan.k.block + i_row, at, position, segment
+        segment = tl.load(p_segments + (i_batch % plan.segments) * length + i_row, mask=m_row, other=-1)
+    return position, segment
 
 
 @triton.jit
