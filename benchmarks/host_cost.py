@@ -23,22 +23,12 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
+from ring_team import ALONE, ON_GPU, start
 from torch_bridge import crossing, dlpack, mesh, runtime
 from torch_bridge.compiled import ARRAYS
 from torch_bridge.function import _PROGRAMS
 
 Part = Callable[..., Any] | tuple[Callable[[], Any], Callable[..., Any]]  # with what it needs made before, untimed
-ON_GPU = torch.cuda.is_available()
-ALONE = "WORLD_SIZE" not in os.environ
-
-
-def start() -> torch.device:
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
-    if not ALONE:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
-    return device
 
 
 def meet() -> None:

@@ -1,4 +1,5 @@
-"""What the processes of benchmarks/ring.py need to measure together and not to wait for one another for ever."""
+"""Processes of one job: their start, and what benchmarks/ring.py needs for them to measure together and not to wait for one
+another for ever."""
 
 import os
 import sys
@@ -9,6 +10,19 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+ON_GPU = torch.cuda.is_available()
+ALONE = "WORLD_SIZE" not in os.environ  # not under torchrun
+
+
+def start() -> torch.device:
+    """This process's device, and the default group of all processes, for tensors on the host and on GPUs."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    if not ALONE:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
+    return device
 
 
 class Team:

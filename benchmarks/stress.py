@@ -30,11 +30,10 @@ import torch.distributed as dist
 
 import ring_attn
 from report import versions
+from ring_team import ALONE, ON_GPU, start
 from torch_bridge import crossing
 from torch_bridge.dlpack import DEFAULT_STREAM
 
-ON_GPU = torch.cuda.is_available()
-ALONE = "WORLD_SIZE" not in os.environ
 PASSES = ("forward", "both", "dropped")  # "dropped": a forward whose results nobody looks at
 LATE = 3_000_000  # clock cycles by which a reader or a rank may be late: about 2 ms
 
@@ -162,15 +161,6 @@ def choose_memory(results: str) -> None:
     crossing._OnGpu.in_place = results == "in_place"
     if results == "shared":
         crossing._OnGpu._settle = shared  # type: ignore[method-assign]
-
-
-def start() -> torch.device:
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
-    if not ALONE:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
-    return device
 
 
 def in_all(wrong: int) -> int:

@@ -118,3 +118,9 @@ class Grads(NamedTuple):
 
 def accumulation_dtype(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def capability() -> int:
+    """Of this process's GPU, as 90 for 9.0: kernels for GPUs ask."""
+    major, minor = jax.local_devices(backend="gpu")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)

@@ -34,7 +34,12 @@ def keep_mask(seed, batch, head, q_index, k_index, prob: float):
     """
     key = threefry_2x32((seed[0], seed[1]), (batch, head))
     bits, _ = threefry_2x32(key, (q_index, k_index))
-    return bits >= jnp.uint32(min(round(prob * 2**32), 2**32 - 1))
+    return bits >= jnp.uint32(threshold(prob))
+
+
+def threshold(prob: float) -> int:
+    """The least of 32 random bits' numbers that is kept."""
+    return min(round(prob * 2**32), 2**32 - 1)
 
 
 def seed_words(seed):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_core.block import capability
 from jax_core.varying import vary, varying_axes
 
 
@@ -95,12 +96,6 @@ def version() -> int:
         return _private().check_cudnn_version()
     except RuntimeError:
         return 0
-
-
-def capability() -> int:
-    """Of this process's GPU, as 90 for 9.0."""
-    major, minor = jax.devices("gpu")[0].compute_capability.split(".")
-    return 10 * int(major) + int(minor)
 
 
 def _in_words(number: int) -> str:

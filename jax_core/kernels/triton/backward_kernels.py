@@ -292,9 +292,8 @@ def bias_kernel(
             p_bits_block = bits_block(p_bits, i_batch, i_head, i_block, plan)
             b_s = product(b_q, tl.trans(b_k), plan)
             b_dp = product(b_dout, tl.trans(b_v), plan)
-            rows_of_q = (b_lse[:, None], b_delta[:, None])
             _, _, b_dlogits = gradient(
-                b_s, b_dp, rows_of_q[0], rows_of_q[1], q_side, k_side, p_bias_block, p_bits_block, slope, key, plan, True
+                b_s, b_dp, b_lse[:, None], b_delta[:, None], q_side, k_side, p_bias_block, p_bits_block, slope, key, plan, True
             )
             b_sum += b_dlogits
     o_plane = tl.program_id(2).to(tl.int64) * plan.bias_rows

@@ -1,5 +1,7 @@
 """The Triton kernels under the kernel contract: what they take, and their launches."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,9 +10,8 @@ import jax.numpy as jnp
 from jax_core.block import Extras, Grads, Partial, Problem, Rows, Scores
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.triton import launch, params
-from jax_core.kernels.triton.plan import make_plan
-from jax_core.kernels.triton.tables import make_tables
-from jax_core.layout import Run
+from jax_core.kernels.triton.plan import Plan, make_plan
+from jax_core.kernels.triton.tables import Tables, make_tables
 
 _WIDEST = 256
 _GRID = 65535  # programs along the second and third dimension of a launch
@@ -88,8 +89,7 @@ def backward(
 
     extras = _prepared(extras)
     arrays = [q, k, v, rows.dout.astype(q.dtype), rows.lse, rows.delta, *_positional(q_runs, k_runs, scores, extras)]
-    over_queries = _Pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
-    turned = over_queries._replace(blocks=over_queries.blocks[::-1])
+    over_queries = _make_pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
 
     before = dq
     dq = jnp.zeros(q.shape, jnp.float32) if fused and dq is None else dq
@@ -100,6 +100,7 @@ def backward(
         dq, dslopes, dk, dv = launched(keys_kernel, [], [dq], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
     else:
         dslopes, dk, dv = launched(keys_kernel, [None, None], [], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
+        turned = _make_pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config)[::-1])
         plan, launched = turned.plan(of_keys=True, carry=before is not None)
         grid = plan.q.blocks, plan.heads, plan.batch
         if before is None:
@@ -117,29 +118,28 @@ def backward(
 class _Pass(NamedTuple):
     """A pair of shards, cut into blocks of one size."""
 
-    shards: tuple
-    q_runs: tuple[Run, ...]
-    k_runs: tuple[Run, ...]
-    scores: Scores
-    extras: Extras
+    make_plan: Callable[..., Plan]
+    tables: Tables
     arrays: list[Any]
     params: BwdParams
-    blocks: tuple[int, int]
 
     def plan(self, of_keys: bool | None, **settings):
         """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
         whether blocks of keys are visited, or of queries; None: all pairs."""
-        tables = make_tables(self.shards, self.q_runs, self.k_runs, self.scores, self.extras, self.blocks)
-        plan = make_plan(
-            self.shards, self.q_runs, self.k_runs, self.scores, self.extras, self.blocks, **tables.settings, **settings
-        )
-        lists = (None, None) if of_keys is None else tables.lists(of_keys)
-        inputs = [*self.arrays, tables.bits, *lists]
+        plan = self.make_plan(**settings)
+        lists = (None, None) if of_keys is None else self.tables.lists(of_keys)
+        inputs = [*self.arrays, self.tables.bits, *lists]
 
         def launched(kernel, more, in_place, outputs, grid):
             return launch.launch(kernel, inputs + more, in_place, outputs, plan=plan, grid=grid, params=self.params)
 
         return plan, launched
+
+
+def _make_pass(shards, q_runs, k_runs, scores: Scores, extras: Extras, arrays, params: BwdParams, blocks: tuple[int, int]) -> _Pass:
+    pair = shards, q_runs, k_runs, scores, extras, blocks
+    tables = make_tables(*pair)
+    return _Pass(partial(make_plan, *pair, **tables.settings), tables, arrays, params)
 
 
 def _slope_gradient(dslopes, slopes):

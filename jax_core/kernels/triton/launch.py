@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jax_core.block import capability
 from jax_core.config import FwdParams
 from jax_core.varying import vary, varying_axes
 
@@ -53,12 +54,6 @@ def missing() -> str | None:
     except ImportError as error:
         return f"the Triton kernels need jax-triton >= 0.3.1, which cannot be imported ({error}); pip install 'ring-attn[gpu]'"
     return None if capability() >= 80 else f"the Triton kernels need compute capability 8.0, this GPU has {capability() / 10}"
-
-
-def capability() -> int:
-    """Of this process's GPU, as 90 for 9.0."""
-    major, minor = jax.local_devices(backend="gpu")[0].compute_capability.split(".")
-    return 10 * int(major) + int(minor)
 
 
 def jax_triton():

@@ -4,9 +4,9 @@ The kernels read it as ``plan.name``; its fields are numbers, strings, None or f
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from jax_core.block import Extras, Scores
+from jax_core.dropout import threshold
 from jax_core.layout import Run
 from jax_core.mask import Mask
 
@@ -49,7 +49,7 @@ class Plan:
     dropout_factor: float
     logits_dtype: str | None
     input_precision: str
-    segments: int  # rows of the ids: 0 without, 1 shared by the batch, or the batch
+    segments: int  # rows of the ids, as many on both sides: 0 without, 1 shared by the batch, or the batch
     positions: int
     bias_batch: int  # dimensions of the bias, 0 without one
     bias_heads: int
@@ -60,7 +60,7 @@ class Plan:
     table: bool  # blocks to visit come from a table, not from the runs
     table_batch: int
     table_heads: int
-    carry: bool  # a partial result so far is continued
+    carry: bool = False  # a partial result so far is continued
     in_place: int = 0  # of the forward's results (lse, out), how many go where they came from
     fused: bool = False
 
@@ -74,7 +74,6 @@ def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tu
     """``arrays``: q, k, v. ``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
     q, k, v = arrays
     bias, rows = extras.bias, (lambda x: 0 if x is None else x.shape[0])
-    settings: dict[str, Any] = dict(bits_batch=0, bits_heads=0, table=False, table_batch=0, table_heads=0, carry=False)
     return Plan(
         q=side(q_runs, blocks[0]),
         k=side(k_runs, blocks[1]),
@@ -91,17 +90,17 @@ def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tu
         right=_reachable(scores.mask.right),
         scale=scores.scale,
         softcap=scores.softcap,
-        dropout_threshold=min(round(scores.dropout_prob * 2**32), 2**32 - 1) if scores.dropout_prob else None,
+        dropout_threshold=threshold(scores.dropout_prob) if scores.dropout_prob else None,
         dropout_factor=1 / (1 - scores.dropout_prob),
         logits_dtype=scores.logits_dtype,
         input_precision=input_precision(scores),
-        segments=rows(extras.q_segment_ids) and max(rows(extras.q_segment_ids), rows(extras.kv_segment_ids)),
-        positions=rows(extras.q_position_ids) and max(rows(extras.q_position_ids), rows(extras.kv_position_ids)),
+        segments=rows(extras.q_segment_ids),
+        positions=rows(extras.q_position_ids),
         bias_batch=0 if bias is None else bias.shape[0],
         bias_heads=0 if bias is None else bias.shape[1],
         bias_rows=0 if bias is None else bias.shape[2],
         alibi=rows(extras.alibi_slopes),
-        **{**settings, **more},
+        **more,
     )
 
 

@@ -36,9 +36,10 @@ class Tables(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """The fields of a plan that come from here."""
-        bits = dict(zip(("bits_batch", "bits_heads"), (0, 0) if self.bits is None else self.bits.shape[:2], strict=True))
+        bits = (0, 0) if self.bits is None else self.bits.shape[:2]
         table = (1, 1) if self.visible is None else self.visible.shape[:2]
-        return bits | dict(table=self.visible is not None, table_batch=table[0], table_heads=table[1])
+        settings = dict(bits_batch=bits[0], bits_heads=bits[1], table_batch=table[0], table_heads=table[1])
+        return settings | dict(table=self.visible is not None)
 
     def lists(self, of_keys: bool) -> tuple[Any, Any]:
         """``(order, counts)``: for each block the blocks of the other side to visit, first those visible altogether (the first of

@@ -105,21 +105,14 @@ def _empty(scores: Scores, q: Side, k: Side):
     return jnp.broadcast_to(none, (q.index.shape[0], k.index.shape[0]))
 
 
-class _Bounds(NamedTuple):
+def _bounds(position) -> Run:
     """A run by its first and last position, as :func:`jax_core.mask.empty` reads it: ``start + stride * (length - 1)``."""
-
-    start: Any
-    stride: Any
-    length: int
-
-
-def _bounds(position) -> _Bounds:
     low, high = _range(position)
-    return _Bounds(low, high - low, 2)
+    return Run(low, high - low, 2)
 
 
-def _expand(bounds: _Bounds, axis: int) -> Any:
-    return _Bounds(jnp.expand_dims(bounds.start, axis), jnp.expand_dims(bounds.stride, axis), bounds.length)
+def _expand(bounds: Run, axis: int) -> Run:
+    return Run(jnp.expand_dims(bounds.start, axis), jnp.expand_dims(bounds.stride, axis), bounds.length)
 
 
 def _range(x):
