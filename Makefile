@@ -32,7 +32,7 @@ test-gpu-aot: $(GPU_COMPILER)/.installed
 
 # On a machine with a GPU and its own PyTorch, JAX and jax-triton; PYTHON names the interpreter that has them.
 test-gpu:
-	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu tests/test_gpu.py \
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu tests/test_gpu.py tests/test_gpu_bridge.py \
 		$(PYTEST_FLAGS)
 
 lint: $(STAMP)
