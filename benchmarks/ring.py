@@ -37,6 +37,7 @@ PARTS = ("compare", "scaling", "overlap", "profile")
 SIZES = {16384: 12, 65536: 12, 262144: 5}  # tokens in all, and how many rounds
 ALONE_FROM = 2**20  # at this size only ours is measured, and only forward and backward together
 SCALING_LENGTH = 32768
+SCALING_SAMPLE_MS = 500.0  # longer than any call, so that the card of a small ring is as warm as that of a large one
 TARGETS = {  # tokens: peer, phase, ratio
     16384: ((CONTEXT_PARALLEL, "forward", 2.0), (CONTEXT_PARALLEL, "both", 2.2)),
     65536: (
@@ -251,7 +252,7 @@ def scaling(run: Run) -> None:
             ready[size] = made
     for phase in PHASES:
         timed = {str(size): getattr(made, phase) for size, made in ready.items()}
-        times, _ = take_turns(timed, run.options.rounds or 6, run.options.sample_ms, run.team)
+        times, _ = take_turns(timed, run.options.rounds or 6, max(run.options.sample_ms, SCALING_SAMPLE_MS), run.team)
         rates = {}
         for size in [size for size in ready if str(size) in times]:
             case, work = scaling_name(length, size), tflop(run, length * size, size, phase)
