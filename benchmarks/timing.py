@@ -121,7 +121,8 @@ def one_sample(timed: Timed, calls: int, team: Any) -> float:
 
 
 def first_sample(timed: Timed, sample_ms: float, team: Any) -> tuple[int, float]:
-    """How many calls fill a sample, and one such sample. Only a very long call is not made again to find out: a first one may be slow."""
+    """How many calls fill a sample, and one such sample. Only a very long call is not made again to find out: a first one may be
+    slow."""
     first = one_sample(timed, 1, team)
     once = team.slowest(first)
     if once >= max(sample_ms, FIRST_IS_ENOUGH_MS):
