@@ -47,6 +47,17 @@ def _window_sides(window) -> tuple[int | None, int | None]:
     return left, right
 
 
+def both(a: Mask, b: Mask) -> Mask | None:
+    """The mask that hides what either hides, or None where none of these does: two lengths of chunks."""
+    if None not in (a.chunk, b.chunk) and a.chunk != b.chunk:
+        return None
+    causal = a.causal or b.causal
+    left, right = (
+        min((side for side in sides if side is not None), default=None) for sides in ((a.left, b.left), (a.right, b.right))
+    )
+    return Mask(causal, left, None if causal else right, a.chunk or b.chunk)
+
+
 def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an annotation
     """Elementwise: does the query at ``q_pos`` see the key at ``k_pos``? Arguments broadcast."""
     seen = (q_pos == q_pos) & (k_pos == k_pos)

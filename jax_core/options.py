@@ -15,9 +15,10 @@ from jax_core.block import Extras, Problem, Scores
 from jax_core.check import check_operands
 from jax_core.config import RingAttentionConfig
 from jax_core.layout import check_layout
-from jax_core.mask import make_mask
+from jax_core.mask import Mask, both, make_mask
+from jax_core.mask_builder import Built, build_mask
 from jax_core.platforms import choose_kernel
-from jax_core.predicate import Predicate, from_mask_builder, from_mask_mod
+from jax_core.predicate import Predicate, from_mask_mod
 from jax_core.ring import Operands, RingSpec
 
 
@@ -75,9 +76,9 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
         raise ValueError(f"cfg must be a jax_core.RingAttentionConfig or None, got {type(options.cfg).__name__}")
     operands = both_sides(operands)
     check_operands(operands, options.layout, place.size)
-    predicates, arrays = _predicates(options, operands, place)
+    mask, predicates, arrays = _masks(options, operands, place)
     scores = Scores(
-        mask=make_mask(options.causal, options.sliding_window, options.chunk_size),
+        mask=mask,
         scale=_scale(options, operands.query.shape[-1]),
         softcap=_softcap(options),
         dropout_prob=_dropout_prob(options, operands),
@@ -129,18 +130,28 @@ def both_sides(operands: Operands) -> Operands:
     return operands
 
 
-def _predicates(options: Options, operands: Operands, place: Placement) -> tuple[tuple[Predicate, ...], tuple]:
-    made = []
+def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask, tuple[Predicate, ...], tuple]:
+    """The static mask, and the mask functions with their arrays."""
     for name in ("mask_mod", "mask_builder"):
         if getattr(options, name) is not None and not callable(getattr(options, name)):
             raise ValueError(f"{name} must be a function, got {getattr(options, name)!r}")
-    if options.mask_mod is not None:
-        made.append(from_mask_mod(options.mask_mod, place.axes))
+    mask = make_mask(options.causal, options.sliding_window, options.chunk_size)
+    made = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
     if options.mask_builder is not None:
-        lengths = operands.query.shape[1] * place.size, operands.key.shape[1] * place.size
-        heads, group = operands.query.shape[2], operands.query.shape[2] // operands.key.shape[2]
-        made.append(from_mask_builder(options.mask_builder, *lengths, heads * place.head_shards, group))
-    return options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
+        static = operands.q_position_ids is None  # a builder goes by the place in the sequence
+        built = _built(options.mask_builder, operands, place, static)
+        joined = both(mask, built.mask)
+        if joined is None:
+            joined, built = mask, _built(options.mask_builder, operands, place, static=False)
+        mask = joined
+        made += [] if built.predicate is None else [(built.predicate, built.arrays)]
+    return mask, options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
+
+
+def _built(mask_builder: Callable, operands: Operands, place: Placement, static: bool) -> Built:
+    lengths = operands.query.shape[1] * place.size, operands.key.shape[1] * place.size
+    heads, group = operands.query.shape[2], operands.query.shape[2] // operands.key.shape[2]
+    return build_mask(mask_builder, *lengths, heads * place.head_shards, group, static)
 
 
 def _scale(options: Options, dim: int) -> float:

@@ -7,10 +7,9 @@ import jax
 from jax_core.block import Problem
 from jax_core.choices import preference
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, check_platform
-from jax_core.kernels import cudnn, triton, xla
+from jax_core.kernels import cudnn, pallas, triton, xla
 
-_KERNELS: dict[str, ModuleType] = {"cuda": cudnn, "triton": triton, "xla": xla}
-_MISSING = {"pallas": "the Pallas kernels (TPU) are not part of this release"}
+_KERNELS: dict[str, ModuleType] = {"cuda": cudnn, "triton": triton, "pallas": pallas, "xla": xla}
 
 Choice = tuple[ModuleType, FwdParams, BwdParams]
 
@@ -24,8 +23,6 @@ def choose_kernel(platform: str | None, cfg: RingAttentionConfig | None, problem
     _check_backend(given, backend)
     if named == "auto":
         return _first_that_can(given, problem, backend)
-    if named in _MISSING:
-        raise NotImplementedError(f'platform="{named}": {_MISSING[named]}; use platform="xla" or "auto"')
     if named != "xla" and backend != jax.default_backend():
         raise NotImplementedError(f'platform="{named}": the arrays are on "{backend}"; use platform="xla" or "auto"')
     choice, reason = _try(_KERNELS[named], given, problem)

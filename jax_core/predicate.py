@@ -1,7 +1,6 @@
-"""A user's mask function or mask object, as arrays and a traceable function of (batch, head, query, key).
-
-Both forms of the reference design become the same thing, so kernels know one. Arrays that the user's function closes over are
-lifted out and become operands: a closure over traced values would not survive ``scan``, ``checkpoint`` and the custom VJP.
+"""A user's mask function, as arrays and a traceable function of (batch, head, query, key). Arrays
+that the user's function closes over are lifted out and become operands: a closure over traced values would not survive ``scan``,
+``checkpoint`` and the custom VJP.
 """
 
 from collections.abc import Callable, Hashable
@@ -11,12 +10,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_core.varying import vary
-
-_TILE = 128  # of a mask builder's table
 
 
 @dataclass(frozen=True)
@@ -24,11 +20,14 @@ class Predicate:
     """``apply(arrays, batch, head, q, k) -> bool`` on integer scalars. Equal tokens mean equal functions.
 
     ``over``: whether ``q`` and ``k`` are positions (which position ids replace) or indices into the whole sequence.
+    ``elementwise(batch, head, q, k)``: the same without arrays and with ``q`` and ``k`` in arrays of two dimensions, as a kernel
+    computes it on a tile; None where that cannot be.
     """
 
     token: Hashable
     over: Literal["position", "index"]
     apply: Callable[..., Any] = field(compare=False)
+    elementwise: Callable[..., Any] | None = field(compare=False, default=None)
 
 
 @dataclass(frozen=True)
@@ -64,48 +63,13 @@ def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tupl
         consts = [array.reshape(const.aval.shape) for array, const in zip(arrays, closed.jaxpr.constvars, strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*where)[0]
 
-    return Predicate(_Traced(mask_mod, str(closed.jaxpr), tuple(map(str, axes))), "position", apply), tuple(closed.consts)
+    token = _Traced(mask_mod, str(closed.jaxpr), tuple(map(str, axes)))
+    on_tile = partial(_on_tile, mask_mod) if not closed.consts and _elementwise(closed.jaxpr) else None
+    return Predicate(token, "position", apply, on_tile), tuple(closed.consts)
 
 
-def from_mask_builder(mask_builder: Callable, q_length: int, k_length: int, heads: int, num_reps: int) -> tuple[Predicate, tuple]:
-    """``mask_builder(q_len, kv_len, num_heads, head_idx, num_reps)``, called once a head, returns something that
-    ``[q_slice, k_slice]`` turns into booleans over global positions (a NumPy array does, splash attention's masks do).
-
-    The masks are stored as a table of tiles in which equal tiles are kept once: ``O(q_length * k_length / 128**2)`` numbers and
-    the distinct tiles, instead of every boolean.
-    """
-    tiles: dict[bytes, int] = {}
-    with jax.ensure_compile_time_eval():  # a builder may use jax.numpy, also where the caller is traced
-        masks = [mask_builder(q_length, k_length, heads, head, num_reps) for head in range(heads)]
-        table = np.array([_tile_numbers(mask, q_length, k_length, tiles) for mask in masks], np.int32)
-    if (table == table[:1]).all():
-        table = table[:1]
-    blocks = np.stack([np.frombuffer(tile, np.bool_).reshape(_TILE, _TILE) for tile in tiles])
-    return Predicate(("mask_builder", table.shape, blocks.shape), "index", _look_up), (table, blocks)
-
-
-def _tile_numbers(mask, q_length: int, k_length: int, tiles: dict[bytes, int]) -> list[list[int]]:
-    number = partial(_tile_number, mask, q_length, k_length, tiles)
-    return [[number(row, column) for column in range(0, k_length, _TILE)] for row in range(0, q_length, _TILE)]
-
-
-def _tile_number(mask, q_length, k_length, tiles, row, column) -> int:
-    rows, columns = min(_TILE, q_length - row), min(_TILE, k_length - column)
-    part = np.asarray(mask[row : row + rows, column : column + columns])
-    if part.shape != (rows, columns) or part.dtype != np.bool_:
-        raise ValueError(
-            f"mask_builder must return something that [q_slice, k_slice] turns into booleans: rows {row}:{row + rows} and "
-            f"columns {column}:{column + columns} of a mask of {q_length} x {k_length} gave {part.dtype} of shape {part.shape}"
-        )
-    tile = np.zeros((_TILE, _TILE), np.bool_)
-    tile[:rows, :columns] = part
-    return tiles.setdefault(tile.tobytes(), len(tiles))
-
-
-def _look_up(arrays, batch, head, q, k):
-    table, blocks = map(jnp.asarray, arrays)
-    head = head if table.shape[0] > 1 else 0  # one table serves all heads when their masks are equal
-    return blocks[table[head, q // _TILE, k // _TILE], q % _TILE, k % _TILE]
+def _on_tile(mask_mod, batch, head, q, k):
+    return jax.vmap(jax.vmap(partial(mask_mod, batch, head)))(q, k)
 
 
 def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bool]:
@@ -119,3 +83,11 @@ def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bo
             needed |= {variable for variable in equation.invars if not hasattr(variable, "val")}
     batch, head = jaxpr.invars[:2]
     return batch in needed, head in needed
+
+
+def _elementwise(jaxpr) -> bool:
+    """Whether it is arithmetic on its arguments alone."""
+    inner = [param.jaxpr for equation in jaxpr.eqns for param in equation.params.values() if hasattr(param, "jaxpr")]
+    return all(variable.aval.shape == () for equation in jaxpr.eqns for variable in equation.outvars) and all(
+        map(_elementwise, inner)
+    )

@@ -14,15 +14,15 @@ FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 STANDARD_LIBRARY_ONLY = ("jax_core.layout", "jax_core.mask", "jax_core.schedule")
 # What a kernel may use of this repository, beside the parts of its own package: the contract, and the small rooms it stands on.
-CONTRACT = ("block", "mask", "layout", "dropout", "config", "predicate", "varying", "columns")
+CONTRACT = ("block", "mask", "layout", "dropout", "config", "predicate", "varying", "columns", "blockmap")
 KERNEL_MAY_IMPORT = tuple(f"jax_core.{room}" for room in CONTRACT)
 # Rooms of jax_core from the lowest up: none imports one above it. A kernel is handed to the ring, so it stands above it.
 STOREYS = (
     ("layout", "config", "varying"),
     ("mask",),
     ("schedule", "dropout", "predicate", "packet", "columns"),
-    ("block",),
-    ("merge", "reference"),
+    ("block", "mask_builder"),
+    ("merge", "reference", "blockmap"),
     ("ring",),
     ("check", "kernels", "tune", "choices"),
     ("platforms",),

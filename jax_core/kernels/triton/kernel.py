@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_core.block import Extras, Grads, Partial, Problem, Rows, Scores
+from jax_core.blockmap import same_rows
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.triton import launch, params
 from jax_core.kernels.triton.plan import Plan, make_plan
@@ -171,14 +172,7 @@ def _not_negative(positions, chunk: int):
 
 def _prepared(extras: Extras) -> Extras:
     """With as many rows of ids on both sides, as the kernels read them."""
-    segments = _same_rows(extras.q_segment_ids, extras.kv_segment_ids)
-    positions = _same_rows(extras.q_position_ids, extras.kv_position_ids)
+    segments = same_rows(extras.q_segment_ids, extras.kv_segment_ids)
+    positions = same_rows(extras.q_position_ids, extras.kv_position_ids)
     names = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
     return extras._replace(**dict(zip(names, (*segments, *positions), strict=True)))
-
-
-def _same_rows(a, b):
-    if a is None:
-        return a, b
-    rows = max(a.shape[0], b.shape[0])
-    return tuple(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (a, b))

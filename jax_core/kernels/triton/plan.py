@@ -6,23 +6,9 @@ The kernels read it as ``plan.name``; its fields are numbers, strings, None or f
 from dataclasses import dataclass
 
 from jax_core.block import Extras, Scores
+from jax_core.blockmap import Side, side
 from jax_core.dropout import threshold
-from jax_core.layout import Run
 from jax_core.mask import Mask
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side's shard: ``runs`` (1 or 2) runs of ``length`` positions each, ``stride`` apart, in blocks of ``block`` that never
-    cross from one run to the next."""
-
-    runs: int
-    length: int
-    stride: int
-    block: int
-    blocks_per_run: int
-    blocks: int
-    even: bool  # every block is whole
 
 
 @dataclass(frozen=True)
@@ -63,11 +49,6 @@ class Plan:
     carry: bool = False  # a partial result so far is continued
     in_place: int = 0  # of the forward's results (lse, out), how many go where they came from
     fused: bool = False
-
-
-def side(runs: tuple[Run, ...], block: int) -> Side:
-    per_run = -(-runs[0].length // block)
-    return Side(len(runs), runs[0].length, runs[0].stride, block, per_run, per_run * len(runs), runs[0].length % block == 0)
 
 
 def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int], **more) -> Plan:

@@ -6,20 +6,15 @@ kernel works out its blocks by itself.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_core.block import Extras, Scores
+from jax_core.blockmap import Side, block_pairs, dense_mask, in_blocks, side
 from jax_core.config import FwdParams
 from jax_core.kernels.triton import launch
-from jax_core.kernels.triton.plan import Side, side
-from jax_core.layout import Run
-from jax_core.mask import empty, full
-from jax_core.predicate import Predicate, depends_on
-from jax_core.varying import vary, varying_axes
 
 _WORD = 32
 
@@ -75,88 +70,20 @@ def make_tables(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: 
     if extras.q_segment_ids is None and extras.q_position_ids is None and extras.mask is None and not scores.predicates:
         return Tables(None, None, None)
     q, k = side(q_runs, blocks[0]), side(k_runs, blocks[1])
-    q_low, q_high = _bounds(_positions(extras.q_position_ids, q_runs), q)
-    k_low, k_high = _bounds(_positions(extras.kv_position_ids, k_runs), k)
-    q_bounds = Run(q_low[:, :, None], (q_high - q_low)[:, :, None], 2)  # by its ends
-    k_bounds = Run(k_low[:, None, :], (k_high - k_low)[:, None, :], 2)
-    visible, whole = ~empty(scores.mask, q_bounds, k_bounds), full(scores.mask, q_bounds, k_bounds)
-    if extras.q_segment_ids is not None:
-        (a, b), (c, d) = _bounds(extras.q_segment_ids, q), _bounds(extras.kv_segment_ids, k)
-        a, b, c, d = a[:, :, None], b[:, :, None], c[:, None, :], d[:, None, :]
-        visible = visible & (b >= 0) & (d >= 0) & (a <= d) & (c <= b)
-        whole = whole & (a == b) & (c == d) & (a == c) & (a >= 0)
-    whole = whole & (_whole_blocks(q)[:, None] & _whole_blocks(k)[None, :])
-    visible, whole = visible[:, None], whole[:, None]
-    bits = _bits(shards, q_runs, k_runs, q, k, scores, extras)
-    if bits is not None:
-        tiles = bits.reshape(*bits.shape[:2], q.blocks, q.block, k.blocks, k.block // _WORD)
-        visible = visible & (tiles != 0).any((3, 5))
-        whole = whole & (tiles == -1).all((3, 5))
-    visible, whole = jnp.broadcast_arrays(visible, whole)
-    return Tables(bits, visible, whole & visible)
-
-
-def index(runs: tuple[Run, ...]):
-    """``[length]``: the places of a shard's rows in the whole sequence."""
-    return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
-
-
-def _positions(ids, runs):
-    return index(runs)[None] if ids is None else ids
-
-
-def _in_blocks(x, axis: int, where: Side, fill=None):
-    """The axis, ``runs * length`` long, filled up so that every run is whole blocks; None: with each run's last value."""
-    axis %= x.ndim
-    if where.even:
-        return x
-    x = x.reshape(*x.shape[:axis], where.runs, where.length, *x.shape[axis + 1 :])
-    pad = [(0, 0)] * x.ndim
-    pad[axis + 1] = (0, where.blocks_per_run * where.block - where.length)
-    x = jnp.pad(x, pad, mode="edge") if fill is None else jnp.pad(x, pad, constant_values=fill)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
-
-def _bounds(ids, where: Side):
-    """``[rows, length]`` ids -> the least and the greatest of every block, ``[rows, blocks]`` each."""
-    blocks = _in_blocks(ids, 1, where).reshape(ids.shape[0], where.blocks, where.block)
-    return blocks.min(-1), blocks.max(-1)
-
-
-def _whole_blocks(where: Side):
-    last = jnp.arange(where.blocks) % where.blocks_per_run == where.blocks_per_run - 1
-    return where.even | ~last
-
-
-def _bits(shards, q_runs, k_runs, q: Side, k: Side, scores: Scores, extras: Extras):
-    seen = extras.mask
-    axes = varying_axes(shards, extras, [run.start for run in (*q_runs, *k_runs)])
-    places = index(q_runs)[None], index(k_runs)[None]
-    positions = _positions(extras.q_position_ids, q_runs), _positions(extras.kv_position_ids, k_runs)
-    for predicate, arrays in zip(scores.predicates, extras.predicate_arrays, strict=True):
-        over = positions if predicate.over == "position" else places
-        table = _evaluate(predicate, arrays, shards[0].shape, extras.origin, *over, axes)
-        seen = table if seen is None else seen & table
+    visible, whole = (table[:, None] for table in block_pairs(q, k, q_runs, k_runs, scores, extras))
+    predicates = list(zip(scores.predicates, extras.predicate_arrays, strict=True))
+    seen = dense_mask(shards, q_runs, k_runs, predicates, extras)
     if seen is None:
-        return None
-    length = q.runs * q.length
-    seen = jnp.broadcast_to(seen, (*seen.shape[:2], length, seen.shape[3]))
-    seen = _in_blocks(_in_blocks(seen, 3, k, False), 2, q, False)
+        return Tables(None, visible, whole)
+    bits = _bits(seen, q, k)
+    tiles = bits.reshape(*bits.shape[:2], q.blocks, q.block, k.blocks, k.block // _WORD)
+    return Tables(bits, visible & (tiles != 0).any((3, 5)), whole & (tiles == -1).all((3, 5)))
+
+
+def _bits(seen, q: Side, k: Side):
+    seen = jnp.broadcast_to(seen, (*seen.shape[:2], q.runs * q.length, seen.shape[3]))
+    seen = in_blocks(in_blocks(seen, 3, k, False), 2, q, False)
     words = seen.reshape(*seen.shape[:3], -1, _WORD)
     weights = jnp.left_shift(jnp.uint32(1), jnp.arange(_WORD, dtype=jnp.uint32))
     packed = jnp.sum(jnp.where(words, weights, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
     return jax.lax.bitcast_convert_type(packed, jnp.int32)
-
-
-def _evaluate(predicate: Predicate, arrays, shape, origin, q_at, k_at, axes):
-    """``[batch|1, heads|1, query rows, key rows]``: entries and heads that the predicate does not tell apart are computed once."""
-    on_batch, on_head = depends_on(predicate, arrays, axes)
-    batch = shape[0] if on_batch or max(q_at.shape[0], k_at.shape[0]) > 1 else 1
-    heads = shape[2] if on_head else 1
-    batch0, head0 = (0, 0) if origin is None else (origin[0], origin[1])
-    q_at, k_at = (jnp.broadcast_to(at, (batch, at.shape[1])) for at in (q_at, k_at))
-    function = partial(predicate.apply, arrays)
-    for mapped in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)):
-        function = jax.vmap(function, mapped)
-    where = batch0 + jnp.arange(batch, dtype=jnp.int32), head0 + jnp.arange(heads, dtype=jnp.int32), q_at, k_at
-    return function(*vary(where, axes))

@@ -1,0 +1,77 @@
+"""Calling a Pallas kernel: where it can run, and what every launch has in common."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_core.varying import vary, varying_axes
+
+
+def launch(
+    kernel: Callable,
+    prefetched: Sequence[Any],
+    inputs: Sequence[Any],
+    in_specs: Sequence[Any],
+    outputs: Sequence[jax.ShapeDtypeStruct | None],
+    out_specs: Sequence[Any],
+    *,
+    grid: tuple,
+    scratch: Sequence[Any],
+    aliases: dict[int, int],
+    cost: pl.CostEstimate,
+    memory: int | None = None,
+) -> tuple:
+    """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: which leaf of ``inputs`` an output takes the
+    place of; an output may be None. ``memory``: bytes of fast memory, None for the compiler's default."""
+    prefetched, inputs = vary((tuple(prefetched), tuple(inputs)), varying_axes(prefetched, inputs))
+    axis_type = jax.typeof(prefetched[0]).mat
+    shapes = [x and jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axis_type) for x in outputs]
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetched),
+            grid=grid,
+            in_specs=list(in_specs),
+            out_specs=list(out_specs),
+            scratch_shapes=scratch,
+        ),
+        input_output_aliases={len(prefetched) + leaf: output for leaf, output in aliases.items()},
+        compiler_params=pltpu.CompilerParams(
+            # Batch entries and heads are independent; the visits of one follow each other.
+            dimension_semantics=tuple("parallel" if axis < 2 else "arbitrary" for axis in range(len(grid))),
+            vmem_limit_bytes=memory,
+        ),
+        cost_estimate=cost,
+        interpret=interpret(),
+        name=_name(kernel),
+    )
+    return tuple(call(*prefetched, *inputs))
+
+
+def _name(kernel) -> str:
+    return _name(kernel.func) if isinstance(kernel, partial) else kernel.__name__
+
+
+def missing() -> str | None:
+    """Why no Pallas kernel can run here, in words, or None."""
+    backend = jax.default_backend()
+    return (
+        None
+        if backend == "tpu"
+        else f'the Pallas kernels need a TPU, and this program runs on "{backend}"; use platform="xla" or "auto"'
+    )
+
+
+def generation() -> str:
+    """Of this process's TPU, as JAX names it, like "TPU v5 lite"."""
+    return jax.local_devices(backend="tpu")[0].device_kind
+
+
+def interpret() -> Any:
+    """Tests put Pallas's interpreter here."""
+    return False
