@@ -31,11 +31,9 @@ test-gpu-aot: $(GPU_COMPILER)/.installed
 	PYTHONPATH=$(GPU_COMPILER) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) \
 		tests/test_gpu_program.py $(PYTEST_FLAGS)
 
-# The ring as the TPU compiler schedules it for four generations, compiled on a machine that has none (Linux only). Nor is the cloud
-# asked which TPU this is, and each test process may load the compiler.
+# The ring as the TPU compiler schedules it, compiled on a machine that has no TPU (Linux only).
 test-tpu: $(TPU_COMPILER)/.installed
-	PYTHONPATH=$(TPU_COMPILER) TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 $(BIN)/python -m pytest -n $(JOBS) \
-		tests/test_tpu_program.py $(PYTEST_FLAGS)
+	PYTHONPATH=$(TPU_COMPILER) $(BIN)/python -m pytest -n $(JOBS) tests/test_tpu_program.py $(PYTEST_FLAGS)
 
 # On a machine with a GPU and its own PyTorch, JAX and jax-triton; PYTHON names the interpreter that has them.
 test-gpu:
