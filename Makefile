@@ -10,9 +10,10 @@ PYTEST_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_COMPILER := $(VENV)/gpu-compiler
+TPU_COMPILER := $(VENV)/tpu-compiler
 NEEDS := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-fast test-gpu test-gpu-aot lint format types examples env clean
+.PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu lint format types examples env clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -29,6 +30,10 @@ test-fast: $(STAMP)
 test-gpu-aot: $(GPU_COMPILER)/.installed
 	PYTHONPATH=$(GPU_COMPILER) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) \
 		tests/test_gpu_program.py $(PYTEST_FLAGS)
+
+# The ring as the TPU compiler schedules it, compiled on a machine that has no TPU (Linux only).
+test-tpu: $(TPU_COMPILER)/.installed
+	PYTHONPATH=$(TPU_COMPILER) $(BIN)/python -m pytest -n $(JOBS) tests/test_tpu_program.py $(PYTEST_FLAGS)
 
 # On a machine with a GPU and its own PyTorch, JAX and jax-triton; PYTHON names the interpreter that has them.
 test-gpu:
@@ -85,6 +90,12 @@ $(GPU_COMPILER)/.installed: $(STAMP)
 	version=$$($(BIN)/python -c "import importlib.metadata as m; print(m.version('jax'))") && \
 	$(BIN)/python -m pip install --quiet --no-deps --target $(GPU_COMPILER) \
 		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "jax-triton>=0.3.1,<0.5" "absl-py>=2,<3"
+	@touch $@
+
+# The TPU compiler (684 MB to fetch). Beside the environment's packages for the same reason; this release goes with jax 0.10.2.
+$(TPU_COMPILER)/.installed: $(STAMP)
+	rm -rf $(TPU_COMPILER)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TPU_COMPILER) "libtpu==0.0.42.*"
 	@touch $@
 
 clean:

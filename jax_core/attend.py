@@ -13,7 +13,7 @@ from jax_core.varying import vary, varying_axes
 def attend(options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None):
     """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device without."""
     axes = varying_axes(operands)
-    size = 1
+    backend, size = backend or _backend_here(), 1
     if axis_name is not None:
         size = _axis_size(axis_name)
         axes |= varying_axes(lax.axis_index(axis_name))
@@ -36,6 +36,13 @@ def _axis_size(axis_name) -> int:
             f"axis_name={axis_name!r} must be an axis of the shard_map around this call; there is none here. Call inside "
             "shard_map, or give mesh= as well"
         ) from error
+
+
+def _backend_here() -> str | None:
+    """What the devices of the ``shard_map`` around this call are: a program may be compiled for others than this process's own.
+    None where its mesh does not say."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,10 +1,10 @@
 """What travels round the ring together.
 
-Only one collective is in flight at a time, so a second one would wait for the first. XLA on GPU and TPU makes one collective of all
-permutations that leave together, and what arrives is used where it lies: there a load is the arrays themselves. On a CPU it does
-not, and runs them in an order of its own on each device, which ends in a deadlock: there a load is packed into a single buffer of
-machine words. The words are unsigned integers, because a buffer of floats might be converted on the way, and conversion does not
-keep bits that only look like floats.
+On a GPU only one collective is in flight at a time, so a second one would wait for the first; but XLA makes one of all permutations
+that leave together. On a TPU those are all in flight at once. What arrives is used where it lies: on both a load is the arrays
+themselves. On a CPU XLA runs them in an order of its own on each device, which ends in a deadlock: there a load is packed into a
+single buffer of machine words. The words are unsigned integers, because a buffer of floats might be converted on the way, and
+conversion does not keep bits that only look like floats.
 """
 
 import math

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import pytest
+from hlo import Op, Program, beside, computations, gathers, runs
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,37 +101,7 @@ def toolkit() -> str:
     return str(folder)
 
 
-class Op(NamedTuple):
-    """An instruction: its kind, its name, the types of its results, its text."""
-
-    kind: str
-    name: str
-    types: str
-    text: str
-
-    @property
-    def is_rotation(self) -> bool:
-        return self.kind in ("collective-permute", "collective-permute-start")
-
-    def called(self, word: str) -> str:
-        """The computation that ``word`` (calls, body) names."""
-        return re.search(rf"\b{word}=%(\S+?)[,\s]", self.text)[1]
-
-
-def computations(program: str) -> dict[str, list[Op]]:
-    """The program's computations, their instructions in the order of the schedule."""
-    found: dict[str, list[Op]] = {}
-    for line in program.splitlines():
-        head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
-        if head:
-            found[name := "ENTRY" if head[1] else head[2]] = []
-        op = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z-]*)\(", line)
-        if op:
-            found[name].append(Op(op[3], op[1], op[2], line))
-    return found
-
-
-def is_kernel(program: dict[str, list[Op]], op: Op) -> bool:
+def is_kernel(program: Program, op: Op) -> bool:
     """An attention kernel, alone or fused with the slices of a packet that it reads."""
     if op.kind == "fusion":
         return any(is_kernel(program, inner) for inner in program[op.called("calls")])
@@ -140,21 +111,12 @@ def is_kernel(program: dict[str, list[Op]], op: Op) -> bool:
 _PASSES = ("fusion", "copy", "concatenate", "slice", "convert", "transpose", "broadcast")
 
 
-def written(program: dict[str, list[Op]], op: Op) -> float:
+def written(program: Program, op: Op) -> float:
     """What a pass over memory besides kernels and rotations writes, in K/V shards."""
     if op.kind not in _PASSES or is_kernel(program, op):
         return 0
     arrays = re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", op.types)
     return sum(int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n) for bits, dims in arrays) / KV_BYTES
-
-
-def runs(program: dict[str, list[Op]], name: str = "ENTRY", times: int = 1) -> Iterator[tuple[str, int, list[Op]]]:
-    """The entry and the bodies of its loops: name, how often it runs, instructions."""
-    yield name, times, program[name]
-    for op in program[name]:
-        if op.kind == "while":
-            count = int(re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.text)[1])
-            yield from runs(program, op.called("body"), times * count)
 
 
 class Rotation(NamedTuple):
@@ -163,22 +125,13 @@ class Rotation(NamedTuple):
     text: str
 
 
-def rotations(program: dict[str, list[Op]]) -> list[Rotation]:
+def rotations(program: Program) -> list[Rotation]:
     return [
         Rotation(times, sum(is_kernel(program, other) for other in beside(ops, i)), f"{name}: {op.text.strip()[:150]}")
         for name, times, ops in runs(program)
         for i, op in enumerate(ops)
         if op.is_rotation
     ]
-
-
-def beside(ops: list[Op], start: int) -> list[Op]:
-    """What runs between a rotation's start and its end; nothing where the stream waits for it."""
-    op = ops[start]
-    if op.kind == "collective-permute" or '"is_sync":true' in op.text:
-        return []
-    (done,) = (i for i, other in enumerate(ops) if f"collective-permute-done(%{op.name})" in other.text)
-    return ops[start + 1 : done]
 
 
 @BOTH
@@ -188,8 +141,7 @@ def test_number_of_rotations(backward, layout, platform):
     """Forward N - 1; backward the same with dK/dV in all but the first, then dK/dV alone twice, the second time home."""
     program = computations(compiled(backward, layout, platform=platform).as_text())
     assert sum(rotation.times for rotation in rotations(program)) == SIZE - 1 + 2 * backward
-    kinds = {op.kind for ops in program.values() for op in ops}
-    assert not [kind for kind in kinds if kind.startswith(("all-gather", "all-reduce", "all-to-all", "reduce-scatter"))]
+    assert gathers(program) == []
 
 
 @BOTH

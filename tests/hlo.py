@@ -1,0 +1,70 @@
+"""Reading a compiled program: its instructions in the order of their schedule, and what runs beside a rotation."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Op(NamedTuple):
+    """An instruction: its kind, its name, the types of its results, its text."""
+
+    kind: str
+    name: str
+    types: str
+    text: str
+
+    @property
+    def is_rotation(self) -> bool:
+        return self.kind in ("collective-permute", "collective-permute-start")
+
+    def called(self, word: str) -> str:
+        """The computation that ``word`` (calls, body, condition) names."""
+        return re.search(rf"\b{word}=%(\S+?)[,\s]", self.text)[1]
+
+
+Program = dict[str, list[Op]]
+
+
+def computations(program: str) -> Program:
+    """The program's computations, their instructions in the order of the schedule."""
+    found: Program = {}
+    for line in program.splitlines():
+        head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
+        if head:
+            found[name := "ENTRY" if head[1] else head[2]] = []
+        op = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z-]*)\(", line)
+        if op:
+            found[name].append(Op(op[3], op[1], op[2], line))
+    return found
+
+
+def runs(program: Program, name: str = "ENTRY", times: int = 1) -> Iterator[tuple[str, int, list[Op]]]:
+    """The entry and the bodies of its loops: name, how often it runs, instructions."""
+    yield name, times, program[name]
+    for op in program[name]:
+        if op.kind == "while":
+            yield from runs(program, op.called("body"), times * trips(program, op))
+
+
+def trips(program: Program, loop: Op) -> int:
+    """How often a loop's body runs: as XLA notes it, or the end that its condition compares with (a scan counts from 0)."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text)
+    if known:
+        return int(known[1])
+    (end,) = (re.search(r"constant\((\d+)\)", op.text)[1] for op in program[loop.called("condition")] if op.kind == "constant")
+    return int(end)
+
+
+def beside(ops: list[Op], start: int) -> list[Op]:
+    """What runs between a rotation's start and its end; nothing where the device waits for it."""
+    op = ops[start]
+    if op.kind == "collective-permute" or '"is_sync":true' in op.text:
+        return []
+    (done,) = (i for i, other in enumerate(ops) if f"collective-permute-done(%{op.name})" in other.text)
+    return ops[start + 1 : done]
+
+
+def gathers(program: Program) -> list[str]:
+    """Collectives other than rotations."""
+    words = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+    return [op.text.strip()[:150] for ops in program.values() for op in ops if op.kind.startswith(words)]
