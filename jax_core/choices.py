@@ -1,4 +1,4 @@
-"""What ``platform="auto"`` tries first on a GPU: the outcome of measurements, as data. It takes the first that can."""
+"""What ``platform="auto"`` tries first, on a GPU: the outcome of measurements, as data. It takes the first that can."""
 
 from typing import NamedTuple
 
@@ -30,5 +30,7 @@ ON_GPU = (
 )
 
 
-def preference(problem: Problem) -> tuple[str, ...]:
+def preference(problem: Problem, backend: str) -> tuple[str, ...]:
+    if backend != "gpu":
+        return ("pallas", "xla") if backend == "tpu" else ("xla",)  # not measured: no TPU was at hand
     return next(choice.order for choice in ON_GPU if problem.q_length >= choice.q_length)

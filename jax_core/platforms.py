@@ -23,7 +23,7 @@ def choose_kernel(platform: str | None, cfg: RingAttentionConfig | None, problem
     _check_backend(given, backend)
     if named == "auto":
         return _first_that_can(given, problem, backend)
-    if named != "xla" and backend != jax.default_backend():
+    if named not in ("xla", "pallas") and backend != jax.default_backend():
         raise NotImplementedError(f'platform="{named}": the arrays are on "{backend}"; use platform="xla" or "auto"')
     choice, reason = _try(_KERNELS[named], given, problem)
     if reason is not None:
@@ -33,7 +33,7 @@ def choose_kernel(platform: str | None, cfg: RingAttentionConfig | None, problem
 
 def _first_that_can(given: RingAttentionConfig, problem: Problem, backend: str) -> Choice:
     reasons = {}
-    for name in preference(problem) if backend == "gpu" else ("xla",):
+    for name in preference(problem, backend):
         choice, reasons[name] = _try(_KERNELS[name], given, problem)
         if reasons[name] is None:
             return choice

@@ -17,7 +17,7 @@ from jax_core.mask import make_mask
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda: None)
+    monkeypatch.setattr(launch, "missing", lambda backend: None)
     monkeypatch.setattr(launch, "generation", lambda: "TPU v5e")
     monkeypatch.setattr(launch, "interpret", lambda: True)
     monkeypatch.setattr(kernel, "LANES", 8)  # small blocks, for many of them in a small shard

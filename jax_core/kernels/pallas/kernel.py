@@ -48,7 +48,7 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
         return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
     if precision is not None and lax.Precision(precision).name.lower() not in _PRECISIONS:
         return f"a TPU kernel's products have precision {' or '.join(_PRECISIONS)}, got {precision}"
-    return launch.missing() or _params_reason(forward, backward)
+    return launch.missing(problem.backend) or _params_reason(forward, backward)
 
 
 def _params_reason(forward: FwdParams, backward: BwdParams) -> str | None:
@@ -61,7 +61,7 @@ def _params_reason(forward: FwdParams, backward: BwdParams) -> str | None:
 
 
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    if launch.missing():
+    if launch.missing(problem.backend):
         return FwdParams(LANES, LANES), BwdParams(LANES, LANES)  # not used: unsupported() says why
     return params.default_params(problem, launch.generation())
 
@@ -93,7 +93,6 @@ def forward(
         scratch=[pltpu.VMEM((size, columns), jnp.float32) for columns in (1, 1, plan.value_dim)],
         aliases=_in_place(inputs, before, results),
         cost=costs.forward(plan, q.dtype),
-        memory=_memory(),
     )
     return Partial(_from_rows(out, plan), _from_numbers(lse, plan))
 
@@ -151,7 +150,6 @@ class _Backward:
             scratch=[pltpu.VMEM((plan.q.block, plan.dim), jnp.float32)],
             aliases=_in_place(inputs, before, [result]),
             cost=costs.queries(plan, self.shards.q.dtype),
-            memory=_memory(),
         )
         return dq
 
@@ -181,7 +179,6 @@ class _Backward:
             scratch=scratch,
             aliases=_in_place(inputs, dq, [x for x in results if x is not None]),
             cost=costs.keys(plan, self.shards.q.dtype, fused=dq is not None),
-            memory=_memory(),
         )
 
     def bias(self, shape):
@@ -204,7 +201,6 @@ class _Backward:
             scratch=[pltpu.VMEM((plan.q.block if split[2] else 1, plan.k.block), jnp.float32)],
             aliases={},
             cost=costs.bias(plan, self.shards.q.dtype),
-            memory=_memory(),
         )
         dbias = out_of_blocks(dbias, 3, plan.k)
         return (dbias if shape[2] == 1 else out_of_blocks(dbias, 2, plan.q)).reshape(shape)
@@ -271,7 +267,3 @@ def _fitting(config: FwdParams, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]
     runs = q_runs[0].length, k_runs[0].length
     q, k = (min(size, -(-length // LANES) * LANES) for size, length in zip(_blocks(config), runs, strict=True))
     return q, k
-
-
-def _memory() -> int | None:
-    return None if launch.missing() else params.generation(launch.generation()).memory

@@ -8,6 +8,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_core.kernels.pallas import params
 from jax_core.varying import vary, varying_axes
 
 
@@ -23,10 +24,9 @@ def launch(
     scratch: Sequence[Any],
     aliases: dict[int, int],
     cost: pl.CostEstimate,
-    memory: int | None = None,
 ) -> tuple:
     """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: which leaf of ``inputs`` an output takes the
-    place of; an output may be None. ``memory``: bytes of fast memory, None for the compiler's default."""
+    place of; an output may be None."""
     prefetched, inputs = vary((tuple(prefetched), tuple(inputs)), varying_axes(prefetched, inputs))
     axis_type = jax.typeof(prefetched[0]).mat
     shapes = [x and jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axis_type) for x in outputs]
@@ -44,7 +44,7 @@ def launch(
         compiler_params=pltpu.CompilerParams(
             # Batch entries and heads are independent; the visits of one follow each other.
             dimension_semantics=tuple("parallel" if axis < 2 else "arbitrary" for axis in range(len(grid))),
-            vmem_limit_bytes=memory,
+            vmem_limit_bytes=params.generation(generation()).memory,
         ),
         cost_estimate=cost,
         interpret=interpret(),
@@ -57,9 +57,9 @@ def _name(kernel) -> str:
     return _name(kernel.func) if isinstance(kernel, partial) else kernel.__name__
 
 
-def missing() -> str | None:
-    """Why no Pallas kernel can run here, in words, or None."""
-    backend = jax.default_backend()
+def missing(backend: str | None) -> str | None:
+    """Why no Pallas kernel can run on such devices (None: JAX's default), in words, or None."""
+    backend = backend or jax.default_backend()
     return (
         None
         if backend == "tpu"
@@ -68,8 +68,9 @@ def missing() -> str | None:
 
 
 def generation() -> str:
-    """Of this process's TPU, as JAX names it, like "TPU v5 lite"."""
-    return jax.local_devices(backend="tpu")[0].device_kind
+    """Of the TPUs of the ``shard_map`` around this call, or of this process, as JAX names it, like "TPU v5 lite"."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.local_devices(backend="tpu")[0]
+    return device.device_kind
 
 
 def interpret() -> Any:
