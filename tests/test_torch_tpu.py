@@ -1,0 +1,179 @@
+"""TorchTPU's road on a machine without a TPU: its JAX functions on CPU devices, its operators on meta tensors, and the very programs
+that it would run, compiled ahead of time for eight TPUs.
+
+What needs torch-tpu runs by ``make test-torch-tpu``, in an environment of its own; nothing here ran on a TPU.
+"""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_core
+import ring_attn
+from jax_core.options import Options
+from torch_bridge import function, tpu
+from torch_bridge.crossing import Form
+from torch_bridge.mesh import AXIS, Ring
+
+WORLD, RANK = 8, 3
+GRIDS = [(1, 8, 1), (2, 4, 1), (2, 2, 2)]
+QKV = ("query", "key", "value")
+needs_torch_tpu = pytest.mark.skipif(find_spec("torch_tpu") is None, reason="needs torch-tpu: make test-torch-tpu")
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Eight processes, of which this is one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def torch_tpu(world):
+    """torch-tpu with one thing made up, the name of the chip, and meta tensors on its road."""
+    from torch_tpu._internal.device import _device_ops_backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this is, and waits
+        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        patch.setattr(_device_ops_backend, "_get_local_device_attributes", lambda: {"device_kind": "TPU v5 lite"})
+        patch.setattr("ring_attn.functional._road", lambda device: tpu.attend)
+        yield
+
+
+def meta(*shape, dtype=torch.bfloat16, grad=True):
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def qkv(length=16, dtype=torch.bfloat16):
+    return [meta(2, length, 4, 32, dtype=dtype), meta(2, length, 2, 32, dtype=dtype), meta(2, length, 2, 16, dtype=dtype)]
+
+
+def form(tensor):
+    return tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()
+
+
+def test_the_device_chooses_the_road():
+    from ring_attn.functional import _road
+
+    assert _road(SimpleNamespace(type="tpu")) is tpu.attend
+    assert _road(torch.device("cpu")) is function.attend
+
+
+def test_torch_tpu_is_loaded_only_for_its_tensors():
+    code = "import sys, torch_bridge.tpu\nassert 'torch_tpu' not in sys.modules"
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parent.parent, env=environment)
+
+
+@pytest.mark.skipif(find_spec("torch_tpu") is not None, reason="torch-tpu is here")
+def test_without_torch_tpu_the_error_says_what_to_install():
+    with pytest.raises(ImportError, match=r'tensors on "tpu" need torch-tpu >= 0.2.*pip install'):
+        attend(*qkv())
+
+
+def attend(q, k, v, where=("local", None), **options):
+    settings = {"mask_mod": None, "mask_builder": None, "lse_gradient": False, **options}
+    return tpu.attend(where, dict(zip(QKV, (q, k, v), strict=True)), None, **settings)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**40 + 3, 2**64 - 1, -(2**63)])
+def test_seeds_are_those_of_the_other_road(seed):
+    assert torch.equal(tpu._seed_words(seed), function._seed_words(seed, torch.device("cpu")))
+
+
+def test_float64_is_refused():
+    with pytest.raises(NotImplementedError, match="must be bfloat16, float16 or float32 on a TPU, got float64; cast"):
+        attend(*qkv(dtype=torch.float64))
+
+
+def test_kernels_of_a_gpu_are_refused():
+    with pytest.raises(NotImplementedError, match=r'platform="triton": the arrays are on "tpu"; use platform="xla"'):
+        attend(*qkv(), platform="triton")
+
+
+@pytest.fixture
+def platforms():
+    before = jax.config.jax_platforms
+    yield lambda names: jax.config.update("jax_platforms", names)
+    jax.config.update("jax_platforms", before)
+
+
+def test_jax_must_not_take_the_tpu(platforms):
+    platforms("tpu,cpu")
+    with pytest.raises(RuntimeError, match=r"got platforms 'tpu,cpu'; set JAX_PLATFORMS=cpu"):
+        attend(*qkv())
+
+
+def test_jax_that_was_told_nothing_keeps_to_the_cpu(platforms):
+    platforms(None)
+    tpu._keep_jax_on_cpu()
+    assert jax.config.jax_platforms == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "grid"), [(range(8), (1, 8, 1)), (range(4, 8), (2, 4, 1)), ((1, 5), (1, 2, 4)), ((4, 6), (2, 2, 2)), ((3,), None)]
+)
+def test_rings_that_tile_the_world(world, ranks, grid):
+    assert tpu.tile_world(Ring(tuple(ranks), 0)) == grid
+
+
+@pytest.mark.parametrize("ranks", [(1, 0), (0, 1, 3), range(3), range(1, 5), (2, 4), range(7, -1, -1)])
+def test_rings_that_do_not(world, ranks):
+    with pytest.raises(NotImplementedError, match=r"8 processes, which equal rings .* must tile; got a ring of .*; take a dimension"):
+        tpu.tile_world(Ring(tuple(ranks), 0))
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_its_jax_functions_are_ring_attention(grid):
+    """On CPU devices, against the whole sequence of each ring on one device."""
+    normal = iter(jax.random.split(jax.random.key(0), 20))
+    blocks, length, size = (2 * WORLD, 6), 6 * grid[1], grid[1]
+    query, key, value, dout = (jax.random.normal(next(normal), (*blocks, heads, 8)) for heads in (4, 2, 2, 4))
+    sinks = jnp.tile(jax.random.normal(next(normal), (4,)), WORLD)
+    dlse = jax.random.normal(next(normal), (2 * WORLD, 4, 6))
+
+    def whole(array, dim):
+        """``[before * after * batch, whole sequence, ...]`` of blocks of rows on each process."""
+        split = array.reshape(*grid, 2, *array.shape[1:])
+        order = jnp.moveaxis(split, 1, dim + 2)  # the ring's axis goes in front of the sequence
+        return order.reshape(-1, *array.shape[1:dim], length, *array.shape[dim + 1 :])
+
+    attention = tpu.specify(
+        grid,
+        Options(causal=True),
+        (*QKV, "softmax_aux"),
+        tuple(Form((2, *x.shape[1:]), torch.float32) for x in (query, key, value)) + (Form((4,), torch.float32),),
+    )
+    forward, backward = tpu.over_world(attention, Mesh(np.array(jax.devices()[:WORLD]), (AXIS,)), grid)
+    operands = [query, key, value, sinks]
+    out, lse = jax.jit(forward)(operands)
+    gradients = jax.jit(backward, static_argnums=1)([*operands, out, lse, dout, dlse], (0, 1, 2, 3))
+
+    def expected(query, key, value, sinks):
+        return jax_core.ring_attention(query, key, value, sinks, causal=True, return_lse=True)
+
+    wholes = [*(whole(x, 1) for x in (query, key, value)), sinks[:4]]
+    want, transpose = jax.vjp(expected, *wholes)
+    close = dict(rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(whole(out, 1), want[0], **close)
+    np.testing.assert_allclose(whole(lse, 2), want[1], **close)
+    *wanted, wanted_sinks = transpose((whole(dout, 1), whole(dlse, 2)))
+    for gradient, theirs in zip(gradients, wanted, strict=False):
+        np.testing.assert_allclose(whole(gradient, 1), theirs, **close)
+    np.testing.assert_allclose(gradients[3].reshape(WORLD, 4).sum(0), wanted_sinks, **close)  # each process has its part
+    assert size == length // 6
