@@ -52,7 +52,7 @@ def _lift_mask_mod(options: dict[str, Any]) -> tuple[dict[str, Any], list[torch.
     """The mask function as it is now: traced, and the arrays that it closes over as further operands, of a dimension at least."""
     _keep_jax_on_cpu()
     predicate, consts = from_mask_mod(options["mask_mod"])
-    return {**options, "mask_mod": None, "predicates": (predicate,)}, [torch.from_numpy(np.atleast_1d(const)) for const in consts]
+    return {**options, "mask_mod": None, "predicates": (predicate,)}, [torch.from_numpy(np.array(const, ndmin=1)) for const in consts]
 
 
 @torch.compiler.assume_constant_result
