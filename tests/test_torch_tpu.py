@@ -268,6 +268,17 @@ def test_torch_compile_in_one_graph(torch_tpu):
     assert [form(x) for x in torch.autograd.grad(out.sum(), inputs)] == [form(x) for x in inputs]
 
 
+@needs_torch_tpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's, where it goes on
+def test_torch_compile_around_a_mask_mod(torch_tpu):
+    def attention(q, k, v):
+        return ring_attn.ring_attention(q * 2, k, v, mask_mod=lambda batch, head, q_pos, k_pos: TABLE[q_pos % 4, k_pos % 4]) + 1
+
+    inputs = qkv()
+    out = torch.compile(attention, backend="aot_eager")(*inputs)
+    assert [form(x) for x in torch.autograd.grad(out.sum(), inputs)] == [form(x) for x in inputs]
+
+
 @pytest.fixture(scope="module")
 def eight_tpus(torch_tpu):
     from jax.experimental import topologies

@@ -36,23 +36,27 @@ def attend(
     not compared. Raises NotImplementedError for float64 and for rings that do not tile the world, ImportError without torch-tpu,
     RuntimeError where JAX would take the TPU, and what :func:`jax_core.options.make_spec` raises.
     """
-    given = _given(tensors, dropout_seed)
-    arrays = [*given.values()]
-    if options["mask_mod"] is not None:
-        options, consts = _lift_mask_mod(options)
-        arrays += [const.to(arrays[0].device) for const in consts]
+    call = _attend if options["mask_mod"] is None else _with_mask_mod
+    return call(where, _given(tensors, dropout_seed), [], options)
+
+
+@torch.compiler.disable
+def _with_mask_mod(where, given: dict[str, torch.Tensor], _, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask function as it is now: traced, and the arrays that it closes over as further operands, of a dimension at least."""
+    _keep_jax_on_cpu()
+    predicate, consts = from_mask_mod(options["mask_mod"])
+    further = [torch.from_numpy(np.array(const, ndmin=1)).to(given["query"].device) for const in consts]
+    return _attend(where, given, further, {**options, "mask_mod": None, "predicates": (predicate,)})
+
+
+def _attend(
+    where, given: dict[str, torch.Tensor], further: list[torch.Tensor], options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arrays = [*given.values(), *further]
     forms = tuple(Form(tuple(x.shape), x.dtype) for x in arrays)
     run = getattr(torch.ops.ring_attn, f"{FORWARD}_{_number(where, options, tuple(given), forms)}")
     out, lse = run([x.contiguous() for x in arrays])
     return out, lse
-
-
-@torch.compiler.disable
-def _lift_mask_mod(options: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The mask function as it is now: traced, and the arrays that it closes over as further operands, of a dimension at least."""
-    _keep_jax_on_cpu()
-    predicate, consts = from_mask_mod(options["mask_mod"])
-    return {**options, "mask_mod": None, "predicates": (predicate,)}, [torch.from_numpy(np.array(const, ndmin=1)) for const in consts]
 
 
 @torch.compiler.assume_constant_result
