@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jax_core
 import ring_attn
@@ -237,9 +238,32 @@ def test_operators_keep_torchs_rules(torch_tpu):
     assert str(made.backward._opoverload._schema).endswith("(Tensor[] arrays, SymInt[] wanted) -> Tensor[]")
 
 
-def made_for(grid, *tensors, **options):
+def made_for(grid, *tensors, further=(), **options):
     forms = tuple(Form(tuple(x.shape), x.dtype) for x in tensors)
-    return tpu.operators(grid, tuple(options.items()), QKV, forms)
+    return tpu.operators(grid, tuple(options.items()), (*QKV, *further), forms)
+
+
+class Operators(TorchDispatchMode):
+    """The tensors that reach ours inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "ring_attn":
+            self.tensors[operator.name().rpartition("_")[0]] = args[0]
+        return operator(*args, **(kwargs or {}))
+
+
+@needs_torch_tpu
+def test_what_reaches_the_operators_is_contiguous(torch_tpu):
+    """An operator knows a tensor's shape alone. Heads first, the inputs are not; nor is the gradient of a sum, one number."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in qkv())
+    with Operators() as seen:
+        torch.autograd.grad(ring_attn.ring_attention(q, k, v, qkv_format="bhsd").transpose(0, 1).sum(), (q, k, v))
+    assert sorted(seen.tensors) == ["ring_attn::tpu_backward", "ring_attn::tpu_forward"]
+    assert all(x.is_contiguous() for tensors in seen.tensors.values() for x in tensors)
 
 
 @needs_torch_tpu
@@ -328,3 +352,27 @@ def test_the_programs_compile_for_eight_tpus(eight_tpus, grid, dtype):
         collectives = set(re.findall(r" (all-\w+|reduce-scatter|collective-\w+)[\w-]*\(", text))
         assert collectives == {"collective-permute"}
         assert set(re.findall(r"source_target_pairs=\{(\{\S*\})\}", text)) == {PAIRS[grid]}
+
+
+@needs_torch_tpu
+def test_a_program_with_every_operand_compiles_for_eight_tpus(eight_tpus):
+    """Sinks, bias, mask, ids, slopes and dropout, each with its gradient where it has one."""
+    length, keys = 128, 4 * 128
+    ids = dict.fromkeys(
+        ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids"), meta(2, length, dtype=torch.int32, grad=False)
+    )
+    further = {
+        "softmax_aux": meta(4, 3),
+        "bias": meta(1, 4, length, keys),
+        "mask": meta(2, 1, length, keys, dtype=torch.bool, grad=False),
+        **ids,
+        "alibi_slopes": meta(4, dtype=torch.float32),
+        "dropout_seed": meta(2, dtype=torch.int32, grad=False),
+    }
+    inputs = [x.detach() for x in (*qkv(length), *further.values())]
+    made = made_for((2, 4, 1), *inputs, further=further, causal=True, dropout_prob=0.1, lse_gradient=True)
+    out, lse = made.forward(inputs)
+    floats = [number for number, x in enumerate(inputs) if x.is_floating_point()]
+    backward = compiled(eight_tpus, made.backward, [*inputs, out, lse, out, lse], floats)
+    assert local_forms(compiled(eight_tpus, made.forward, inputs))[0] == (tuple(out.shape), "bfloat16")
+    assert local_forms(backward) == [(tuple(inputs[number].shape), str(inputs[number].dtype)[6:]) for number in floats]

@@ -36,12 +36,12 @@ def attend(
     not compared. Raises NotImplementedError for float64 and for rings that do not tile the world, ImportError without torch-tpu,
     RuntimeError where JAX would take the TPU, and what :func:`jax_core.options.make_spec` raises.
     """
-    call = _attend if options["mask_mod"] is None else _with_mask_mod
-    return call(where, _given(tensors, dropout_seed), [], options)
+    given = _given(tensors, dropout_seed)
+    return _attend(where, given, [], options) if options["mask_mod"] is None else _with_mask_mod(where, given, options)
 
 
 @torch.compiler.disable
-def _with_mask_mod(where, given: dict[str, torch.Tensor], _, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_mask_mod(where, given: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The mask function as it is now: traced, and the arrays that it closes over as further operands, of a dimension at least."""
     _keep_jax_on_cpu()
     predicate, consts = from_mask_mod(options["mask_mod"])
