@@ -12,8 +12,10 @@ STAMP := $(VENV)/.installed
 GPU_COMPILER := $(VENV)/gpu-compiler
 TPU_COMPILER := $(VENV)/tpu-compiler
 NEEDS := import sys; sys.exit(sys.version_info < (3, 11))
+TORCH_TPU_VENV ?= .venv-torch-tpu
+NEEDS_3_12 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
-.PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu lint format types examples env clean
+.PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu torch-tpu test-torch-tpu lint format types examples env clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -40,6 +42,12 @@ test-gpu:
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu tests/test_gpu.py tests/test_gpu_bridge.py \
 		$(PYTEST_FLAGS)
 
+# TorchTPU's road without a TPU, in an environment of its own (Python 3.12, Linux only).
+test-torch-tpu: torch-tpu
+	$(TORCH_TPU_VENV)/bin/python -m pytest tests/test_torch_tpu.py $(PYTEST_FLAGS)
+
+torch-tpu: $(TORCH_TPU_VENV)/.installed
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,6 +63,8 @@ types: $(STAMP)
 examples: $(STAMP)
 	$(BIN)/python examples/jax_native.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/torch_minimal.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		examples/train_on_tpu.py --device cpu --context 1022 --steps 2
 	$(BIN)/python examples/train_lm.py --context 1022 --steps 3 --output demo_output/small
 
 env: $(STAMP)
@@ -98,6 +108,25 @@ $(TPU_COMPILER)/.installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(TPU_COMPILER) "libtpu==0.0.42.*"
 	@touch $@
 
+# Nothing of torch-tpu may lie in the other environment, where torch would load it at every import.
+$(TORCH_TPU_VENV)/.installed: setup.py
+	@if ! $(TORCH_TPU_VENV)/bin/python -c '$(NEEDS_3_12)' 2>/dev/null; then \
+		found=; for candidate in $(PYTHON) python3.12 python3; do \
+			if $$candidate -c '$(NEEDS_3_12)' 2>/dev/null; then found=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "torch-tpu is tried with Python 3.12, and none was found (tried: $(PYTHON) python3.12 python3)." >&2; \
+			echo "Install one, or name it: make $(or $(MAKECMDGOALS),torch-tpu) PYTHON=/path/to/python3.12" >&2; \
+			exit 1; \
+		fi; \
+		echo "making the environment in $(TORCH_TPU_VENV) with $$found"; \
+		$$found -m venv --clear $(TORCH_TPU_VENV); \
+	fi
+	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet --upgrade "pip>=23.1"
+	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet --editable ".[torch-tpu]" "pytest>=9,<10" "pytest-timeout>=2.3,<3"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(TORCH_TPU_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -87,15 +87,13 @@ def ring_attention(
     _check_numbers(dict(scale=scale, softcap=softcap, dropout_p=dropout_p))
     if qkv_format not in _FORMATS:
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
-    from torch_bridge.function import attend  # here, so that importing ring_attn loads no jax
-
     if qkv_format == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     ids = dict(
         q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_position_ids=q_position_ids, kv_position_ids=kv_position_ids
     )
     _check_tensors(ids, q)
-    out, lse = attend(
+    out, lse = _road(q.device)(
         (mesh, mesh_dim),
         dict(query=q, key=k, value=v, softmax_aux=sinks, bias=bias, mask=mask, alibi_slopes=alibi_slopes, **ids),
         dropout_seed=_seed(dropout_p, dropout_seed),
@@ -115,6 +113,15 @@ def ring_attention(
     )
     out = out.transpose(1, 2) if qkv_format == "bhsd" else out
     return (out, lse) if return_lse else out
+
+
+def _road(device: torch.device) -> Callable:
+    """The way of a device's tensors into JAX; imported here, so that importing ring_attn loads no jax."""
+    if device.type == "tpu":
+        from torch_bridge.tpu import attend
+    else:
+        from torch_bridge.function import attend
+    return attend
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor | None], q: torch.Tensor) -> None:
