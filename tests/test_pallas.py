@@ -3,16 +3,30 @@ makes of them: tests/test_tpu_program.py."""
 
 from dataclasses import replace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from attention_cases import CASES, Case, make_cotangents, make_inputs, ring_results
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from pairs import Pair, check
 from test_attention import assert_like_the_oracle
 
+import jax_core
 from jax_core.block import Scores
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import pallas
 from jax_core.kernels.pallas import kernel, launch
 from jax_core.mask import make_mask
+
+# One of each feature; every layout, ring size and way of calling is run with the xla kernel already.
+NAMES = (
+    "causal zigzag", "causal striped", "bidirectional zigzag", "window cut by causal", "window of two sides", "window to the right",
+    "chunks zigzag", "soft cap", "negative scale", "scale of zero", "grouped heads", "wide values", "narrow values", "more keys",
+    "one query", "packed with padding", "segments of both sides", "positions of both sides", "positions and chunks", "bias",
+    "bias of every head", "bias of every sequence", "one bias", "slopes per sequence", "sinks per head", "mask", "one mask",
+    "mask of nothing", "mask function", "mask builder", "dropout", "bfloat16 with everything",
+)  # fmt: skip
+FUSED = ("grouped heads", "slopes per sequence", "packed with padding", "causal zigzag")
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +38,9 @@ def interpreter(monkeypatch):
 
 
 def in_pallas(case: Case, **settings) -> Case:
-    return replace(case, block=16, settings={"platform": "pallas", **settings}, quick_compile=True)
+    """The case in blocks of 16, with no more heads and batch entries than it is about."""
+    small = {"batch": 1} if not case.arrays and case.batch == 2 else {}
+    return replace(case, block=16, ring=min(case.ring, 2), settings={"platform": "pallas", **settings}, quick_compile=True, **small)
 
 
 def against_the_oracle(case: Case) -> None:
@@ -33,9 +49,30 @@ def against_the_oracle(case: Case) -> None:
     assert_like_the_oracle(case, results, inputs, cotangents)
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.dtype != "float64"])
+def named(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_against_the_oracle(name: str):
-    against_the_oracle(in_pallas(next(case for case in CASES if case.name == name)))
+    against_the_oracle(in_pallas(named(name)))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_backward(name: str):
+    against_the_oracle(in_pallas(named(name), fused_backward=True))
+
+
+def test_splash_masks_of_several_heads():
+    """The kernel computes them itself, from the places in the sequence, though position ids say something else."""
+
+    def builder(q_len, kv_len, heads, head, reps):
+        shape = q_len, kv_len
+        return splash.CausalMask(shape) & splash.LocalMask(shape, (7, None), 0) if head < 2 else splash.ChunkedCausalMask(shape, 12)
+
+    ids = {"q_position_ids": lambda rng, case: np.arange(40, dtype=np.int32)[::-1].copy()}
+    options = {"mask_builder": builder}
+    against_the_oracle(in_pallas(Case("splash masks", ring=2, queries=40, layout="zigzag", options=options, arrays=ids)))
 
 
 SMALL = FwdParams(16, 16), BwdParams(16, 32)
@@ -57,3 +94,20 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs(name: str):
     check(pallas, PAIRS[name], SMALL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "dim", "message"),
+    [
+        ({}, "float32", 257, "at most 256"),
+        ({}, "int8", 16, "bfloat16, float16, float32, got int8"),
+        ({"cfg": jax_core.RingAttentionConfig(FwdParams(24, 16))}, "float32", 16, "multiples of 8, got 24"),
+        ({"cfg": jax_core.RingAttentionConfig(bwd_params=BwdParams(num_warps=4))}, "float32", 16, "no stages or warps"),
+        ({"precision": "high"}, "float32", 16, "default or highest"),
+    ],
+)
+def test_what_it_refuses(settings, dtype, dim, message, monkeypatch):
+    monkeypatch.setattr(kernel, "LANES", 16)
+    x = jnp.ones((1, 16, 2, dim), dtype)
+    with pytest.raises((NotImplementedError, ValueError), match=message.replace("of 8", "of 16")):
+        jax_core.ring_attention(x, x, x, platform="pallas", **settings)
