@@ -68,9 +68,12 @@ def missing(backend: str | None) -> str | None:
 
 
 def generation() -> str:
-    """Of the TPUs of the ``shard_map`` around this call, or of this process, as JAX names it, like "TPU v5 lite"."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.local_devices(backend="tpu")[0]
-    return device.device_kind
+    """Of the TPUs of the ``shard_map`` around this call, or of this process, as JAX names it, like "TPU v5 lite"; "" where neither
+    says."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is None and jax.default_backend() == "tpu":
+        device = jax.local_devices(backend="tpu")[0]
+    return "" if device is None else device.device_kind
 
 
 def interpret() -> Any:

@@ -36,7 +36,7 @@ GENERATIONS = (
 
 
 def generation(name: str) -> Generation:
-    """The generation of a device; a new one is taken for the last of them with the least memory."""
+    """The generation of a device; any other is taken for the one with the least memory."""
     return next((found for found in GENERATIONS if name in found.names), GENERATIONS[-1])
 
 
