@@ -65,6 +65,8 @@ class RingSpec:
     fused_backward: bool = False
     lse_gradient: bool = True
     packed: bool = True  # how loads travel (packet.py)
+    strategy: str = "ring"  # or "fused" (fused.py), whose kernel this is then, and which a CPU interprets
+    interpret: bool = False
 
 
 def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
