@@ -5,16 +5,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_core.block import Partial
-from jax_core.kernels.pallas.fused_plan import SLOTS, Plan, Side, journey, side
-from jax_core.merge import join_sinks, sinks_per_head
-from jax_core.ring import Operands, RingSpec
+from jax_core.config import FwdParams
+from jax_core.kernels.pallas.fused_plan import SLOTS, Plan, Shards, Side, journey, side
+from jax_core.merge import join_sinks, sink_gradient, sinks_per_head
+from jax_core.ring import Operands, RingSpec, row_delta
 
 
 def fused_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """As :func:`jax_core.ring.ring_forward`."""
     from jax_core.kernels.pallas.fused_forward import forward
 
-    plan = make_plan(spec, operands)
+    plan = make_plan(spec, operands, spec.fwd_params)
     out, lse = forward(plan, lax.axis_index(spec.axis_name), _shards(plan, operands), spec.interpret)
     found = Partial(_whole(plan.q, out).transpose(0, 3, 1, 2), _whole(plan.q, lse)[:, :, 0])
     if operands.softmax_aux is not None:
@@ -22,14 +23,42 @@ def fused_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Ar
     return found.out.astype(operands.query.dtype), found.lse
 
 
-def make_plan(spec: RingSpec, operands: Operands) -> Plan:
+def fused_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
+    """As :func:`jax_core.ring.ring_backward`."""
+    from jax_core.kernels.pallas.fused_backward import Rows, backward
+
+    plan = make_plan(spec, operands, spec.bwd_params)
+    delta = row_delta(out, lse, dout, dlse if spec.lse_gradient else None)
+    # exp(x - inf) is 0: no weight where a row saw nothing, nor where rows are padding.
+    rows = Rows(
+        _in_blocks(plan.q, dout.astype(operands.query.dtype).transpose(0, 2, 1, 3), 2),
+        _in_blocks(plan.q, jnp.where(jnp.isneginf(lse), jnp.inf, lse)[:, :, None], 3, fill=jnp.inf),
+        _in_blocks(plan.q, delta[:, :, None], 3),
+    )
+    found = backward(plan, lax.axis_index(spec.axis_name), _shards(plan, operands), rows, spec.interpret)
+    dquery = spec.scores.scale * _whole(plan.q, found.query).transpose(0, 3, 1, 2)
+    dkey, dvalue = (_from_travel(plan.k, x) for x in (spec.scores.scale * found.key, found.value))
+    grads = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
+    nothing = jax.tree.map(lambda _: None, operands)
+    return nothing._replace(**dict(zip(("query", "key", "value"), grads, strict=True)), softmax_aux=_dsinks(operands, lse, delta))
+
+
+def _dsinks(operands: Operands, lse, delta):
+    if operands.softmax_aux is None:
+        return None
+    sinks, transpose = jax.vjp(lambda given: sinks_per_head(given, operands.query.shape[2]), operands.softmax_aux)
+    (found,) = transpose(sink_gradient(sinks, lse, delta).astype(sinks.dtype))
+    return found
+
+
+def make_plan(spec: RingSpec, operands: Operands, params: FwdParams) -> Plan:
     query, key, value = operands[:3]
     axes = spec.axis_name if isinstance(spec.axis_name, tuple) else (spec.axis_name,)
     lengths = query.shape[1], key.shape[1]
     directions, hops = journey(spec.scores.mask, spec.layout, spec.size, *lengths)
     return Plan(
-        q=side(spec.layout, spec.size, lengths[0], spec.fwd_params.q_blocksize),
-        k=side(spec.layout, spec.size, lengths[1], spec.fwd_params.kv_blocksize),
+        q=side(spec.layout, spec.size, lengths[0], params.q_blocksize),
+        k=side(spec.layout, spec.size, lengths[1], params.kv_blocksize),
         batch=query.shape[0],
         heads=query.shape[2],
         kv_heads=key.shape[2],
@@ -44,9 +73,7 @@ def make_plan(spec: RingSpec, operands: Operands) -> Plan:
     )
 
 
-def _shards(plan: Plan, operands: Operands):
-    from jax_core.kernels.pallas.fused_forward import Shards
-
+def _shards(plan: Plan, operands: Operands) -> Shards:
     segments = dict.fromkeys(("q_segments", "k_segments"))
     if plan.segments:
         q_ids, k_ids = (_rows_of_ids(ids, plan.batch) for ids in (operands.q_segment_ids, operands.kv_segment_ids))
@@ -75,6 +102,12 @@ def _to_travel(side: Side, x, axis: int):
     """``[2, SLOTS, ...]``: each half padded to whole blocks, in the first of its places."""
     own = jnp.stack(_padded_halves(side, x, axis))[:, None]
     return jnp.pad(own, [(0, 0), (0, SLOTS - 1)] + [(0, 0)] * x.ndim)
+
+
+def _from_travel(side: Side, x):
+    """``[2, batch, heads, positions of a half, dim] -> [batch, positions, heads, dim]``, without the padding."""
+    first, second = (x[half, :, :, :length] for half, length in enumerate(side.lengths))
+    return jnp.concatenate([first, second], 2).transpose(0, 2, 1, 3)
 
 
 def _whole(side: Side, x):

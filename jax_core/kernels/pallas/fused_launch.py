@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from jax_core.kernels.pallas.fused_plan import Plan
+from jax_core.kernels.pallas.fused_plan import TRAVELLING, Plan
 from jax_core.varying import varying_axes
 
 # Which of XLA's barrier semaphores the kernels meet on. Forward and backward may share one: a rank leaves a kernel only after its
@@ -22,13 +22,13 @@ _HBM = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def launch(
-    kernel: Callable, plan: Plan, rank, given: dict[str, Any], in_place, results: dict[str, Any], scratch, *, products, interpret
+    kernel: Callable, plan: Plan, rank, given: dict[str, Any], results: dict[str, Any], scratch, *, products, interpret
 ) -> dict[str, Any]:
-    """``kernel(rank, refs)`` once, on references by name into HBM (``given``, ``results``) and to ``scratch``. Of ``given``, those
-    named in ``in_place`` are written too, in buffers of their own. ``products``: matrix products a tile."""
+    """``kernel(rank, refs)`` once, on references by name into HBM (``given``, ``results``) and to ``scratch``. Of ``given``, what
+    travels is written too, in its own buffers. ``products``: matrix products a tile."""
     arrays = {name: array for name, array in given.items() if array is not None}
-    fixed = [name for name in arrays if name not in in_place]
-    moving = [name for name in arrays if name in in_place]
+    fixed = [name for name in arrays if name not in TRAVELLING]
+    moving = [name for name in arrays if name in TRAVELLING]
     axes = varying_axes(rank, arrays)
 
     def typed(x) -> jax.ShapeDtypeStruct:

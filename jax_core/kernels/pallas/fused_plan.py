@@ -5,11 +5,13 @@ are its two runs, in the other layouts the first and the second half of its only
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from jax_core.block import Scores
 from jax_core.layout import Run, runs
 from jax_core.mask import Mask, empty
 
+TRAVELLING = ("key", "value", "k_segments")
 SLOTS = 2  # places for each half: the one in use, and the one that arrives
 
 
@@ -99,3 +101,15 @@ def _seen(mask: Mask, layout: str, size: int, q_length: int, k_length: int, half
         )
 
     return [shift for shift in range(size) if shift == 0 or by_anyone(shift)]
+
+
+class Shards(NamedTuple):
+    """``query [batch, heads, positions, dim]``, ``q_segments [batch, 1, positions]`` or None; of what travels
+    ``key [2, SLOTS, batch, kv_heads, positions of a half, dim]``, ``value`` likewise, ``k_segments [2, SLOTS, batch, 1, positions of
+    a half]`` or None, the rank's own in slot 0. Positions are padded to whole blocks, half by half."""
+
+    query: Any
+    key: Any
+    value: Any
+    q_segments: Any = None
+    k_segments: Any = None

@@ -79,6 +79,11 @@ class Freight(NamedTuple):
                 )
 
 
+def freight_semaphores(prefix: str) -> dict[str, Any]:
+    """The scratch of one freight."""
+    return {f"{prefix}sent": pltpu.SemaphoreType.DMA((2,)), f"{prefix}arrived": pltpu.SemaphoreType.DMA((2, SLOTS))}
+
+
 def wait_credits(plan: Plan, credit) -> None:
     if plan.without != "credit":
         for half in BOTH:
