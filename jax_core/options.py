@@ -59,7 +59,7 @@ class Options:
 @dataclass(frozen=True)
 class Placement:
     """Where local shards lie: the ring's mesh axis and size, over how many devices heads are split, the mesh axes that values
-    vary over, on which hardware (None: JAX's default), and whether the ranks are known to be neighbours on a torus of TPUs."""
+    vary over, on which hardware (None: JAX's default), and whether the ranks are known to be a ring of TPUs (torus.py)."""
 
     axis_name: str | tuple[str, ...] | None = None
     size: int = 1

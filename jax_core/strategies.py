@@ -20,7 +20,7 @@ _CANNOT = {"bias": "a bias", "mask": "a boolean mask", "q_position_ids": "positi
 
 
 class Wish(NamedTuple):
-    """What the caller said of strategy and kernel. ``torus``: the ranks of the ring are neighbours on a torus of TPUs."""
+    """What the caller said of strategy and kernel. ``torus``: the ranks are a ring of the topology (torus.py)."""
 
     strategy: str
     platform: str | None

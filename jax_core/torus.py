@@ -12,13 +12,18 @@ _SQUARES = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
 
 def is_ring(mesh, axes: tuple[str, ...]) -> bool:
-    """Whether on every line of devices along ``axes`` each is linked to the next, and the last to the first. ``mesh``: any mesh;
-    one without TPUs, or without devices, is none. Links are taken from the devices' coordinates in their slice."""
-    if not isinstance(mesh, Mesh) or not all(hasattr(device, "coords") for device in mesh.devices.flat):
+    """Whether along ``axes`` every device is linked to the next, and the last to the first. ``mesh``: any mesh; one without TPUs, or
+    without devices, is none, nor is one whose devices are two cores (v4, v5p): a kernel that sends runs on one of them."""
+    return isinstance(mesh, Mesh) and are_rings(_lines(mesh, axes))
+
+
+def are_rings(lines: np.ndarray) -> bool:
+    """``lines [lines, devices of a line]``. Links are taken from the devices' coordinates in their slice."""
+    if not all(hasattr(device, "coords") and getattr(device, "num_cores", 1) == 1 for device in lines.flat):
         return False
-    sides = [max(values) + 1 for values in zip(*(device.coords for device in mesh.devices.flat), strict=True)]
-    closed = _closed(mesh.devices.flat[0].device_kind, sides)
-    return all(_linked(one, other, closed) for line in _lines(mesh, axes) for one, other in pairwise([*line, line[0]]))
+    sides = [max(values) + 1 for values in zip(*(device.coords for device in lines.flat), strict=True)]
+    closed = _closed(lines.flat[0].device_kind, sides)
+    return all(_linked(one, other, closed) for line in lines for one, other in pairwise([*line, line[0]]))
 
 
 def _closed(kind: str, sides: list[int]) -> list[int | None]:
@@ -28,7 +33,7 @@ def _closed(kind: str, sides: list[int]) -> list[int | None]:
     return [side if kind in _SQUARES and side == 16 else None for side in sides]
 
 
-def _lines(mesh: Mesh, axes: tuple[str, ...]):
+def _lines(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
     numbers = [mesh.axis_names.index(axis) for axis in axes]
     moved = np.moveaxis(mesh.devices, numbers, list(range(-len(numbers), 0)))
     return moved.reshape(-1, int(np.prod(moved.shape[moved.ndim - len(numbers) :])))
