@@ -6,8 +6,8 @@ from functools import partial
 import jax
 from jax import lax
 
-from jax_core.options import Options, Placement, make_spec
 from jax_core.fused import fused_backward, fused_forward
+from jax_core.options import Options, Placement, make_spec
 from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
 from jax_core.varying import vary, varying_axes
 

@@ -1,5 +1,7 @@
 """The fused strategy: the ring inside one kernel, which sends K/V to its neighbours while it computes (TPU)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -53,7 +55,8 @@ def _dsinks(operands: Operands, lse, delta):
 
 def make_plan(spec: RingSpec, operands: Operands, params: FwdParams) -> Plan:
     query, key, value = operands[:3]
-    axes = spec.axis_name if isinstance(spec.axis_name, tuple) else (spec.axis_name,)
+    axes: Any = spec.axis_name if isinstance(spec.axis_name, tuple) else (spec.axis_name,)
+    assert params.q_blocksize is not None and params.kv_blocksize is not None
     lengths = query.shape[1], key.shape[1]
     directions, hops = journey(spec.scores.mask, spec.layout, spec.size, *lengths)
     return Plan(

@@ -91,8 +91,8 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
     strategy, (kernel, forward, backward) = choose_strategy(wish, _problem(options, operands, place, scores))
     ring = options.layout, place.axis_name, place.size
     on_cpu = (place.backend or jax.default_backend()) == "cpu"
-    how = options.fused_backward, options.lse_gradient, on_cpu, strategy, on_cpu
-    spec = RingSpec(scores, kernel, *ring, forward, backward, *how)
+    how: dict[str, Any] = dict(packed=on_cpu, strategy=strategy, interpret=on_cpu)
+    spec = RingSpec(scores, kernel, *ring, forward, backward, options.fused_backward, options.lse_gradient, **how)
     return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
 
 

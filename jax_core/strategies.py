@@ -30,8 +30,8 @@ class Wish(NamedTuple):
 
 
 def choose_strategy(wish: Wish, problem: Problem) -> tuple[str, Choice]:
-    """``("ring" | "fused", choice)``. A named strategy runs or the error says why it cannot; "auto" fuses where the ring is one of the
-    topology, no kernel was named, and the fused kernel can."""
+    """``("ring" | "fused", choice)``. A named strategy runs or the error says why it cannot; "auto" fuses where the ring is one of
+    the topology, no kernel was named, and the fused kernel can."""
     if wish.strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {wish.strategy!r}")
     if wish.strategy == "ring" or (wish.strategy == "auto" and not wish.torus):

@@ -5,15 +5,15 @@ from itertools import pairwise
 import numpy as np
 from jax.sharding import Mesh
 
-# Where a slice is closed to circles (cloud.google.com/tpu/docs): v4, v5p and Ironwood on every side, if all are multiples of 4 chips;
-# v5e and v6e on a side of 16.
+# Where a slice is closed to circles (cloud.google.com/tpu/docs): v4, v5p and Ironwood on every side, if all are multiples of 4
+# chips; v5e and v6e on a side of 16.
 _CUBES = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x")
 _SQUARES = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
 
 def is_ring(mesh, axes: tuple[str, ...]) -> bool:
-    """Whether along ``axes`` every device is linked to the next, and the last to the first. ``mesh``: any mesh; one without TPUs, or
-    without devices, is none, nor is one whose devices are two cores (v4, v5p): a kernel that sends runs on one of them."""
+    """Whether along ``axes`` every device is linked to the next, and the last to the first. ``mesh``: any mesh; one without TPUs,
+    or without devices, is none, nor is one whose devices are two cores (v4, v5p): a kernel that sends runs on one of them."""
     return isinstance(mesh, Mesh) and are_rings(_lines(mesh, axes))
 
 

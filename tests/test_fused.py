@@ -220,7 +220,8 @@ def test_it_compiles_for(topology: str, capsys):
     for collective in ("collective-permute", "all-gather", "all-to-all", "all-reduce"):
         assert collective not in text
     with capsys.disabled():
-        print(f"\n{topology}: {memory.temp_size_in_bytes / 2**20:.0f} MiB beside {memory.argument_size_in_bytes / 2**20:.0f} of operands")
+        used, given = (size / 2**20 for size in (memory.temp_size_in_bytes, memory.argument_size_in_bytes))
+        print(f"\n{topology}: {used:.0f} MiB beside {given:.0f} MiB of operands")
 
 
 def test_auto_fuses_on_a_ring_of_tpus():

@@ -21,7 +21,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.pallas.fused_launch import launch, pipeline
 from jax_core.kernels.pallas.fused_plan import SLOTS, TRAVELLING, Plan, Shards
-from jax_core.kernels.pallas.fused_rotation import BOTH, Freight, device, freight_semaphores, give_credits, meet, source, wait_credits
+from jax_core.kernels.pallas.fused_rotation import (
+    BOTH,
+    Freight,
+    device,
+    freight_semaphores,
+    give_credits,
+    meet,
+    source,
+    wait_credits,
+)
 from jax_core.kernels.pallas.fused_sweep import Sweep, ends, for_each_kind, make_sweep
 from jax_core.kernels.pallas.fused_tiles import logits, logits_gradient, product
 

@@ -22,7 +22,7 @@ _HBM = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def launch(
-    kernel: Callable, plan: Plan, rank, given: dict[str, Any], results: dict[str, Any], scratch, *, products, interpret
+    kernel: Callable, plan: Plan, rank, given: dict[str, Any], results: dict[str, Any], scratch, *, products: int, interpret: bool
 ) -> dict[str, Any]:
     """``kernel(rank, refs)`` once, on references by name into HBM (``given``, ``results``) and to ``scratch``. Of ``given``, what
     travels is written too, in its own buffers. ``products``: matrix products a tile."""
@@ -47,11 +47,9 @@ def launch(
         out_shape=[typed(arrays[name]) for name in moving] + [typed(shape) for shape in results.values()],
         scratch_shapes=list(scratch.values()),
         input_output_aliases={1 + len(fixed) + i: i for i in range(len(moving))},
-        compiler_params=pltpu.CompilerParams(
-            collective_id=_COLLECTIVE_ID, has_side_effects=True, vmem_limit_bytes=_VMEM_LIMIT
-        ),
+        compiler_params=pltpu.CompilerParams(collective_id=_COLLECTIVE_ID, has_side_effects=True, vmem_limit_bytes=_VMEM_LIMIT),
         cost_estimate=_cost(plan, products, [*arrays.values(), *results.values()]),
-        interpret=interpret,
+        interpret=pltpu.InterpretParams() if interpret else False,
     )(jnp.reshape(rank, (1,)), *(arrays[name] for name in (*fixed, *moving)))
     return dict(zip(results, found[len(moving) :], strict=True))
 
@@ -73,8 +71,8 @@ def _cost(plan: Plan, products: int, arrays) -> pl.CostEstimate:
 
 
 def pipeline(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], carry: dict[str, Any], refs: dict[str, Any]) -> None:
-    """``kernel(blocks, before, after)`` over ``grid``, on blocks in VMEM of the references that there are: of ``inputs`` to read, of
-    ``carry`` as they were and to write anew."""
+    """``kernel(blocks, before, after)`` over ``grid``, on blocks in VMEM of the references that there are: of ``inputs`` to read,
+    of ``carry`` as they were and to write anew."""
     inputs = {name: spec for name, spec in inputs.items() if name in refs}
 
     def body(*blocks):

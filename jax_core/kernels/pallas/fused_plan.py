@@ -105,8 +105,8 @@ def _seen(mask: Mask, layout: str, size: int, q_length: int, k_length: int, half
 
 class Shards(NamedTuple):
     """``query [batch, heads, positions, dim]``, ``q_segments [batch, 1, positions]`` or None; of what travels
-    ``key [2, SLOTS, batch, kv_heads, positions of a half, dim]``, ``value`` likewise, ``k_segments [2, SLOTS, batch, 1, positions of
-    a half]`` or None, the rank's own in slot 0. Positions are padded to whole blocks, half by half."""
+    ``key [2, SLOTS, batch, kv_heads, positions of a half, dim]``, ``value`` likewise, ``k_segments [2, SLOTS, batch, 1, positions
+    of a half]`` or None, the rank's own in slot 0. Positions are padded to whole blocks, half by half."""
 
     query: Any
     key: Any

@@ -1,7 +1,7 @@
 """How halves of shards travel from HBM to a neighbour's HBM while the kernel computes, and who may write where, when.
 
-A buffer has ``SLOTS`` places for each half: at step ``s`` a rank works on place ``s % 2`` and sends it into place ``(s + 1) % 2`` of
-its neighbour. A rank may write there when the neighbour has done with it, that is when the neighbour has finished step ``s - 1``
+A buffer has ``SLOTS`` places for each half: at step ``s`` a rank works on place ``s % 2`` and sends it into place ``(s + 1) % 2``
+of its neighbour. A rank may write there when the neighbour has done with it, that is when the neighbour has finished step ``s - 1``
 and has itself sent the place on: it then gives a *credit* to the rank that sends to it. Three waits make this free of races:
 
 - *arrival*: no step reads a place before what was sent to it is there (a semaphore for each place, since two may be under way);
@@ -29,9 +29,9 @@ def source(plan: Plan, rank, half: int, step):
     return lax.rem(rank + plan.size - plan.directions[half] * step, plan.size)
 
 
-def device(plan: Plan, rank) -> dict[str, Any]:
+def device(plan: Plan, rank) -> dict[str | tuple[str, ...], Any]:
     """The mesh coordinates of a rank of the ring: axes that split one ring are counted as ``lax.axis_index`` counts them."""
-    found = {}
+    found: dict[str | tuple[str, ...], Any] = {}
     for name, size in reversed(plan.axes):
         found[name], rank = lax.rem(rank, size), lax.div(rank, size)
     return found

@@ -35,7 +35,8 @@ def _block_run(side: Side, both: tuple[Run, Run], index) -> Run:
     start = jnp.where(in_second, second.start, first.start)
     length = jnp.where(in_second, second.length, first.length)
     before = (index - jnp.where(in_second, side.blocks, 0)) * side.block
-    return Run(start + first.stride * before, first.stride, jnp.minimum(length - before, side.block))
+    within: Any = jnp.minimum(length - before, side.block)  # traced, as only the ends of the run are looked at
+    return Run(start + first.stride * before, first.stride, within)
 
 
 def has_pairs(mask: Mask, tile: Tile):
@@ -61,7 +62,7 @@ def logits(scores: Scores, q, k, hidden_by=None):
     return x, tanh
 
 
-def _visible(mask: Mask, shape: tuple[int, int], tile: Tile, q_segments, k_segments):
+def _visible(mask: Mask, shape: tuple[int, ...], tile: Tile, q_segments, k_segments):
     """``q_segments [1, queries]``, ``k_segments [1, keys]``, or None."""
     k_index, q_index = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     (q_start, q_stride, _), (k_start, k_stride, k_length) = tile.q_run, tile.k_run
