@@ -2,6 +2,7 @@
 here."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ import jax_core
 from jax_core import fused
 from jax_core.kernels.pallas.fused_plan import journey
 from jax_core.mask import make_mask
+from jax_core.reference import reference_attention
 from jax_core.torus import are_rings, is_ring
 
 
@@ -228,3 +230,31 @@ def test_auto_fuses_on_a_ring_of_tpus():
     text = compiled("v5e:2x4", "auto", 256, heads=2, kv_heads=1).as_text()
     assert "tpu_custom_call" in text
     assert "collective-permute" not in text
+
+
+# ----------------------------------------------------------------------------------------------------------------- meshes
+
+
+@pytest.mark.parametrize("ring", ["inner", ("outer", "inner"), ("inner", "outer")])
+def test_on_meshes_of_two_axes(ring: str | tuple[str, ...], capsys):
+    """A ring beside others on one mesh, and rings over two axes in either order. Beside others, heads are split."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))
+    split = P(None, ring, "outer" if ring == "inner" else None)
+    operands = make_inputs(case("mesh", queries=12, kv_heads=2)).values()
+    attend = partial(jax_core.ring_attention, mesh=mesh, in_specs=(split,) * 3, causal=True, strategy="fused")
+    with race_detector():
+        got = jax.jit(attend)(*operands)
+    assert "RACE DETECTED" not in capsys.readouterr().out
+    np.testing.assert_allclose(got, reference_attention(*operands, causal=True)[0], atol=1e-6)
+
+
+def test_entries_under_vmap_come_one_after_another():
+    asked = case("vmap", ring=2, heads=1, layout="zigzag", options=CAUSAL, mode="mesh")
+    inputs = {name: np.stack([array, array[:, ::-1]]) for name, array in make_inputs(asked).items()}
+
+    def attend(query, key, value, strategy: str):
+        settings = dict(mesh=ring_mesh(2), causal=True, layout="zigzag", strategy=strategy)
+        return jax_core.ring_attention(query, key, value, **settings)
+
+    both = jax.jit(lambda *operands: [jax.vmap(partial(attend, strategy=name))(*operands) for name in ("fused", "ring")])
+    np.testing.assert_allclose(*both(*inputs.values()), atol=1e-6)

@@ -40,7 +40,7 @@ def launch(
         with _as_on_a_tpu() if interpret else nullcontext():
             kernel(rank_ref[0], refs)
 
-    found = pl.pallas_call(
+    call = pl.pallas_call(
         body,
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] + [_HBM] * len(arrays),
         out_specs=[_HBM] * (len(moving) + len(results)),
@@ -50,7 +50,11 @@ def launch(
         compiler_params=pltpu.CompilerParams(collective_id=_COLLECTIVE_ID, has_side_effects=True, vmem_limit_bytes=_VMEM_LIMIT),
         cost_estimate=_cost(plan, products, [*arrays.values(), *results.values()]),
         interpret=pltpu.InterpretParams() if interpret else False,
-    )(jnp.reshape(rank, (1,)), *(arrays[name] for name in (*fixed, *moving)))
+    )
+    # Under vmap entries come one after another: all ranks must be in the same call of the kernel.
+    found = jax.custom_batching.sequential_vmap(lambda *operands: tuple(call(*operands)))(
+        jnp.reshape(rank, (1,)), *(arrays[name] for name in (*fixed, *moving))
+    )
     return dict(zip(results, found[len(moving) :], strict=True))
 
 
