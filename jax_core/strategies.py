@@ -3,7 +3,6 @@
 from typing import Literal, NamedTuple, get_args
 
 import jax
-from jax import lax
 
 from jax_core.block import Problem
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
@@ -16,6 +15,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 _WIDEST = 256
 _LANES = 128
+_PRECISIONS = ("none", "default", "fastest", "bfloat16", "highest", "float32")
 _CANNOT = {"bias": "a bias", "mask": "a boolean mask", "q_position_ids": "position ids", "alibi_slopes": "ALiBi"}
 
 
@@ -34,15 +34,18 @@ def choose_strategy(wish: Wish, problem: Problem) -> tuple[str, Choice]:
     the topology, no kernel was named, and the fused kernel can."""
     if wish.strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {wish.strategy!r}")
-    if wish.strategy == "ring" or (wish.strategy == "auto" and not wish.torus):
-        return "ring", choose_kernel(wish.platform, wish.cfg, problem)
-    choice = _fused(wish, problem)
-    reason = _reason(wish, problem, choice)
-    if reason is None:
-        return "fused", choice
-    if wish.strategy == "fused":
-        raise NotImplementedError(f'strategy="fused": {reason}; use strategy="ring"')
+    if wish.strategy == "fused" or (wish.strategy == "auto" and wish.torus and not _named(wish)):
+        choice = _fused(wish, problem)
+        reason = _reason(wish, problem, choice)
+        if reason is None:
+            return "fused", choice
+        if wish.strategy == "fused":
+            raise NotImplementedError(f'strategy="fused": {reason}; use strategy="ring"')
     return "ring", choose_kernel(wish.platform, wish.cfg, problem)
+
+
+def _named(wish: Wish) -> set[str]:
+    return {name for name in (wish.platform, wish.cfg and wish.cfg.platform) if name not in (None, "auto")}
 
 
 def _fused(wish: Wish, problem: Problem) -> Choice:
@@ -53,9 +56,8 @@ def _fused(wish: Wish, problem: Problem) -> Choice:
 
 
 def _reason(wish: Wish, problem: Problem, choice: Choice) -> str | None:
-    named = {wish.platform, wish.cfg.platform if wish.cfg else None} - {None, "auto", "pallas"}
-    if named:
-        return f"it has a kernel of its own, in Pallas, and cannot be one around {', '.join(map(repr, sorted(map(str, named))))}"
+    if _named(wish) - {"pallas"}:
+        return f"it has a kernel of its own, in Pallas, and is no ring around the one named ({', '.join(sorted(_named(wish)))})"
     if wish.fused_backward:
         return "its backward is two sweeps over the scores, so fused_backward=True cannot be honoured"
     return unsupported(problem, *choice[1:])
@@ -101,8 +103,8 @@ def _request_reason(problem: Problem) -> str | None:
         return "it cannot have " + ("mask functions" if scores.predicates else "dropout")
     if scores.logits_dtype is not None:
         return "its logits are float32; leave logits_dtype None"
-    if scores.precision is not None and lax.Precision(scores.precision) is lax.Precision.HIGH:
-        return f"it multiplies in default or highest precision, got {scores.precision}"
+    if str(getattr(scores.precision, "name", scores.precision)).lower() not in _PRECISIONS:
+        return f"it multiplies in one of the precisions {', '.join(_PRECISIONS)}, got {scores.precision}"
     _, hops = journey(scores.mask, problem.layout, problem.size, problem.q_length, problem.k_length)
     return None if hops else "no rank sees another's keys under this mask, so there is nothing to send"
 

@@ -18,7 +18,7 @@ from jax_core.varying import varying_axes
 # neighbours have entered it, so signals of two kernels never mix.
 _COLLECTIVE_ID = 0
 _VMEM_LIMIT = 32 * 2**20  # of the 64 MiB (v7x) to 128 MiB of a core; by default a kernel may use 16
-_HBM = pl.BlockSpec(memory_space=pl.ANY)
+_HBM = pl.BlockSpec(memory_space=pltpu.HBM)  # not ANY: XLA might put small shards into VMEM, and a neighbour sends to HBM
 
 
 def launch(
