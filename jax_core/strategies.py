@@ -45,7 +45,9 @@ def choose_strategy(wish: Wish, problem: Problem) -> tuple[str, Choice]:
 
 
 def _named(wish: Wish) -> set[str]:
-    return {name for name in (wish.platform, wish.cfg and wish.cfg.platform) if name not in (None, "auto")}
+    """The kernels that the caller named, which may be none."""
+    names = wish.platform, wish.cfg.platform if wish.cfg else None
+    return {name for name in names if name is not None and name != "auto"}
 
 
 def _fused(wish: Wish, problem: Problem) -> Choice:

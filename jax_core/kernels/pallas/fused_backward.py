@@ -23,8 +23,8 @@ from jax_core.kernels.pallas.fused_launch import launch, pipeline
 from jax_core.kernels.pallas.fused_plan import SLOTS, TRAVELLING, Plan, Shards
 from jax_core.kernels.pallas.fused_rotation import (
     BOTH,
-    Freight,
     device,
+    freight,
     freight_semaphores,
     give_credits,
     meet,
@@ -70,8 +70,8 @@ def backward(plan: Plan, rank, shards: Shards, rows: Rows, interpret) -> Gradien
         "dvalue_sum": pltpu.VMEM((plan.k.block, plan.value_dim), jnp.float32),
         "home": pltpu.SemaphoreType.DMA((2,)),
         "credit": pltpu.SemaphoreType.REGULAR((2,)),
-        **freight_semaphores(""),
-        **freight_semaphores("gradients_"),
+        **freight_semaphores("shards"),
+        **freight_semaphores("gradients"),
     }
     given = {**shards._asdict(), **rows._asdict()}
     found = launch(partial(_kernel, plan), plan, rank, given, results, scratch, products=7, interpret=interpret)
@@ -79,8 +79,8 @@ def backward(plan: Plan, rank, shards: Shards, rows: Rows, interpret) -> Gradien
 
 
 def _kernel(plan: Plan, rank, refs: dict[str, Any]) -> None:
-    shards = Freight(plan, rank, tuple(refs[name] for name in TRAVELLING if name in refs), refs["sent"], refs["arrived"])
-    gradients = Freight(plan, rank, (refs["dkey"], refs["dvalue"]), refs["gradients_sent"], refs["gradients_arrived"])
+    shards = freight("shards", plan, rank, refs, TRAVELLING)
+    gradients = freight("gradients", plan, rank, refs, ("dkey", "dvalue"))
     meet(plan, rank)
 
     def step_of_ring(step, _):

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.pallas.fused_launch import launch, pipeline
 from jax_core.kernels.pallas.fused_plan import TRAVELLING, Plan, Shards
-from jax_core.kernels.pallas.fused_rotation import Freight, freight_semaphores, give_credits, meet, wait_credits
+from jax_core.kernels.pallas.fused_rotation import freight, freight_semaphores, give_credits, meet, wait_credits
 from jax_core.kernels.pallas.fused_sweep import Sweep, ends, for_each_kind, make_sweep
 from jax_core.kernels.pallas.fused_tiles import logits, product
 
@@ -33,14 +33,14 @@ def forward(plan: Plan, rank, shards: Shards, interpret) -> tuple[jax.Array, jax
         "maximum": pltpu.VMEM((1, plan.q.block), jnp.float32),
         "total": pltpu.VMEM((1, plan.q.block), jnp.float32),
         "credit": pltpu.SemaphoreType.REGULAR((2,)),
-        **freight_semaphores(""),
+        **freight_semaphores("shards"),
     }
     found = launch(partial(_kernel, plan), plan, rank, shards._asdict(), results, scratch, products=2, interpret=interpret)
     return found["out"], found["lse"]
 
 
 def _kernel(plan: Plan, rank, refs: dict[str, Any]) -> None:
-    freight = Freight(plan, rank, tuple(refs[name] for name in TRAVELLING if name in refs), refs["sent"], refs["arrived"])
+    shards = freight("shards", plan, rank, refs, TRAVELLING)
     meet(plan, rank)
 
     def step_of_ring(step, _):
@@ -48,7 +48,7 @@ def _kernel(plan: Plan, rank, refs: dict[str, Any]) -> None:
 
         @pl.when(step > 0)
         def _():
-            freight.wait_arrived(step)
+            shards.wait_arrived(step)
 
         @pl.when((step > 0) & moves_on)
         def _():
@@ -56,13 +56,13 @@ def _kernel(plan: Plan, rank, refs: dict[str, Any]) -> None:
 
         @pl.when(moves_on)
         def _():
-            freight.depart(step)
+            shards.depart(step)
 
         _attend(plan, rank, step, refs)
 
         @pl.when(moves_on)
         def _():
-            freight.wait_departed(step)
+            shards.wait_departed(step)
 
         @pl.when(step + 1 < plan.hops)
         def _():

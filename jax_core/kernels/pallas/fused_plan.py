@@ -32,7 +32,8 @@ class Side:
 @dataclass(frozen=True)
 class Plan:
     """``axes``: the mesh axes of the ring and their sizes. ``directions``: which way each half goes (1: to the next rank), for
-    ``hops`` steps. ``without``: a wait to leave out, for tests that a race is found then."""
+    ``hops`` steps. ``without``: a wait to leave out ("credit", or a freight's name and
+    "arrival" or "departure"), for tests that a race is found then."""
 
     q: Side
     k: Side

@@ -48,6 +48,7 @@ def meet(plan: Plan, rank) -> None:
 class Freight(NamedTuple):
     """Buffers ``[half, slot, ...]`` that travel together; semaphores ``sent [half]``, ``arrived [half, slot]``."""
 
+    name: str
     plan: Plan
     rank: jax.Array
     buffers: tuple[Any, ...]
@@ -59,13 +60,13 @@ class Freight(NamedTuple):
             copy.start()
 
     def wait_departed(self, step) -> None:
-        if self.plan.without != "departure":
+        if self.plan.without != f"{self.name} departure":
             for copy in self._copies(step):
                 copy.wait_send()
 
     def wait_arrived(self, step) -> None:
         """For what is worked on at ``step``, which left the neighbour a step before."""
-        if self.plan.without != "arrival":
+        if self.plan.without != f"{self.name} arrival":
             for copy in self._copies(step - 1):
                 copy.wait_recv()
 
@@ -79,9 +80,15 @@ class Freight(NamedTuple):
                 )
 
 
-def freight_semaphores(prefix: str) -> dict[str, Any]:
-    """The scratch of one freight."""
-    return {f"{prefix}sent": pltpu.SemaphoreType.DMA((2,)), f"{prefix}arrived": pltpu.SemaphoreType.DMA((2, SLOTS))}
+def freight_semaphores(name: str) -> dict[str, Any]:
+    """The scratch of a freight."""
+    return {f"{name}_sent": pltpu.SemaphoreType.DMA((2,)), f"{name}_arrived": pltpu.SemaphoreType.DMA((2, SLOTS))}
+
+
+def freight(name: str, plan: Plan, rank, refs: dict[str, Any], buffers: tuple[str, ...]) -> Freight:
+    """Of those of ``buffers`` that there are."""
+    there = tuple(refs[buffer] for buffer in buffers if buffer in refs)
+    return Freight(name, plan, rank, there, refs[f"{name}_sent"], refs[f"{name}_arrived"])
 
 
 def wait_credits(plan: Plan, credit) -> None:
