@@ -39,6 +39,7 @@ def ring_attention(
     return_lse: bool = False,
     fused_backward: bool = False,
     platform: str | None = None,
+    strategy: str = "auto",
     cfg=None,
     mesh=None,
     in_specs=None,
@@ -82,6 +83,9 @@ def ring_attention(
         fused_backward: True demands a kernel that makes dQ, dK and dV in one sweep over the scores (xla does), and is an error
             with one that cannot; False leaves it to the kernel.
         platform: "xla", "triton", "cuda", "pallas", or "auto"/None to choose. A named one runs or the error says why not.
+        strategy: "ring" (K/V travel between calls of a kernel), "fused" (on TPUs: one kernel sends them while it computes; on a CPU
+            it is interpreted), or "auto": fused with a ``mesh`` on which the ring's devices are neighbours on the TPUs' torus, if
+            no platform is named and it can. Fused takes no bias, mask, mask function, position ids, ALiBi or dropout.
         cfg: :class:`RingAttentionConfig`.
         mesh: a ``jax.sharding.Mesh``.
         in_specs: with ``mesh``: PartitionSpecs of query, key, value, softmax_aux, bias, q_segment_ids, kv_segment_ids.
@@ -93,7 +97,7 @@ def ring_attention(
         are sinks) and zero gradients.
 
     Raises:
-        ValueError: arguments that do not fit together. NotImplementedError: the named platform cannot compute this.
+        ValueError: arguments that do not fit together. NotImplementedError: the named platform or strategy cannot compute this.
 
     Ring: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889. Inside ``shard_map(..., check_vma=False)`` taking ``jax.grad`` within the
     mapped function gives each device's part of the gradient of replicated operands, as for every parameter there.

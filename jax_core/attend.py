@@ -1,27 +1,32 @@
 """The pair ``ring_forward``, ``ring_backward`` as one differentiable JAX function of local shards."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 from jax import lax
 
+from jax_core.fused import fused_backward, fused_forward
 from jax_core.options import Options, Placement, make_spec
 from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
 from jax_core.varying import vary, varying_axes
 
 
-def attend(options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None):
-    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device without."""
+def attend(
+    options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None, torus: bool = False
+):
+    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device without. ``torus``: the ring is one
+    of the topology."""
     axes = varying_axes(operands)
     backend, size = backend or _backend_here(), 1
     if axis_name is not None:
         size = _axis_size(axis_name)
         axes |= varying_axes(lax.axis_index(axis_name))
-    spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend))
+    spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend, torus))
     further = varying_axes(completed.predicate_arrays) - axes
     if further:  # a mask function that closes over arrays which vary over axes of their own
         axes |= further
-        spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend))
+        spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend, torus))
     operands = completed
     # One type for every operand under check_vma; the cast's transpose sums the gradients of operands that devices share.
     arrays = vary(operands._replace(predicate_arrays=()), axes)
@@ -45,18 +50,25 @@ def _backend_here() -> str | None:
     return getattr(device, "platform", None)
 
 
+def pair(spec: RingSpec) -> tuple[Callable, Callable]:
+    """The functions of the spec's strategy: ``forward(spec, operands)``, ``backward(spec, operands, out, lse, dout, dlse)``."""
+    return (fused_forward, fused_backward) if spec.strategy == "fused" else (ring_forward, ring_backward)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(spec: RingSpec, operands: Operands):
-    return ring_forward(spec, operands)
+    forward, _ = pair(spec)
+    return forward(spec, operands)
 
 
 def _attention_forward(spec: RingSpec, operands: Operands):
-    out, lse = ring_forward(spec, operands)
+    out, lse = _attention(spec, operands)
     return (out, lse), (operands, out, lse)
 
 
 def _attention_backward(spec: RingSpec, residuals, cotangents):
-    return (ring_backward(spec, *residuals, *cotangents),)
+    _, backward = pair(spec)
+    return (backward(spec, *residuals, *cotangents),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

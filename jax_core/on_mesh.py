@@ -15,6 +15,7 @@ from jax_core.attend import attend
 from jax_core.merge import sinks_per_head
 from jax_core.options import Options
 from jax_core.ring import Operands
+from jax_core.torus import is_ring
 
 _ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_segment_ids")  # of in_specs
 
@@ -57,7 +58,8 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
     def local(*arrays):
         shards = Operands(**{"key": None, "value": None, "query": None} | dict(zip(given, arrays, strict=True)))
         shards = shards._replace(origin=_origin(plan, shards))
-        out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads), _backend(plan.mesh))
+        where = _backend(plan.mesh), is_ring(plan.mesh, _names(plan.sequence))
+        out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads), *where)
         return (out, lse) if plan.return_lse else out
 
     in_specs = tuple(_spec(plan, operands, name) for name in given)

@@ -17,9 +17,9 @@ from jax_core.config import RingAttentionConfig
 from jax_core.layout import check_layout
 from jax_core.mask import Mask, both, make_mask
 from jax_core.mask_builder import Built, build_mask
-from jax_core.platforms import choose_kernel
 from jax_core.predicate import Predicate, from_mask_mod
 from jax_core.ring import Operands, RingSpec
+from jax_core.strategies import Wish, choose_strategy
 
 
 class MaskInfo(NamedTuple):
@@ -54,18 +54,20 @@ class Options:
     lse_gradient: bool = True  # False: the LSE has no cotangent, and one that comes is not looked at
     precision: Any = None
     logits_dtype: str | None = None
+    strategy: str = "auto"
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where local shards lie: the ring's mesh axis and size, over how many devices heads are split, the mesh axes that values
-    vary over, and on which hardware (None: JAX's default)."""
+    vary over, on which hardware (None: JAX's default), and whether the ranks are known to be a ring of TPUs (torus.py)."""
 
     axis_name: str | tuple[str, ...] | None = None
     size: int = 1
     head_shards: int = 1
     axes: frozenset = frozenset()
     backend: str | None = None
+    torus: bool = False
 
 
 def make_spec(options: Options, operands: Operands, place: Placement = Placement()) -> tuple[RingSpec, Operands]:
@@ -86,10 +88,12 @@ def make_spec(options: Options, operands: Operands, place: Placement = Placement
         precision=options.precision,
         logits_dtype=options.logits_dtype,
     )
-    kernel, forward, backward = choose_kernel(options.platform, options.cfg, _problem(options, operands, place, scores))
+    wish = Wish(options.strategy, options.platform, options.cfg, options.fused_backward, place.torus)
+    strategy, (kernel, forward, backward) = choose_strategy(wish, _problem(options, operands, place, scores))
     ring = options.layout, place.axis_name, place.size
-    packed = (place.backend or jax.default_backend()) == "cpu"
-    spec = RingSpec(scores, kernel, *ring, forward, backward, options.fused_backward, options.lse_gradient, packed)
+    on_cpu = (place.backend or jax.default_backend()) == "cpu"
+    how: dict[str, Any] = dict(packed=on_cpu, strategy=strategy, interpret=on_cpu)
+    spec = RingSpec(scores, kernel, *ring, forward, backward, options.fused_backward, options.lse_gradient, **how)
     return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
 
 

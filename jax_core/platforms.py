@@ -20,7 +20,7 @@ def choose_kernel(platform: str | None, cfg: RingAttentionConfig | None, problem
     given = cfg or RingAttentionConfig()
     named = _named(platform, given)
     backend = problem.backend or jax.default_backend()
-    _check_backend(given, backend)
+    check_backend(given, backend)
     if named == "auto":
         return _first_that_can(given, problem, backend)
     if named not in ("xla", "pallas") and backend != jax.default_backend():
@@ -55,6 +55,6 @@ def _named(platform: str | None, cfg: RingAttentionConfig) -> str:
     return platform if cfg.platform == "auto" else cfg.platform
 
 
-def _check_backend(cfg: RingAttentionConfig, backend: str) -> None:
+def check_backend(cfg: RingAttentionConfig, backend: str) -> None:
     if cfg.backend != "any" and cfg.backend != backend:
         raise ValueError(f'cfg is for backend "{cfg.backend}", but this program runs on "{backend}"; use "any"')

@@ -65,6 +65,8 @@ class RingSpec:
     fused_backward: bool = False
     lse_gradient: bool = True
     packed: bool = True  # how loads travel (packet.py)
+    strategy: str = "ring"  # or "fused" (fused.py), whose kernel this is then, and which a CPU interprets
+    interpret: bool = False
 
 
 def ring_forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -107,7 +109,7 @@ def ring_backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None)
     ranks share (sinks, slopes) is this rank's part of the sum.
     """
     operands, to_given_shape = _in_full_shape(spec, operands)
-    rows = Rows(out, dout, lse, _delta(out, lse, dout, dlse if spec.lse_gradient else None))
+    rows = Rows(out, dout, lse, row_delta(out, lse, dout, dlse if spec.lse_gradient else None))
     own, word, moves = _travellers(operands), word_type(operands.key.dtype, spec.packed), _moves(spec, operands)
 
     def step(state, move: _Move):
@@ -287,7 +289,7 @@ def _send_home(spec: RingSpec, dkv, word, travelled: int):
     return unpack(words, dkv)
 
 
-def _delta(out, lse, dout, dlse):
+def row_delta(out, lse, dout, dlse):
     """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
     delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
     return delta if dlse is None else delta - dlse.astype(lse.dtype)

@@ -18,7 +18,7 @@ CONTRACT = ("block", "mask", "layout", "dropout", "config", "predicate", "varyin
 KERNEL_MAY_IMPORT = tuple(f"jax_core.{room}" for room in CONTRACT)
 # Rooms of jax_core from the lowest up: none imports one above it. A kernel is handed to the ring, so it stands above it.
 STOREYS = (
-    ("layout", "config", "varying"),
+    ("layout", "config", "varying", "torus"),
     ("mask",),
     ("schedule", "dropout", "predicate", "packet", "columns"),
     ("block", "mask_builder"),
@@ -26,6 +26,7 @@ STOREYS = (
     ("ring",),
     ("check", "kernels", "tune", "choices"),
     ("platforms",),
+    ("strategies", "fused"),
     ("options",),
     ("attend",),
     ("on_mesh",),
