@@ -100,7 +100,7 @@ def test_pairs(name: str):
     ("settings", "dtype", "dim", "message"),
     [
         ({}, "float32", 257, "at most 256"),
-        ({}, "int8", 16, "bfloat16, float16, float32, got int8"),
+        ({}, "float16", 16, "bfloat16, float32, got float16"),
         ({"cfg": jax_core.RingAttentionConfig(FwdParams(24, 16))}, "float32", 16, "multiples of 8, got 24"),
         ({"cfg": jax_core.RingAttentionConfig(bwd_params=BwdParams(num_warps=4))}, "float32", 16, "no stages or warps"),
         ({"precision": "high"}, "float32", 16, "default or highest"),

@@ -34,7 +34,7 @@ from jax_core.layout import Run
 
 LANES = 128  # positions of a block are a multiple of it
 _WIDEST = 256
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 _PRECISIONS = ("default", "highest")
 
 

@@ -103,10 +103,15 @@ def make_beside(plan: Plan, shards, q_runs, k_runs, extras: Extras) -> Beside:
         _ids(segments[1], plan.k),
         _ids(positions[0], plan.q),
         _ids(positions[1], plan.k),
-        _tiles(extras.bias, plan),
+        _tiles(_on_tpu(extras.bias), plan),
         None if mask is None else _tiles(mask, plan).astype(jnp.int8),
         None if slopes is None else slopes.astype(jnp.float32).reshape(-1),
     )
+
+
+def _on_tpu(bias):
+    """A TPU has no float16."""
+    return bias.astype(jnp.float32) if bias is not None and bias.dtype == jnp.float16 else bias
 
 
 def _ids(ids, where: Side):
