@@ -13,8 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_core.kernels.pallas.fused_plan import TRAVELLING, Plan
 from jax_core.varying import vary, varying_axes
 
-# Which of XLA's barrier semaphores the kernels meet on. Forward and backward may share one: a rank leaves a kernel only after its
-# neighbours have entered it, so signals of two kernels never mix.
+# Which of XLA's barrier semaphores the kernels meet at: one for all, as no two calls mix there (fused_rotation.py).
 _COLLECTIVE_ID = 0
 _VMEM_LIMIT = 32 * 2**20  # of the 64 MiB (v7x) to 128 MiB of a core; by default a kernel may use 16
 _ANY = pl.BlockSpec(memory_space=pl.ANY)
