@@ -1,6 +1,7 @@
 """The fused strategy against the oracle in Pallas' TPU interpreter, which also looks for races, and compiled for TPUs that are not
 here."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -239,6 +240,14 @@ def test_auto_fuses_on_a_ring_of_tpus():
     text = compiled("v5e:2x4", "auto", 256, heads=2, kv_heads=1).as_text()
     assert "tpu_custom_call" in text
     assert "collective-permute" not in text
+
+
+def test_what_is_sent_into_is_in_hbm():
+    """Small results too, which XLA would keep in VMEM, its memory space 1."""
+    text = compiled("v5e:2x4", "fused", 256, heads=2, kv_heads=1).as_text()
+    results = re.findall(r"= \((.*)\) custom-call\(.*tpu_custom_call", text)
+    assert len(results) == 2
+    assert not any("S(1)" in types for types in results)
 
 
 # ----------------------------------------------------------------------------------------------------------------- meshes

@@ -28,6 +28,8 @@ from jax_core.kernels.fused.rotation import (
     freight_semaphores,
     give_credits,
     meet,
+    meeting_semaphores,
+    part,
     source,
     wait_credits,
 )
@@ -69,7 +71,7 @@ def backward(plan: Plan, rank, shards: Shards, rows: Rows, interpret) -> Gradien
         "dkey_sum": pltpu.VMEM((plan.k.block, plan.dim), jnp.float32),
         "dvalue_sum": pltpu.VMEM((plan.k.block, plan.value_dim), jnp.float32),
         "home": pltpu.SemaphoreType.DMA((2,)),
-        "credit": pltpu.SemaphoreType.REGULAR((2,)),
+        **meeting_semaphores(),
         **freight_semaphores("shards"),
         **freight_semaphores("gradients"),
     }
@@ -81,7 +83,7 @@ def backward(plan: Plan, rank, shards: Shards, rows: Rows, interpret) -> Gradien
 def _kernel(plan: Plan, rank, refs: dict[str, Any]) -> None:
     shards = freight("shards", plan, rank, refs, TRAVELLING)
     gradients = freight("gradients", plan, rank, refs, ("dkey", "dvalue"))
-    meet(plan, rank)
+    meet(plan, rank, refs["met"])
 
     def step_of_ring(step, _):
         moves_on = step < plan.hops
@@ -126,6 +128,7 @@ def _kernel(plan: Plan, rank, refs: dict[str, Any]) -> None:
     lax.fori_loop(0, plan.hops + 1, step_of_ring, 0)
     for copy in _home(plan, rank, refs):
         copy.wait()
+    part(refs["met"])
 
 
 def _home(plan: Plan, rank, refs: dict[str, Any]):

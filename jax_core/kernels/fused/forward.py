@@ -15,7 +15,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.fused.launch import launch, pipeline
 from jax_core.kernels.fused.plan import TRAVELLING, Plan, Shards
-from jax_core.kernels.fused.rotation import freight, freight_semaphores, give_credits, meet, wait_credits
+from jax_core.kernels.fused.rotation import (
+    freight,
+    freight_semaphores,
+    give_credits,
+    meet,
+    meeting_semaphores,
+    part,
+    wait_credits,
+)
 from jax_core.kernels.fused.sweep import Sweep, ends, for_each_kind, make_sweep
 from jax_core.kernels.fused.tiles import logits, product
 
@@ -32,7 +40,7 @@ def forward(plan: Plan, rank, shards: Shards, interpret) -> tuple[jax.Array, jax
         "accumulator": pltpu.VMEM((plan.value_dim, plan.q.block), jnp.float32),
         "maximum": pltpu.VMEM((1, plan.q.block), jnp.float32),
         "total": pltpu.VMEM((1, plan.q.block), jnp.float32),
-        "credit": pltpu.SemaphoreType.REGULAR((2,)),
+        **meeting_semaphores(),
         **freight_semaphores("shards"),
     }
     found = launch(partial(_kernel, plan), plan, rank, shards._asdict(), results, scratch, products=2, interpret=interpret)
@@ -41,7 +49,7 @@ def forward(plan: Plan, rank, shards: Shards, interpret) -> tuple[jax.Array, jax
 
 def _kernel(plan: Plan, rank, refs: dict[str, Any]) -> None:
     shards = freight("shards", plan, rank, refs, TRAVELLING)
-    meet(plan, rank)
+    meet(plan, rank, refs["met"])
 
     def step_of_ring(step, _):
         moves_on = step < plan.hops
@@ -71,6 +79,7 @@ def _kernel(plan: Plan, rank, refs: dict[str, Any]) -> None:
         return 0
 
     lax.fori_loop(0, plan.hops + 1, step_of_ring, 0)
+    part(refs["met"])
 
 
 def _attend(plan: Plan, rank, step, refs: dict[str, Any]) -> None:

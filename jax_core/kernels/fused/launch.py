@@ -9,16 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import ManualAxisType
 
 from jax_core.kernels.fused.plan import TRAVELLING, Plan
-from jax_core.varying import varying_axes
+from jax_core.varying import vary, varying_axes
 
-# Which of XLA's barrier semaphores the kernels meet on. Forward and backward may share one: a rank leaves a kernel only after its
-# neighbours have entered it, so signals of two kernels never mix.
+# Which of XLA's barrier semaphores the kernels meet at: one for all, as no two calls mix there (rotation.py).
 _COLLECTIVE_ID = 0
 _VMEM_LIMIT = 32 * 2**20  # of the 64 MiB (v7x) to 128 MiB of a core; by default a kernel may use 16
-_HBM = pl.BlockSpec(memory_space=pltpu.HBM)  # not ANY: XLA might put small shards into VMEM, and a neighbour sends to HBM
+_ANY = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def launch(
@@ -29,10 +27,8 @@ def launch(
     arrays = {name: array for name, array in given.items() if array is not None}
     fixed = [name for name in arrays if name not in TRAVELLING]
     moving = [name for name in arrays if name in TRAVELLING]
-    axes = varying_axes(rank, arrays)
-
-    def typed(x) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=ManualAxisType(varying=axes))
+    # What neighbours send into is in HBM: left alone, XLA puts small results into VMEM.
+    pinned = [pltpu.HBM(x.shape, x.dtype) for x in (*(arrays[name] for name in moving), *results.values())]
 
     def body(rank_ref, *refs):
         inputs, outputs = refs[: len(fixed)], refs[len(arrays) :]  # of what is written in place, the outputs
@@ -42,9 +38,9 @@ def launch(
 
     call = pl.pallas_call(
         body,
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] + [_HBM] * len(arrays),
-        out_specs=[_HBM] * (len(moving) + len(results)),
-        out_shape=[typed(arrays[name]) for name in moving] + [typed(shape) for shape in results.values()],
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] + [_ANY] * len(arrays),
+        out_specs=[_ANY] * (len(moving) + len(results)),
+        out_shape=pinned,
         scratch_shapes=list(scratch.values()),
         input_output_aliases={1 + len(fixed) + i: i for i in range(len(moving))},
         compiler_params=pltpu.CompilerParams(collective_id=_COLLECTIVE_ID, has_side_effects=True, vmem_limit_bytes=_VMEM_LIMIT),
@@ -55,7 +51,8 @@ def launch(
     found = jax.custom_batching.sequential_vmap(lambda *operands: tuple(call(*operands)))(
         jnp.reshape(rank, (1,)), *(arrays[name] for name in (*fixed, *moving))
     )
-    return dict(zip(results, found[len(moving) :], strict=True))
+    found = vary(found[len(moving) :], varying_axes(rank, arrays))  # pinned results are not typed
+    return dict(zip(results, found, strict=True))
 
 
 @contextmanager

@@ -8,8 +8,10 @@ and has itself sent the place on: it then gives a *credit* to the rank that send
 - *credit*: nothing is sent into a place that is still read (none is needed for the first step, whose places are new);
 - *departure*: no credit is given before what left the place has been read.
 
-At the start neighbours on both sides wait for each other: a rank that is not in the kernel yet has no buffers to write into. At the
-end all that was sent has arrived and all credits are spent, so that the semaphores are 0 for the next kernel.
+At the start neighbours on both sides wait for each other: a rank that is not in the kernel yet has no buffers to write into. They
+meet at a semaphore that all calls share and that only counts, so a rank must not enter the next call, and be counted for another
+neighbour, while one is still waiting in this: none leaves before both its neighbours have said that they have met theirs. At the
+end all that was sent has arrived and all credits are spent, so that the semaphores are 0.
 """
 
 from typing import Any, NamedTuple
@@ -37,12 +39,22 @@ def device(plan: Plan, rank) -> dict[str | tuple[str, ...], Any]:
     return found
 
 
-def meet(plan: Plan, rank) -> None:
-    """Waits until the neighbours on both sides are in the kernel."""
+def meet(plan: Plan, rank, met) -> None:
+    """Waits until the neighbours on both sides are in the kernel, and tells them so."""
     barrier = pltpu.get_barrier_semaphore()
-    for way in (1, -1):
-        pl.semaphore_signal(barrier, device_id=device(plan, lax.rem(rank + plan.size + way, plan.size)))
+    _signal_neighbours(plan, rank, barrier)
     pl.semaphore_wait(barrier, 2)
+    _signal_neighbours(plan, rank, met)
+
+
+def part(met) -> None:
+    """Waits until both neighbours have met theirs."""
+    pl.semaphore_wait(met, 2)
+
+
+def _signal_neighbours(plan: Plan, rank, semaphore) -> None:
+    for way in (1, -1):
+        pl.semaphore_signal(semaphore, device_id=device(plan, lax.rem(rank + plan.size + way, plan.size)))
 
 
 class Freight(NamedTuple):
@@ -80,8 +92,11 @@ class Freight(NamedTuple):
                 )
 
 
+def meeting_semaphores() -> dict[str, Any]:
+    return {"met": pltpu.SemaphoreType.REGULAR, "credit": pltpu.SemaphoreType.REGULAR((2,))}
+
+
 def freight_semaphores(name: str) -> dict[str, Any]:
-    """The scratch of a freight."""
     return {f"{name}_sent": pltpu.SemaphoreType.DMA((2,)), f"{name}_arrived": pltpu.SemaphoreType.DMA((2, SLOTS))}
 
 
