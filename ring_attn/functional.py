@@ -87,8 +87,7 @@ def ring_attention(
     _check_numbers(dict(scale=scale, softcap=softcap, dropout_p=dropout_p))
     if qkv_format not in _FORMATS:
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
-    from torch_bridge.function import attend  # here, so that importing ring_attn loads no jax
-
+    attend = _road(q.device)
     if qkv_format == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     ids = dict(
@@ -115,6 +114,17 @@ def ring_attention(
     )
     out = out.transpose(1, 2) if qkv_format == "bhsd" else out
     return (out, lse) if return_lse else out
+
+
+def _road(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """How tensors on ``device`` come to JAX. Imported here, so that importing ring_attn loads neither JAX nor torch-xla."""
+    if device.type == "xla":
+        from torch_bridge import xla
+
+        return xla.attend
+    from torch_bridge import function
+
+    return function.attend
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor | None], q: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ STOREYS = (
     ("options",),
     ("attend",),
     ("on_mesh",),
+    ("pair",),
     ("api", "blockwise"),
 )
 
