@@ -12,8 +12,6 @@ EXTRAS = {
     # For what is to come; no release of theirs is used by this one but jax's CUDA plugin 0.11.2 and libtpu 0.0.42.
     "gpu": ["jax[cuda13]>=0.10,<0.12", "jax-triton>=0.3.1,<0.5", "triton>=3.6,<4"],
     "tpu": ["libtpu>=0.0.42,<0.0.43"],
-    # torch-xla 2.9 loads only beside torch 2.9, so it lives in an environment of its own: pip install --no-deps ring-attn there.
-    "xla": ["torch-xla>=2.9,<2.10"],
     "transformers": ["transformers>=4.48,<6"],
     # ruff's formatter changes between minor versions, so it is held to one.
     "dev": [
