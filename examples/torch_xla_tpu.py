@@ -55,6 +55,7 @@ def plain_loss(model: nn.Module, whole: Tensor) -> Tensor:
 
 def compare(ring: nn.Module, plain: nn.Module, loss: Tensor, whole: Tensor) -> None:
     """Prints how far the first step is from that of the same model without sharding."""
+    torch_xla.sync()  # one program for all that is read below
     expected = plain_loss(plain, whole)
     expected.backward()
     apart = {"loss": abs(loss.item() - expected.item())}

@@ -56,7 +56,7 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
 
     def local(*arrays):
         shards = Operands(**{"key": None, "value": None, "query": None} | dict(zip(given, arrays, strict=True)))
-        shards = shards._replace(origin=origin(plan, shards))
+        shards = shards._replace(origin=_origin(plan, shards))
         out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads), _backend(plan.mesh))
         return (out, lse) if plan.return_lse else out
 
@@ -179,7 +179,7 @@ def _in_global_shape(operands: Operands) -> Operands:
     return operands._replace(softmax_aux=sinks_per_head(operands.softmax_aux, operands.query.shape[2]))
 
 
-def origin(plan: MeshPlan, shards: Operands):
+def _origin(plan: MeshPlan, shards: Operands):
     """The global numbers of the first batch entry and head of this device."""
     lengths = shards.query.shape[0], shards.query.shape[2]
     numbers = [

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_core.check import check_operands
-from jax_core.on_mesh import MeshPlan, axis_names, check_divides, operand_spec, origin
+from jax_core.on_mesh import MeshPlan, axis_names, check_divides, operand_spec
 from jax_core.options import Options, Placement, make_spec
 from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
 
@@ -28,6 +29,14 @@ def plan_sequence(mesh: Mesh | AbstractMesh, sequence: str, batch: int) -> MeshP
     plan = MeshPlan(mesh, others, sequence, None, None, True)
     plan = plan if batch % plan.size(others) == 0 else replace(plan, batch=None)
     return replace(plan, out_specs=(PartitionSpec(plan.batch, sequence), PartitionSpec(plan.batch, None, sequence)))
+
+
+class _Place(NamedTuple):
+    """Where a device stands along the ring and among those that split the batch, int32 ``[1]`` each: as operands, because not every
+    partitioner can tell it (torch-xla's refuses XLA's PartitionId where it cannot see that it is meant for one device)."""
+
+    ring: Any
+    batch: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +61,11 @@ class Pair:
         function = self._mapped(partial(self._backward, wanted), given, tuple(self.specs[name] for name in wanted))
         return function(out, lse, dout, dlse, *arrays)
 
-    def _forward(self, *arrays):
-        return ring_forward(self.spec, self._shards(arrays))
+    def _forward(self, place: _Place | None, *arrays):
+        return ring_forward(self.spec, self._shards(place, arrays))
 
-    def _backward(self, wanted: tuple[str, ...], out, lse, dout, dlse, *arrays):
-        gradients = ring_backward(self.spec, self._shards(arrays), out, lse, dout, dlse)
+    def _backward(self, wanted: tuple[str, ...], place: _Place | None, out, lse, dout, dlse, *arrays):
+        gradients = ring_backward(self.spec, self._shards(place, arrays), out, lse, dout, dlse)
         return tuple(self._summed(getattr(gradients, name), self.specs[name]) for name in wanted)
 
     def _summed(self, part, spec: PartitionSpec):
@@ -67,11 +76,14 @@ class Pair:
         shared = [axis for axis in (*axis_names(self.plan.batch), *axis_names(self.plan.sequence)) if axis not in split]
         return lax.psum(part, tuple(shared)) if shared else part
 
-    def _shards(self, arrays) -> Operands:
+    def _shards(self, place: _Place | None, arrays) -> Operands:
         named: dict[str, Any] = {"key": None, "value": None, "query": None} | dict(zip(self.specs, arrays, strict=False))
         further = (tuple(arrays[len(self.specs) :]),) if self.lifted else ()
         shards = Operands(**named, predicate_arrays=further + self.masks)
-        return shards if self.plan is None else shards._replace(origin=origin(self.plan, shards))
+        if place is None:
+            return shards
+        first = place.batch[0] * shards.query.shape[0]
+        return shards._replace(rank=place.ring, origin=jnp.stack([first, jnp.zeros_like(first)]))
 
     def _array_specs(self, arrays) -> tuple[PartitionSpec, ...]:
         return *self.specs.values(), *(WHOLE for _ in arrays[len(self.specs) :])
@@ -81,8 +93,11 @@ class Pair:
 
     def _mapped(self, function: Callable, in_specs, out_specs) -> Callable:
         if self.plan is None:
-            return function
-        return jax.shard_map(function, mesh=self.plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+            return partial(function, None)
+        axes = _Place(self.plan.sequence, self.plan.batch)
+        places = _Place(*(jnp.arange(self.plan.size(names), dtype=jnp.int32) for names in axes))
+        specs = _Place(*map(PartitionSpec, axes)), *in_specs
+        return partial(jax.shard_map(function, mesh=self.plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False), places)
 
 
 def pair_on_mesh(options: Options, operands: Operands, plan: MeshPlan | None, backend: str) -> Pair:

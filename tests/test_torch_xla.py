@@ -37,7 +37,7 @@ from test_attention import assert_like_the_oracle
 from torch import nn
 
 import ring_attn
-from jax_core.layout import LAYOUTS, permutation
+from jax_core.layout import LAYOUTS, padded_length, permutation
 
 xla_runtime.use_spmd()
 
@@ -240,7 +240,7 @@ def test_the_output_is_split_and_the_ring_is_in_the_graph():
         spmd.set_global_mesh(None)
     assert "collective-permute" in torch_xla._XLAC._get_xla_tensors_hlo([out])
     torch_xla.sync()
-    assert torch_xla._XLAC._get_xla_sharding_spec(batch.input_ids) == "{devices=[1,4]<=[4]}"
+    assert torch_xla._XLAC._get_xla_sharding_spec(batch.input_ids).startswith("{devices=[1,4]")
     assert torch_xla._XLAC._get_xla_sharding_spec(out).startswith("{devices=[1,4,1]")
 
 
@@ -268,7 +268,7 @@ def test_shards_are_the_sequence_in_the_layouts_order(layout, size):
     order = permutation(layout, size, 16)
     assert torch.equal(shards.detach().cpu(), sequence[:, order])
     assert ring_attn.positions(15, device="xla", **ring).cpu().tolist() == order
-    assert ring_attn.pad(leaf[:, :13], **ring).shape[1] == 16
+    assert ring_attn.pad(leaf[:, :9], **ring).shape[1] == padded_length(layout, size, 9)
     back = ring_attn.unshard(shards, length=15, **ring)
     assert torch.equal(back.detach().cpu(), sequence[:, :15])
     (gradient,) = torch.autograd.grad((back * back).sum(), leaf)
@@ -351,7 +351,7 @@ def test_a_named_platform_never_falls_back(platform):
 def test_second_derivatives_are_refused():
     inputs = [x.requires_grad_() for x in shards_of_nothing()]
     out = ring_attn.ring_attention(*inputs, **ring_of(4))
-    (dq, *_) = torch.autograd.grad(out, inputs, grad_outputs=torch.ones_like(out), create_graph=True)
+    (dq, *_) = torch.autograd.grad(out, inputs, grad_outputs=torch.ones_like(out).requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
 
