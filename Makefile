@@ -45,7 +45,8 @@ test-gpu:
 xla: $(XLA_VENV)/.installed
 
 test-xla: $(XLA_VENV)/.installed
-	$(XLA_VENV)/bin/python -m pytest tests/test_torch_xla.py $(PYTEST_FLAGS)
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0" \
+		$(XLA_VENV)/bin/python -m pytest tests/test_torch_xla.py $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -233,15 +233,15 @@ def test_the_output_is_split_and_the_ring_is_in_the_graph():
     spmd.set_global_mesh(spmd.get_1d_mesh("sequence"))
     try:
         _, ours = same_models(causal=True)
-        batch = ring_attn.shard_batch(some_tokens(32).to("xla"))
-        x = ours.tokens(batch.input_ids)
+        tokens = ring_attn.shard_batch(some_tokens(32)[:1].to("xla")).input_ids
+        x = ours.tokens(tokens)
         out = ours.attention(x, x, x)[0]
     finally:
         spmd.set_global_mesh(None)
     assert "collective-permute" in torch_xla._XLAC._get_xla_tensors_hlo([out])
     torch_xla.sync()
-    assert torch_xla._XLAC._get_xla_sharding_spec(batch.input_ids).startswith("{devices=[1,4]")
-    assert torch_xla._XLAC._get_xla_sharding_spec(out).startswith("{devices=[1,4,1]")
+    for tensor in (tokens, out):
+        assert torch_xla._XLAC._get_xla_sharding_spec(tensor).startswith("{devices=[1,4")
 
 
 def test_later_steps_compile_nothing():
