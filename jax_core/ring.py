@@ -32,8 +32,8 @@ class Operands(NamedTuple):
     ``value [batch, k_length, kv_heads, value_dim]``; ``softmax_aux [heads] | [sinks] | [heads, sinks]``; ``bias`` (float) and
     ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in the
     sequence's own; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
-    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's (None: asked of
-    JAX); ``predicate_arrays`` as in :class:`Extras`.
+    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's in the ring
+    (None: JAX is asked); ``predicate_arrays`` as in :class:`Extras`.
     """
 
     query: Any

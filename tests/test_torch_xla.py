@@ -27,6 +27,7 @@ from attention_cases import (
     SINKS,
     Arrays,
     Case,
+    every_third_pair,
     from_layout,
     make_cotangents,
     make_inputs,
@@ -310,6 +311,11 @@ def bad_calls() -> dict[str, tuple[int, dict[str, Any], str]]:
         "length": (18, ring_of(4), "split over 4 devices"),
         "zigzag": (20, dict(layout="zigzag", **ring_of(4)), "zigzag needs a query shard length divisible by 2"),
         "ids": (16, dict(q_segment_ids=ids.to("xla"), **ring_of(4)), "q_segment_ids must be of dtype int8"),
+        "wide positions": (
+            16,
+            dict(mask_mod=every_third_pair, q_position_ids=ids.long().to("xla")),
+            "must be int32, got torch.int64",
+        ),
         "another device": (16, dict(q_segment_ids=ids.int(), **ring_of(4)), "one device"),
         "bias of a shard": (16, dict(bias=torch.zeros(4, 16, device="xla"), **ring_of(4)), r"\[2, 4, 16, 16\]"),
     }

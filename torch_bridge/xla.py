@@ -64,7 +64,7 @@ def resolve(mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
     ``mesh``: a ``torch_xla.distributed.spmd.Mesh`` of one dimension, or of several with ``mesh_dim`` (a name, or an index); None
     (the mesh of ``torch_xla.distributed.spmd.set_global_mesh``, or no ring where none was set); "local" (no ring). The other
     dimensions of the mesh split the batch, where they divide it. Raises ValueError for anything else, for a dimension that the mesh
-    does not have, and for a ring outside SPMD mode.
+    does not have, and for a mesh of several devices outside SPMD mode.
     """
     mesh = _global_mesh() if mesh is None else mesh
     if mesh is None or (isinstance(mesh, str) and mesh == "local"):
@@ -76,13 +76,12 @@ def resolve(mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
             'with tensors on an XLA device mesh must be a torch_xla.distributed.spmd.Mesh, "local" or None, got '
             f"{mesh!r} of type {type(mesh).__name__}; torch_xla.distributed.spmd.get_1d_mesh(name) makes one of all devices"
         )
-    ring = _of_mesh(mesh, mesh_dim)
-    if ring.size > 1 and not xla_runtime.is_spmd():
+    if mesh.size() > 1 and not xla_runtime.is_spmd():
         raise ValueError(
-            f"a ring of {ring.size} XLA devices needs torch-xla's SPMD mode, which is off; call torch_xla.runtime.use_spmd() "
+            f"a mesh of {mesh.size()} XLA devices needs torch-xla's SPMD mode, which is off; call torch_xla.runtime.use_spmd() "
             "before the first tensor is made"
         )
-    return ring
+    return _of_mesh(mesh, mesh_dim)
 
 
 def _global_mesh() -> spmd.Mesh | None:
@@ -115,7 +114,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` of whole tensors in the layout's order; arguments as of :func:`torch_bridge.function.attend`.
 
-    Ids may be of 64 bits, and are computed with as they are.
+    Ids may be of 64 bits, and are computed with as they are; ValueError for position ids of 64 bits beside a ``mask_mod``.
     """
     query = tensors["query"]
     assert query is not None
@@ -124,6 +123,7 @@ def attend(
     arrays: tuple[Any, ...] = both_sides(Operands(**named))[: len(ARRAYS)]
     ring = resolve(*where)
     if options["mask_mod"] is not None:
+        _check_positions(tensors)
         options, arrays = _lift_mask_mod(options, arrays, query.device)
     forms = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in arrays)
     return _Attention.apply(_program(Options(**options), forms, ring), *arrays)
@@ -144,6 +144,13 @@ def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
 @cache
 def _keep_mask(prob: float) -> Callable:
     return partial(dropout.keep_mask, prob=prob)
+
+
+def _check_positions(tensors: dict[str, torch.Tensor | None]) -> None:
+    for name in ("q_position_ids", "kv_position_ids"):
+        ids = tensors[name]
+        if ids is not None and ids.dtype == torch.int64:  # whether they fit in 32 bits is not known before the graph has run
+            raise ValueError(f"mask_mod takes positions of 32 bits: {name} must be int32, got {ids.dtype}; call .to(torch.int32)")
 
 
 def _lift_mask_mod(options: dict[str, Any], arrays: tuple, device: torch.device) -> tuple[dict[str, Any], tuple]:
