@@ -49,7 +49,7 @@ def ring_attention(
         k, v: likewise, with ``kv_heads`` that divide ``heads``; v may have its own head dim. Their length may differ from q's.
         mesh: the ring: a ``DeviceMesh`` (1-D, or n-D with ``mesh_dim`` naming the dimension), a ``ProcessGroup``, None for the
             default process group (a ring of one where ``torch.distributed`` is not initialised), or "local": no ring, the whole
-            sequence is here.
+            sequence is here. On an XLA device: a mesh of torch-xla, and tensors are whole (docs/torch_xla.md).
         layout: "contiguous", "zigzag" or "striped": which positions this rank holds (``ring_attn.shard``).
         causal: key position <= query position. Positions are those in the whole sequence; with fewer queries than keys query 0
             stands at position 0.
