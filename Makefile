@@ -7,6 +7,11 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 PYTEST_FLAGS ?=
 
+# torch-xla loads beside its own version of torch only, so it has an environment of its own.
+XLA_VENV ?= .venv-xla
+TORCH_XLA ?= torch-xla==2.9.0
+XLA_PACKAGES := torch==2.9.0 "$(TORCH_XLA)" "jax>=0.10,<0.11" "numpy>=2,<3" "pytest>=9,<10" "pytest-timeout>=2.3,<3"
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_COMPILER := $(VENV)/gpu-compiler
@@ -15,7 +20,7 @@ NEEDS := import sys; sys.exit(sys.version_info < (3, 11))
 TORCH_TPU_VENV ?= .venv-torch-tpu
 NEEDS_3_12 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
-.PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu torch-tpu test-torch-tpu lint format types examples env clean
+.PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu lint format types examples env clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -47,6 +52,14 @@ test-torch-tpu: torch-tpu
 	$(TORCH_TPU_VENV)/bin/python -m pytest tests/test_torch_tpu.py $(PYTEST_FLAGS)
 
 torch-tpu: $(TORCH_TPU_VENV)/.installed
+
+# The torch-xla road: its environment (Python 3.11; 7.5 GB, most of it the CUDA libraries that this torch loads), and its tests on
+# four CPU devices. On a TPU VM: make xla TORCH_XLA="torch-xla[tpu]==2.9.0"
+xla: $(XLA_VENV)/.installed
+
+test-xla: $(XLA_VENV)/.installed
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0" \
+		$(XLA_VENV)/bin/python -m pytest tests/test_torch_xla.py $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -127,6 +140,19 @@ $(TORCH_TPU_VENV)/.installed: setup.py
 	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet --editable ".[torch-tpu]" "pytest>=9,<10" "pytest-timeout>=2.3,<3"
 	@touch $@
 
+# torch-xla 2.9 has wheels up to Python 3.13; 3.11 is the one that was tried.
+$(XLA_VENV)/.installed: Makefile
+	@if ! $(XLA_VENV)/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
+		$(or $(PYTHON),python3.11) -m venv --clear $(XLA_VENV) || { \
+			echo "torch-xla needs Python 3.11; install it with its venv module, or name it: make xla PYTHON=/path/to/python3.11" >&2; \
+			exit 1; \
+		}; \
+	fi
+	$(XLA_VENV)/bin/python -m pip install --quiet --upgrade "pip>=23.1"
+	$(XLA_VENV)/bin/python -m pip install --quiet $(XLA_PACKAGES)
+	$(XLA_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(TORCH_TPU_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(TORCH_TPU_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

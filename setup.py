@@ -14,8 +14,7 @@ EXTRAS = {
     "tpu": ["libtpu>=0.0.42,<0.0.43"],
     # Tried with Python 3.12, torch 2.13.0, jax 0.11.2, torch-tpu 0.2.0. Its libtpu is newer than the one above: not both.
     "torch-tpu": ["torch-tpu>=0.2,<0.3"],
-    # torch-xla 2.9 loads only beside torch 2.9, so it lives in an environment of its own: pip install --no-deps ring-attn there.
-    "xla": ["torch-xla>=2.9,<2.10"],
+    # torch-xla 2.9 loads beside torch 2.9 only, so it has an environment of its own and no extra: `make xla`.
     "transformers": ["transformers>=4.48,<6"],
     # ruff's formatter changes between minor versions, so it is held to one.
     "dev": [

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_core.attend import attend
 from jax_core.merge import sinks_per_head
@@ -24,7 +24,7 @@ _ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_s
 class MeshPlan:
     """Which mesh axes split batch, sequence and heads, and how the result lies."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     batch: Any
     sequence: Any
     heads: Any
@@ -32,7 +32,7 @@ class MeshPlan:
     return_lse: bool
 
     def size(self, axes) -> int:
-        return prod(self.mesh.shape[axis] for axis in _names(axes))
+        return prod(self.mesh.shape[axis] for axis in axis_names(axes))
 
 
 def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, return_lse: bool) -> MeshPlan:
@@ -62,25 +62,25 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
         out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads), *where)
         return (out, lse) if plan.return_lse else out
 
-    in_specs = tuple(_spec(plan, operands, name) for name in given)
+    in_specs = tuple(operand_spec(plan, operands, name) for name in given)
     for (name, array), spec in zip(given.items(), in_specs, strict=True):
-        _check_divides(plan, name, array.shape, spec)
+        check_divides(plan, name, array.shape, spec)
     mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
     return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
 
 
-def _backend(mesh: Mesh) -> str | None:
+def _backend(mesh: Mesh | AbstractMesh) -> str | None:
     """What the mesh's devices are; None for an abstract mesh."""
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
-def _call(mapped: Callable, mesh: Mesh, in_specs, *arrays):
+def _call(mapped: Callable, mesh: Mesh | AbstractMesh, in_specs, *arrays):
     if AxisType.Explicit in mesh.axis_types:  # there shard_map moves nothing, and wants its operands where the specs say
         arrays = tuple(jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True))
     return mapped(*arrays)
 
 
-def _names(axes) -> tuple[str, ...]:
+def axis_names(axes) -> tuple[str, ...]:
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
@@ -97,7 +97,7 @@ def _query_axes(mesh: Mesh, axis_name, query_spec):
         batch, sequence, heads, dim = (*query_spec, None, None, None, None)[:4]
         if dim is not None:
             raise ValueError(f"the head dim must not be split; in_specs has query as {query_spec}")
-        if axis_name is not None and _names(sequence) != _names(axis_name):
+        if axis_name is not None and axis_names(sequence) != axis_names(axis_name):
             raise ValueError(
                 f"in_specs splits the query's sequence over {sequence!r}, but axis_name is {axis_name!r}; they must agree"
             )
@@ -107,7 +107,7 @@ def _query_axes(mesh: Mesh, axis_name, query_spec):
             if len(mesh.axis_names) != 1:
                 raise ValueError(f"which axis of the mesh is the ring? give axis_name, one of {mesh.axis_names}, or in_specs")
             sequence = mesh.axis_names[0]
-    unknown = [axis for axis in (*_names(batch), *_names(sequence), *_names(heads)) if axis not in mesh.axis_names]
+    unknown = [axis for axis in (*axis_names(batch), *axis_names(sequence), *axis_names(heads)) if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(f"the mesh has axes {mesh.axis_names}; {', '.join(map(repr, unknown))} is not among them")
     return batch, sequence, heads
@@ -118,13 +118,13 @@ def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSp
     array = getattr(operands, name)
     if array is None:
         return
-    needed = tuple(_spec(plan, operands, name)) if name != "softmax_aux" else (plan.heads, None)
+    needed = tuple(operand_spec(plan, operands, name)) if name != "softmax_aux" else (plan.heads, None)
     given = tuple(spec)
     if len(given) > array.ndim:
         raise ValueError(f"in_specs has {name} as {spec}, more dimensions than its shape {tuple(array.shape)}")
     strict = name in ("query", "key", "value")
     given += (None,) * (len(needed) - len(given)) if strict else ()
-    wrong = [i for i, axes in enumerate(given) if _names(axes) != _names(needed[i]) and (strict or axes is not None)]
+    wrong = [i for i, axes in enumerate(given) if axis_names(axes) != axis_names(needed[i]) and (strict or axes is not None)]
     if wrong:
         raise ValueError(f"in_specs has {name} as {spec}, but with the query split so it must be {PartitionSpec(*needed)}")
 
@@ -141,22 +141,22 @@ def _check_out_specs(given, needed) -> None:
 
 def _axes(spec) -> list[tuple[str, ...]]:
     """The axes of each dimension, without the dimensions at the end that are whole."""
-    axes = [_names(entry) for entry in spec]
+    axes = [axis_names(entry) for entry in spec]
     while axes and not axes[-1]:
         axes.pop()
     return axes
 
 
-def _check_divides(plan: MeshPlan, name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+def check_divides(plan: MeshPlan, name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
     for dimension, (length, axes) in enumerate(zip(shape, spec, strict=False)):
         if length % plan.size(axes):
             raise ValueError(
                 f"{name} has shape {shape}, but dimension {dimension} is split over {plan.size(axes)} devices (mesh axes "
-                f"{_names(axes)}) and must be a multiple of that; pad it, or use a smaller mesh"
+                f"{axis_names(axes)}) and must be a multiple of that; pad it, or use a smaller mesh"
             )
 
 
-def _spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec:
+def operand_spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec:
     """How an operand is split, following the query; dimensions of length 1 are not."""
     array = getattr(operands, name)
     if name in ("query", "key", "value"):
@@ -185,6 +185,7 @@ def _origin(plan: MeshPlan, shards: Operands):
     """The global numbers of the first batch entry and head of this device."""
     lengths = shards.query.shape[0], shards.query.shape[2]
     numbers = [
-        lax.axis_index(axes) * length if _names(axes) else 0 for axes, length in zip((plan.batch, plan.heads), lengths, strict=True)
+        lax.axis_index(axes) * length if axis_names(axes) else 0
+        for axes, length in zip((plan.batch, plan.heads), lengths, strict=True)
     ]
     return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])

@@ -32,7 +32,8 @@ class Operands(NamedTuple):
     ``value [batch, k_length, kv_heads, value_dim]``; ``softmax_aux [heads] | [sinks] | [heads, sinks]``; ``bias`` (float) and
     ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in the
     sequence's own; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
-    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``predicate_arrays`` as in :class:`Extras`.
+    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's in the ring
+    (None: JAX is asked); ``predicate_arrays`` as in :class:`Extras`.
     """
 
     query: Any
@@ -48,6 +49,7 @@ class Operands(NamedTuple):
     alibi_slopes: Any = None
     dropout_seed: Any = None
     origin: Any = None
+    rank: Any = None
     predicate_arrays: tuple[tuple[Any, ...], ...] = ()
 
 
@@ -239,7 +241,7 @@ def _repeat(step, state, count: int, unroll: int):
 
 def _meeting(spec: RingSpec, operands: Operands, here: _Travellers, shift):
     """The kernel's positional arguments ``(q, k, v, q_runs, k_runs)`` and extras for K/V that have travelled ``shift``."""
-    rank = 0 if spec.size == 1 else lax.axis_index(spec.axis_name)
+    rank = _rank(spec, operands)
     q_runs = runs(spec.layout, rank, spec.size, operands.query.shape[1])
     k_runs = runs(spec.layout, (rank - shift) % spec.size, spec.size, here.key.shape[1])
     extras = Extras(
@@ -255,6 +257,12 @@ def _meeting(spec: RingSpec, operands: Operands, here: _Travellers, shift):
         predicate_arrays=operands.predicate_arrays,
     )
     return (operands.query, here.key, here.value, q_runs, k_runs), extras
+
+
+def _rank(spec: RingSpec, operands: Operands):
+    if spec.size == 1:
+        return 0
+    return lax.axis_index(spec.axis_name) if operands.rank is None else operands.rank[0]
 
 
 class _Sums(NamedTuple):

@@ -49,7 +49,7 @@ def ring_attention(
         k, v: likewise, with ``kv_heads`` that divide ``heads``; v may have its own head dim. Their length may differ from q's.
         mesh: the ring: a ``DeviceMesh`` (1-D, or n-D with ``mesh_dim`` naming the dimension), a ``ProcessGroup``, None for the
             default process group (a ring of one where ``torch.distributed`` is not initialised), or "local": no ring, the whole
-            sequence is here.
+            sequence is here. On an XLA device: a mesh of torch-xla, and tensors are whole (docs/torch_xla.md).
         layout: "contiguous", "zigzag" or "striped": which positions this rank holds (``ring_attn.shard``).
         causal: key position <= query position. Positions are those in the whole sequence; with fewer queries than keys query 0
             stands at position 0.
@@ -115,10 +115,12 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _road(device: torch.device) -> Callable:
-    """The way of a device's tensors into JAX; imported here, so that importing ring_attn loads no jax."""
+def _road(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The way of a device's tensors into JAX; imported here, so that importing ring_attn loads no jax, torch-xla or torch-tpu."""
     if device.type == "tpu":
         from torch_bridge.tpu import attend
+    elif device.type == "xla":
+        from torch_bridge.xla import attend
     else:
         from torch_bridge.function import attend
     return attend

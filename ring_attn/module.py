@@ -253,7 +253,7 @@ class RingAttention(nn.MultiheadAttention):
     def _attention_mask(self, attn_mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if attn_mask is None:
             return None, None
-        (batch, rows), columns = query.shape[:2], key.shape[1] * self._ring_size()
+        (batch, rows), columns = query.shape[:2], key.shape[1] * self._ring_size(key)
         expected = ((rows, columns), (batch * self.num_heads, rows, columns))
         if tuple(attn_mask.shape) not in expected:
             raise ValueError(
@@ -325,14 +325,15 @@ class RingAttention(nn.MultiheadAttention):
         """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]: its index is one past the last of the ring."""
         from torch_bridge.dropout import keep_mask  # here, so that importing ring_attn loads no jax
 
-        size = self._ring_size()
+        size = self._ring_size(q)
         rows = positions(q.shape[1] * size, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout, device=q.device)
         batch, heads = (torch.arange(count, device=q.device) for count in (q.shape[0], self.num_heads))
         column = torch.tensor(keys * size, device=q.device)
         return keep_mask(seed, batch[:, None, None], heads, rows[:, None], column, self.dropout).unsqueeze(-1)
 
-    def _ring_size(self) -> int:
-        return resolve(self.mesh, self.mesh_dim).size
+    def _ring_size(self, shard: Tensor) -> int:
+        """How many tensors like ``shard`` make the whole sequence: one on an XLA device, where a process sees all of it."""
+        return 1 if shard.device.type == "xla" else resolve(self.mesh, self.mesh_dim).size
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float, sinks: int) -> None:

@@ -3,6 +3,9 @@
 Everything follows from the arithmetic of ``jax_core.layout``; no JAX is loaded. ``mesh`` is what :func:`ring_attn.ring_attention`
 takes: a DeviceMesh (with ``mesh_dim`` when it has several dims), a ProcessGroup, ``"local"``, or None for the default process
 group (a ring of one when torch.distributed is not initialised).
+
+With tensors on an XLA device (docs/torch_xla.md) ``mesh`` is one of torch-xla, and one process holds the shards of all ranks: there
+a "shard" is the whole sequence in the layout's order, split over the mesh's devices.
 """
 
 from typing import Any, NamedTuple
@@ -42,10 +45,11 @@ def shard(
 
     Raises ValueError for a ``dim`` out of range, an unknown layout, and a length that the layout cannot split (see :func:`pad`).
     """
-    ring = resolve(mesh, mesh_dim)
     dim = _checked_dim(tensor, dim)
+    ring = _ring(mesh, mesh_dim, tensor.device)
     _check_whole_length(tensor.shape[dim], dim, layout, ring.size)
-    return _take(tensor, dim, runs(layout, ring.rank, ring.size, tensor.shape[dim] // ring.size))
+    shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
+    return ring.split(shards, dim) if tensor.device.type == "xla" else shards
 
 
 def unshard(
@@ -71,15 +75,15 @@ def unshard(
     longer than the whole, and shards that differ between ranks.
     """
     _check_tensor(tensor)
-    ring = resolve(mesh, mesh_dim)
+    ring = _ring(mesh, mesh_dim, tensor.device)
+    if tensor.device.type == "xla":
+        return _natural_order(tensor, _checked_dim(tensor, dim), layout, ring, length)
     # Before any other check: a rank that raised alone would leave the others waiting in the collective.
     _check_agreement(tensor, dim, length, layout, ring)
     dim = _checked_dim(tensor, dim)
     check_layout(layout)
     check_shard_length(layout, tensor.shape[dim])
-    total = tensor.shape[dim] * ring.size
-    if length is not None and not 0 <= length <= total:
-        raise ValueError(f"length must lie between 0 and the length of the whole sequence, {total}; got {length}")
+    _check_trim(length, tensor.shape[dim] * ring.size)
     whole: Tensor = _Unshard.apply(tensor, dim, layout, ring)
     return whole if length is None else whole.narrow(dim, 0, length)
 
@@ -101,7 +105,7 @@ def pad(
     Raises ValueError for a ``dim`` out of range, an unknown layout, and a ``value`` that the dtype cannot hold.
     """
     dim = _checked_dim(tensor, dim)
-    missing = padded_length(layout, resolve(mesh, mesh_dim).size, tensor.shape[dim]) - tensor.shape[dim]
+    missing = padded_length(layout, _ring(mesh, mesh_dim, tensor.device).size, tensor.shape[dim]) - tensor.shape[dim]
     _check_fill(value, tensor.dtype)
     if missing == 0:
         return tensor
@@ -125,8 +129,8 @@ def positions(
     """
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
-    ring = resolve(mesh, mesh_dim)
-    held = runs(layout, ring.rank, ring.size, padded_length(layout, ring.size, length) // ring.size)
+    ring = _ring(mesh, mesh_dim, torch.get_default_device() if device is None else torch.device(device))
+    held = _held(layout, ring, padded_length(layout, ring.size, length) // ring.size)
     return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in held])
 
 
@@ -183,6 +187,19 @@ def shard_batch(
     return ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length)
 
 
+def _ring(mesh: Any, mesh_dim: str | int | None, device: torch.device) -> Any:  # torch_bridge.xla's Ring where device is XLA's
+    if device.type != "xla":
+        return resolve(mesh, mesh_dim)
+    from torch_bridge import xla  # loads torch-xla, and JAX
+
+    return xla.resolve(mesh, mesh_dim)
+
+
+def _held(layout: str, ring: Any, length: int) -> tuple[Run, ...]:
+    """The runs of positions of all shards, ``length`` positions each, that are here."""
+    return tuple(run for rank in ring.held for run in runs(layout, rank, ring.size, length))
+
+
 def _span(run: Run) -> tuple[int, int]:
     return run.start, run.start + run.stride * run.length
 
@@ -192,6 +209,16 @@ def _take(whole: Tensor, dim: int, held: tuple[Run, ...]) -> Tensor:
     before = (slice(None),) * dim
     parts = [whole[(*before, slice(*_span(run), run.stride))] for run in held]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _natural_order(tensor: Tensor, dim: int, layout: str, ring: Any, length: int | None) -> Tensor:
+    """Of all shards, which are here already."""
+    whole = tensor.shape[dim]
+    _check_whole_length(whole, dim, layout, ring.size)
+    _check_trim(length, whole)
+    held = _held(layout, ring, whole // ring.size)
+    order = torch.cat([torch.arange(*_span(run), run.stride) for run in held]).argsort()
+    return tensor.index_select(dim, order[:length].to(tensor.device))
 
 
 class _Unshard(torch.autograd.Function):
@@ -268,6 +295,11 @@ def _check_whole_length(length: int, dim: int, layout: str, size: int) -> None:
             f"{layout} over {size} ranks needs a length divisible by {multiple}, got {length} in dim {dim}; pad it to "
             f"{padded_length(layout, size, length)} first (ring_attn.pad does)"
         )
+
+
+def _check_trim(length: int | None, whole: int) -> None:
+    if length is not None and not 0 <= length <= whole:
+        raise ValueError(f"length must lie between 0 and the length of the whole sequence, {whole}; got {length}")
 
 
 def _check_fill(value: float, dtype: torch.dtype) -> None:

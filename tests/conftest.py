@@ -1,10 +1,14 @@
-"""Settings that must be in place before JAX starts: eight CPU devices stand for a ring of up to eight."""
+"""Settings that must be in place before JAX or torch-xla starts: eight CPU devices stand for a ring of up to eight."""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+# For torch-xla, where it is installed: four CPU devices.
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("CPU_NUM_DEVICES", "4")
 
 # Triton's interpreter is chosen when Triton is imported, so what needs it runs in a process of its own (`make test` starts both);
 # and what needs a GPU runs where JAX may use one: JAX_PLATFORMS=cuda pytest -m gpu (`make test-gpu`).

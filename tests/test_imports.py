@@ -30,6 +30,7 @@ STOREYS = (
     ("options",),
     ("attend",),
     ("on_mesh",),
+    ("pair",),
     ("api", "blockwise"),
 )
 

@@ -26,6 +26,10 @@ class FakeRing:
     rank: int
     size: int
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        return (self.rank,)
+
 
 @pytest.fixture(autouse=True)
 def fake_rings(monkeypatch):

@@ -34,6 +34,11 @@ class Ring:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The ring ranks whose shards this process holds."""
+        return (self.rank,)
+
     def __str__(self) -> str:
         return f"ring of global ranks {list(self.ranks)}"
 
@@ -81,7 +86,7 @@ def _of_group(group: Any) -> Ring:
     if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise ValueError(
             f'mesh must be a DeviceMesh, a ProcessGroup, "local" or None, got {group!r} of type {type(group).__name__}; '
-            "torch.distributed.device_mesh.init_device_mesh makes a DeviceMesh"
+            "torch.distributed.device_mesh.init_device_mesh makes a DeviceMesh; torch-xla's go with tensors on an XLA device"
         )
     rank = dist.get_rank(group)
     ranks = tuple(dist.get_process_group_ranks(group))
