@@ -58,7 +58,7 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
     def local(*arrays):
         shards = Operands(**{"key": None, "value": None, "query": None} | dict(zip(given, arrays, strict=True)))
         shards = shards._replace(origin=_origin(plan, shards))
-        where = _backend(plan.mesh), is_ring(plan.mesh, _names(plan.sequence))
+        where = _backend(plan.mesh), is_ring(plan.mesh, axis_names(plan.sequence))
         out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads), *where)
         return (out, lse) if plan.return_lse else out
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -49,8 +50,10 @@ class Load(NamedTuple):
 def depart(loads: list[Load], axis_name, size: int) -> list:
     """Starts the loads on their way; :func:`land` gives them as they came from the ranks that sent them."""
 
+    axes, places = _as_ppermute_counts(axis_name, size)
+
     def travel(words, hop: int):
-        return lax.ppermute(words, axis_name, [(rank, (rank + hop) % size) for rank in range(size)])
+        return lax.ppermute(words, axes, [(places[rank], places[(rank + hop) % size]) for rank in range(size)])
 
     if any(isinstance(load.words, tuple) for load in loads):
         return [travel(load.words, load.hop) for load in loads]
@@ -59,6 +62,17 @@ def depart(loads: list[Load], axis_name, size: int) -> list:
         words = jnp.concatenate(_same_hop(loads, hop))
         arriving.append(travel(after(words, arriving[-1]) if arriving else words, hop))
     return arriving
+
+
+def _as_ppermute_counts(axis_name, size: int) -> tuple[Any, list[int]]:
+    """The axes, and the place of every rank among them: ``lax.ppermute`` counts in the mesh's order of axes, ``lax.axis_index``,
+    which gives the ranks, in the order named."""
+    order = jax.sharding.get_abstract_mesh().axis_names
+    if not isinstance(axis_name, tuple) or not set(axis_name) <= set(order):
+        return axis_name, list(range(size))
+    axes = tuple(sorted(axis_name, key=order.index))
+    ranks = np.arange(size).reshape([lax.axis_size(name) for name in axis_name])
+    return axes, np.argsort(ranks.transpose([axis_name.index(name) for name in axes]).reshape(-1)).tolist()
 
 
 def land(arriving: list, loads: list[Load]) -> list:

@@ -1,5 +1,7 @@
 """Global arrays on a mesh: what the specs must say, and mask functions whose arrays lie on it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,3 +104,21 @@ def test_what_rows_share_takes_no_memory_of_rows_times_columns(operand):
 def test_lists_are_arrays():
     lists = [np.asarray(x).tolist() for x in qkv(length=4)]
     np.testing.assert_allclose(ring_attention(*lists), ring_attention(*qkv(length=4)), atol=1e-6)
+
+
+@pytest.mark.parametrize("ring", [("first", "second"), ("second", "first"), ("third", "first")])
+def test_a_ring_over_two_axes_in_any_order(ring):
+    """JAX counts ranks in the order named where a rank asks for its own, and in the mesh's where something travels."""
+    grid = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("first", "second", "third"))
+    inputs, rows = qkv(length=16), P(None, ring)
+
+    def loss(attend, *inputs):
+        return (attend(*inputs, causal=True) * jnp.arange(8.0)).sum()
+
+    def on_grid(*inputs, **settings):
+        return ring_attention(*inputs, **settings, mesh=grid, in_specs=(rows,) * 3, out_specs=rows)
+
+    for got, want in zip(
+        *(jax.jit(jax.grad(partial(loss, attend), (0, 1, 2)))(*inputs) for attend in (on_grid, ring_attention)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-5)
