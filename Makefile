@@ -40,7 +40,8 @@ test-gpu-aot: $(GPU_COMPILER)/.installed
 
 # The ring as the TPU compiler schedules it, compiled on a machine that has no TPU (Linux only).
 test-tpu: $(TPU_COMPILER)/.installed
-	PYTHONPATH=$(TPU_COMPILER) $(BIN)/python -m pytest -n $(JOBS) tests/test_tpu_program.py $(PYTEST_FLAGS)
+	PYTHONPATH=$(TPU_COMPILER) $(BIN)/python -m pytest -n $(JOBS) \
+		tests/test_tpu_program.py tests/test_fused.py -k "tpu or compiles" $(PYTEST_FLAGS)
 
 # On a machine with a GPU and its own PyTorch, JAX and jax-triton; PYTHON names the interpreter that has them.
 test-gpu:
