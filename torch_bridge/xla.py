@@ -10,7 +10,7 @@ This module loads torch-xla and JAX; it is imported where a tensor's device type
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -188,13 +188,19 @@ def _program(options: Options, forms: Forms, ring: Ring) -> _Program:
         structs: list[Any] = [None if form is None else _struct(*form) for form in forms[: len(ARRAYS)]]
         operands = Operands(*structs)
         plan = None if ring.mesh is None else plan_sequence(ring.mesh, ring.mesh.axis_names[ring.dim], operands.query.shape[0])
-        pair = pair_on_mesh(options, operands, plan, platform)
+        pair = pair_on_mesh(_without_pallas(options), operands, plan, platform)
 
     @cache
     def backward_of(names: tuple[str, ...], with_dlse: bool) -> Callable:
         return partial(_backward, pair, names, with_dlse)
 
     return _Program(forms, pair, platform, backward_of)
+
+
+def _without_pallas(options: Options) -> Options:
+    """With the XLA kernel unless another is named: torch-xla 2.9 brings a libtpu that is older than the Pallas kernels' form."""
+    named = {options.platform, options.cfg.platform if options.cfg else None} - {None, "auto"}
+    return options if named else replace(options, platform="xla")
 
 
 def _backward(pair: Pair, names: tuple[str, ...], with_dlse: bool, *arrays):

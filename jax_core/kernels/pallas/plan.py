@@ -115,6 +115,8 @@ def _on_tpu(bias):
 
 
 def _ids(ids, where: Side):
+    if ids is not None and ids.dtype.itemsize == 8:
+        raise NotImplementedError(f'the Pallas kernels take ids of 32 bits, got {ids.dtype}; cast them, or use platform="xla"')
     return None if ids is None else in_blocks(ids, 1, where)[:, None].astype(jnp.int32)
 
 
