@@ -1,6 +1,6 @@
 """The ring as the TPU compiler makes it, ahead of time and with no TPU: time to compile, memory, counted work. A markdown table.
 
-PYTHONPATH=<folder of libtpu> python benchmarks/tpu_compile.py [--platform xla] [--topologies v5e:2x4 v5p:2x2x2] [--dims 64 128 256]
+PYTHONPATH=<folder of libtpu> python benchmarks/tpu_compile.py [--platform pallas] [--topologies v5e:2x4 ...] [--dims 64 128 256]
 
 Nothing is run. ``tests/test_tpu_program.py`` compiles by the same function and reads the schedule.
 """
@@ -26,8 +26,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_core.attend import pair
 from jax_core.options import Options, Placement, make_spec
-from jax_core.ring import Operands, ring_backward, ring_forward
+from jax_core.ring import Operands
 
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")  # eight devices each: a chip of the last is two
 DIMS = (64, 128, 256)
@@ -37,7 +38,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Request:
-    """One causal pass over a ring: bfloat16, batch 1, ``tokens`` on each device."""
+    """One causal pass over a ring: bfloat16, batch 1, ``tokens`` on each device. ``platform``: of the kernel, or "fused"."""
 
     topology: str
     dim: int
@@ -85,15 +86,18 @@ def devices(topology: str) -> list[Any]:
 
 def local_pass(request: Request):
     """The forward or the backward alone, of local shards."""
-    options = Options(platform=request.platform, layout=request.layout, causal=True, lse_gradient=False)
+    fused = request.platform == "fused"
+    how: dict[str, Any] = dict(strategy="fused") if fused else dict(platform=request.platform, strategy="ring")
+    options = Options(**how, layout=request.layout, causal=True, lse_gradient=False)
     # The devices are TPUs, whatever this process runs on: it decides how loads travel and what the kernel is asked.
     place = Placement("ring", request.size, backend="tpu")
 
     def local(*arrays):
         spec, operands = make_spec(options, Operands(*arrays[:3]), place)
+        forward, backward = pair(spec)
         if request.direction == "forward":
-            return ring_forward(spec, operands)[0]
-        return ring_backward(spec, operands, *arrays[3:])[:3]
+            return forward(spec, operands)[0]
+        return backward(spec, operands, *arrays[3:])[:3]
 
     return local
 
@@ -136,7 +140,7 @@ def row(request: Request, compiled: Compiled) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--platform", default="xla")
+    parser.add_argument("--platform", default="pallas", help="of the kernel, or fused")
     parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES)
     parser.add_argument("--dims", nargs="+", type=int, default=DIMS)
     parser.add_argument("--tokens", type=int, default=Request.tokens, help="on each device")

@@ -38,6 +38,19 @@ class Pair:
     fused: bool = False
 
 
+SMALL = FwdParams(16, 16), BwdParams(16, 32)
+PAIRS = {
+    "own shard of a zigzag": Pair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
+    "a later shard of a zigzag": Pair(40, 40, layout="zigzag", rank=0, source=1, size=2, carry=True),
+    "a shard that is not seen": Pair(40, 33, rank=0, source=1, size=2, carry=True),
+    "nothing seen yet": Pair(40, 33, rank=0, source=1, size=2),
+    "striped": Pair(37, 50, layout="striped", rank=1, source=2, size=3, carry=True, fused=True),
+    "window of two sides, striped": Pair(33, 50, layout="striped", rank=1, size=3, scores=Scores(make_mask(False, (25, 13)), 0.3)),
+    "chunks, zigzag": Pair(50, 50, layout="zigzag", rank=1, source=0, size=2, scores=Scores(make_mask(True, None, 30), 0.3)),
+    "dims that are no power of two": Pair(20, 20, dim=80, value_dim=24, kv_heads=2),
+}  # fmt: skip
+
+
 def inputs(pair: Pair) -> tuple[tuple, Any, Any, Any]:
     """``((q, k, v), dout, carry, dq)``, in float64 numbers that the pair's dtype holds exactly."""
     rng = np.random.default_rng(0)

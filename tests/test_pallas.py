@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import CASES, Case, make_cotangents, make_inputs, ring_results
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
-from pairs import Pair, check
+from pairs import PAIRS, SMALL, Pair, check
 from test_attention import assert_like_the_oracle
 
 import jax_core
@@ -83,25 +83,16 @@ def test_splash_masks_of_several_heads():
     against_the_oracle(in_pallas(Case("splash masks", ring=2, queries=40, layout="zigzag", options=options, arrays=ids)))
 
 
-SMALL = FwdParams(16, 16), BwdParams(16, 32)
-PAIRS = {
-    "own shard of a zigzag": Pair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
-    "a later shard of a zigzag": Pair(40, 40, layout="zigzag", rank=0, source=1, size=2, carry=True),
-    "a shard that is not seen": Pair(40, 33, rank=0, source=1, size=2, carry=True),
-    "nothing seen yet": Pair(40, 33, rank=0, source=1, size=2),
-    "striped": Pair(37, 50, layout="striped", rank=1, source=2, size=3, carry=True, fused=True),
-    "window of two sides, striped": Pair(33, 50, layout="striped", rank=1, size=3, scores=Scores(make_mask(False, (25, 13)), 0.3)),
-    "chunks, zigzag": Pair(50, 50, layout="zigzag", rank=1, source=0, size=2, scores=Scores(make_mask(True, None, 30), 0.3)),
-    "dims that are no power of two": Pair(20, 20, dim=80, value_dim=24, kv_heads=2),
+MORE_PAIRS = {
     "rounded logits": Pair(20, 20, scores=Scores(make_mask(), 0.3, logits_dtype="bfloat16"), dtype="bfloat16"),
     "fused, grouped": Pair(50, 40, heads=4, kv_heads=2, carry=True, fused=True),
     "the last pair in 16 bits": Pair(40, 40, carry=True, last=True, dtype="bfloat16"),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", PAIRS | MORE_PAIRS)
 def test_pairs(name: str):
-    check(pallas, PAIRS[name], SMALL)
+    check(pallas, (PAIRS | MORE_PAIRS)[name], SMALL)
 
 
 @pytest.mark.parametrize(

@@ -373,7 +373,10 @@ def test_the_pair_lowers_for_a_tpu():
     mesh = jax.sharding.AbstractMesh((8,), ("sequence",))
     shape = jax.ShapeDtypeStruct((1, 1024, 4, 128), "bfloat16")
     pair = pair_on_mesh(
-        Options(causal=True, layout="zigzag"), Operands(shape, shape, shape), plan_sequence(mesh, "sequence", 1), "tpu"
+        Options(causal=True, layout="zigzag", platform="xla"),
+        Operands(shape, shape, shape),
+        plan_sequence(mesh, "sequence", 1),
+        "tpu",
     )
     text = jax.jit(pair.forward).trace(shape, shape, shape).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("collective_permute") > 0

@@ -28,6 +28,8 @@ SIZE = 8
 # begun before the kernel any more (docs/tpu.md).
 CASES = [("pallas", topology) for topology in TOPOLOGIES] + [("xla", "v5e:2x4")]
 CASE = pytest.mark.parametrize(("platform", "topology"), CASES)
+FUSED = [("fused", topology) for topology in TOPOLOGIES]
+CASE_OR_FUSED = pytest.mark.parametrize(("platform", "topology"), CASES + FUSED)
 PASS = pytest.mark.parametrize("direction", PASSES)
 TWICE = {"v5e:2x4": "v5e:4x4", "v5p:2x2x2": "v5p:2x2x4", "v6e:2x4": "v6e:4x4", "tpu7x:2x2x1": "tpu7x:2x2x2"}
 
@@ -70,7 +72,7 @@ def temporaries(topology: str, direction: str, platform: str, size: int, tokens:
     return compile_ring(Request(topology, 128, direction, platform, tokens, size)).temporaries
 
 
-@CASE
+@CASE_OR_FUSED
 @PASS
 def test_memory_is_that_of_the_shard(platform, topology, direction):
     """With twice the devices for twice the tokens a device holds no more: of one sequence it holds 1/N. From 8 devices on the ring
@@ -85,7 +87,7 @@ def test_memory_is_that_of_the_shard(platform, topology, direction):
 OF_TWO = {"xla": 0.75}
 
 
-@CASE
+@CASE_OR_FUSED
 @PASS
 def test_memory_falls_as_the_ring_grows(platform, topology, direction):
     """64k tokens in all."""

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 import triton_interpreter
 from attention_cases import CASES, CAUSAL, Case, make_cotangents, make_inputs, ring_results
-from pairs import Pair, check
+from pairs import PAIRS, SMALL, check
 from test_attention import assert_like_the_oracle
 
 import jax_core
-from jax_core.block import Scores
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import triton
 from jax_core.kernels.triton import launch
-from jax_core.mask import make_mask
 
 # One of each feature; every layout, ring size and way of calling is run with the xla kernel already.
 NAMES = (
@@ -94,21 +92,7 @@ def test_mask_functions_see_the_positions_as_they_came():
     against_the_oracle(in_triton(Case("negative positions", queries=40, options=options, arrays=ids)))
 
 
-SMALL = FwdParams(16, 16), BwdParams(16, 32)
-PAIRS = {
-    "own shard of a zigzag": Pair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
-    "a later shard of a zigzag": Pair(40, 40, layout="zigzag", rank=0, source=1, size=2, carry=True),
-    "a shard that is not seen": Pair(40, 33, rank=0, source=1, size=2, carry=True),
-    "nothing seen yet": Pair(40, 33, rank=0, source=1, size=2),
-    "striped": Pair(37, 50, layout="striped", rank=1, source=2, size=3, carry=True, fused=True),
-    "window of two sides, striped": Pair(33, 50, layout="striped", rank=1, size=3, scores=Scores(make_mask(False, (25, 13)), 0.3)),
-    "chunks, zigzag": Pair(50, 50, layout="zigzag", rank=1, source=0, size=2, scores=Scores(make_mask(True, None, 30), 0.3)),
-    "dims that are no power of two": Pair(20, 20, dim=80, value_dim=24, kv_heads=2),
-    "rounded logits": Pair(20, 20, scores=Scores(make_mask(), 0.3, logits_dtype="float16"), dtype="float16"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [name for name in PAIRS if name != "rounded logits"])
+@pytest.mark.parametrize("name", PAIRS)
 def test_pairs(name: str):
     check(triton, PAIRS[name], SMALL)
 

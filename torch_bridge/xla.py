@@ -198,8 +198,11 @@ def _program(options: Options, forms: Forms, ring: Ring) -> _Program:
 
 
 def _without_pallas(options: Options) -> Options:
-    """With the XLA kernel unless another is named: torch-xla 2.9 brings a libtpu that is older than the Pallas kernels' form."""
+    """With the XLA kernel. Pallas asks JAX for the TPU that it compiles for, which torch-xla holds; and torch-xla 2.9 brings a
+    libtpu that is older than the kernels' form."""
     named = {options.platform, options.cfg.platform if options.cfg else None} - {None, "auto"}
+    if "pallas" in named:
+        raise NotImplementedError('the torch-xla road has no Pallas kernels, got platform="pallas"; use platform="xla" or "auto"')
     return options if named else replace(options, platform="xla")
 
 

@@ -229,7 +229,7 @@ def _place_of_member(plan: Plan, visits: Visits):
 def _place_of_tile(inner: list[int], batch, head, q, k, number, *_):
     """On the grid of a bias' tiles and what is summed for each: one of every pair is 0, so the sum is the other."""
     heads, rows = inner[1:]
-    return batch + number // (heads * rows), head + number // rows % heads, q + number % rows, k
+    return batch + lax.div(number, heads * rows), head + lax.rem(lax.div(number, rows), heads), q + lax.rem(number, rows), k
 
 
 def _shards(plan: Plan, q, k, v) -> Shards:

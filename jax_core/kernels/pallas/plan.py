@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_core.block import Extras, Scores
@@ -132,7 +133,7 @@ def where_and_seed(q_runs, k_runs, extras: Extras):
     starts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
     origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
     seed = jnp.zeros(2, jnp.uint32) if extras.dropout_seed is None else extras.dropout_seed
-    words = jax.lax.bitcast_convert_type(seed.astype(jnp.uint32), jnp.int32)
+    words = lax.bitcast_convert_type(seed.astype(jnp.uint32), jnp.int32)
     return jnp.concatenate([jnp.stack([jnp.asarray(x, jnp.int32) for x in starts + origin]), words])
 
 
@@ -181,8 +182,8 @@ def visit(plan: Plan, size: tuple[int, int], words, batch, number):
     """``(query block, key block, flags)`` of a visit, from the lists in scalar memory."""
     lists, length = size
     word = words[(batch * length if lists > 1 else 0) + number]
-    at = word // _FLAGS
-    return at // plan.k.blocks, at % plan.k.blocks, word % _FLAGS
+    at = lax.div(word, _FLAGS)
+    return lax.div(at, plan.k.blocks), lax.rem(at, plan.k.blocks), lax.rem(word, _FLAGS)
 
 
 def when_it_runs(flags, update: Callable[[bool], None]) -> None:

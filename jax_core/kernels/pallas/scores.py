@@ -84,7 +84,7 @@ def _places(plan: Plan, at: At, shape, turned: bool) -> _Places:
 
 
 def _places_of(where: Side, block, numbers, first: int, shape, axis: int):
-    in_run = block % where.blocks_per_run * where.block + lax.broadcasted_iota(jnp.int32, shape, axis)
+    in_run = lax.rem(block, where.blocks_per_run) * where.block + lax.broadcasted_iota(jnp.int32, shape, axis)
     start = numbers[first] if where.runs == 1 else jnp.where(block < where.blocks_per_run, numbers[first], numbers[first + 1])
     return start + where.stride * in_run, None if where.even else in_run < where.length
 
