@@ -107,3 +107,59 @@ def test_the_devices_of_the_mesh_count_not_this_process():
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring")))
     program = function.trace(*operands(request, mesh)).lower(lowering_platforms=("tpu",)).as_text()
     assert set(re.findall(r"collective_permute.*?-> tensor<(?:\d+x)+(\w+)>", program)) == {"bf16"}
+
+
+# Options, dtype, head and value dim, and what comes beside query, key and value.
+FEATURES: dict[str, tuple[dict, str, tuple[int, int], dict]] = {
+    "segments, slopes, dropout, soft cap, mask function": (
+        dict(logits_soft_cap=30.0, dropout_prob=0.1, mask_mod=lambda b, h, q, k: (q // 64 + k // 64) % 3 != h % 3),
+        "bfloat16",
+        (128, 128),
+        dict(q_segment_ids="ids", alibi_slopes="slopes", dropout_seed="seed"),
+    ),
+    "bias, mask, positions": (dict(chunk_size=300), "float32", (80, 80), dict(bias="bias", mask="mask", q_position_ids="ids")),
+    "fused backward": (
+        dict(fused_backward=True, sliding_window=(200, 10)), "bfloat16", (192, 128), dict(alibi_slopes="slopes", bias="row bias")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_compiles(name: str):
+    """Of the Pallas kernels, forward and backward, in lengths that no block divides."""
+    options, dtype, (dim, value_dim), beside = FEATURES[name]
+    mesh, length = Mesh(np.array(devices("v5e:2x4")[:2]), ("ring",)), 2 * 700
+    rows, columns = P(None, "ring"), P(None, None, "ring")
+    kinds = {
+        "ids": ((2, length), "int32", rows),
+        "slopes": ((4,), "float32", P()),
+        "seed": ((2,), "uint32", P()),
+        "bias": ((1, 4, length, length), dtype, columns),
+        "row bias": ((2, 1, 1, length), dtype, P()),
+        "mask": ((2, 1, length, length), "bool", columns),
+    }
+    shapes = {
+        "query": ((2, length, 4, dim), dtype, rows),
+        "key": ((2, length, 2, dim), dtype, rows),
+        "value": ((2, length, 2, value_dim), dtype, rows),
+    }
+    shapes |= {operand: kinds[kind] for operand, kind in beside.items()}
+    specs = {operand: spec for operand, (_, _, spec) in shapes.items()}
+    wanted = [operand for operand in shapes if operand in ("query", "key", "value", "bias", "alibi_slopes")]
+
+    def local(arrays):
+        def attention(parameters):
+            return jax_core.ring_attention(
+                **{**arrays, **parameters}, **options, axis_name="ring", platform="pallas", layout="zigzag"
+            ).sum()
+
+        return jax.grad(attention)({operand: arrays[operand] for operand in wanted})
+
+    out_specs = {operand: specs[operand] for operand in wanted}
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs))
+    structs = {
+        operand: jax.ShapeDtypeStruct(shape, kind, sharding=jax.NamedSharding(mesh, spec))
+        for operand, (shape, kind, spec) in shapes.items()
+    }
+    text = function.trace(structs).lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') >= 4
