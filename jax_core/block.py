@@ -64,6 +64,7 @@ class Problem:
     size: int = 1
     extras: frozenset[str] = frozenset()
     lse_gradient: bool = True
+    wide_ids: bool = False  # whether segment or position ids have 64 bits
     backend: str | None = None  # of the devices that the arrays are on; None: JAX's default
 
 

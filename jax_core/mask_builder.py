@@ -6,6 +6,7 @@ length. Any other object is sliced.
 
 from collections.abc import Callable
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple
 
 import jax
@@ -34,12 +35,13 @@ def build_mask(mask_builder: Callable, q_length: int, k_length: int, heads: int,
     """
     with jax.ensure_compile_time_eval():  # a builder may use jax.numpy, also where the caller is traced
         masks = [mask_builder(q_length, k_length, heads, head, num_reps) for head in range(heads)]
+        for mask in masks:
+            shape = getattr(mask, "shape", (q_length, k_length))
+            if tuple(shape) != (q_length, k_length):
+                raise ValueError(f"mask_builder must return masks of {q_length} x {k_length}, got {shape}")
         rules = [_rule(mask) for mask in masks]
         if any(rule is None for rule in rules):
             return _table(masks, q_length, k_length)
-    for mask in masks:
-        if mask.shape != (q_length, k_length):
-            raise ValueError(f"mask_builder must return masks of {q_length} x {k_length}, got {mask.shape}")
     if static and isinstance(rules[0], Mask) and all(rule == rules[0] for rule in rules):
         return Built(rules[0])
     functions = [partial(visible, rule) if isinstance(rule, Mask) else rule for rule in rules]
@@ -61,13 +63,18 @@ def _rule(mask) -> Rule | None:
     found = {
         "FullMask": lambda: Mask(),
         "CausalMask": lambda: make_mask(True),
-        "ChunkedCausalMask": lambda: make_mask(chunk=mask.chunk_size),
-        "LocalMask": lambda: make_mask(window=tuple(mask.window_size)),
+        "ChunkedCausalMask": lambda: make_mask(chunk=index(mask.chunk_size)),
+        "LocalMask": lambda: make_mask(window=_sides(*mask.window_size)),
     }.get(kind)
     natural = np.array_equal(getattr(mask, "q_sequence", np.arange(mask.shape[0])), np.arange(mask.shape[0]))
-    if found is None or not natural:
-        return None
+    if found is None or not natural or any(side is not None and side < 0 for side in getattr(mask, "window_size", ())):
+        return None  # what is to the left of -1 is to the right of 1: no window has such a side
     return _Shifted(found(), offset) if offset else found()
+
+
+def _sides(left, right) -> tuple[int | None, int | None]:
+    """In Python's numbers, which NumPy's may stand for."""
+    return left if left is None else index(left), right if right is None else index(right)
 
 
 class _Shifted(NamedTuple):

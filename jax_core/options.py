@@ -113,8 +113,12 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         size=place.size,
         extras=frozenset(name for name in Extras._fields[:-1] if getattr(operands, name) is not None),
         lse_gradient=options.lse_gradient,
+        wide_ids=any(getattr(operands, name) is not None and getattr(operands, name).dtype.itemsize == 8 for name in _IDS),
         backend=place.backend,
     )
+
+
+_IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 
 
 def both_sides(operands: Operands) -> Operands:

@@ -5,7 +5,6 @@ that the user's function closes over are lifted out and become operands: a closu
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -64,12 +63,19 @@ def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tupl
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*where)[0]
 
     token = _Traced(mask_mod, str(closed.jaxpr), tuple(map(str, axes)))
-    on_tile = partial(_on_tile, mask_mod) if not closed.consts and _elementwise(closed.jaxpr) else None
-    return Predicate(token, "position", apply, on_tile), tuple(closed.consts)
+    return Predicate(token, "position", apply, None if closed.consts else _on_tile(mask_mod)), tuple(closed.consts)
 
 
-def _on_tile(mask_mod, batch, head, q, k):
-    return jax.vmap(jax.vmap(partial(mask_mod, batch, head)))(q, k)
+def _on_tile(mask_mod):
+    """The function as it is now, without mesh axes, which a kernel does not know; None if a kernel cannot compute it."""
+    closed = jax.make_jaxpr(lambda *where: mask_mod(*where))(*[jnp.int32(0)] * 4)
+    if not _elementwise(closed.jaxpr):
+        return None
+
+    def on_tile(batch, head, q, k):
+        return jax.vmap(jax.vmap(lambda q, k: jaxpr_as_fun(closed)(batch, head, q, k)[0]))(q, k)
+
+    return on_tile
 
 
 def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bool]:
@@ -85,9 +91,22 @@ def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bo
     return batch in needed, head in needed
 
 
+# What the compilers of kernels take: Mosaic has no select of booleans, no loops over tiles, and no other types.
+_DTYPES = ("bool", "int32", "uint32", "float32", "bfloat16")
+_CALLS = ("pjit", "jit", "closed_call")
+
+
 def _elementwise(jaxpr) -> bool:
-    """Whether it is arithmetic on its arguments alone."""
-    inner = [param.jaxpr for equation in jaxpr.eqns for param in equation.params.values() if hasattr(param, "jaxpr")]
-    return all(variable.aval.shape == () for equation in jaxpr.eqns for variable in equation.outvars) and all(
-        map(_elementwise, inner)
-    )
+    """Whether it is arithmetic on its arguments alone, of a kind that a kernel can do on a whole tile."""
+    return all(_of_elements(equation) for equation in jaxpr.eqns)
+
+
+def _of_elements(equation) -> bool:
+    results = [variable.aval for variable in equation.outvars]
+    if not all(result.shape == () and result.dtype.name in _DTYPES for result in results):
+        return False
+    if equation.primitive.name in _CALLS:
+        return _elementwise(equation.params["jaxpr"].jaxpr)
+    params = [x for param in equation.params.values() for x in (param if isinstance(param, tuple) else (param,))]
+    selects_booleans = equation.primitive.name == "select_n" and results[0].dtype == jnp.bool_
+    return not selects_booleans and not any(hasattr(x, "jaxpr") for x in params)

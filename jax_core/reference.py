@@ -122,7 +122,8 @@ def _visible_by_position(
 ) -> jax.Array:
     """[B, T, S]. Chunked attention is causal; an int window is the same on both sides; -1 means no bound."""
     behind = q_pos[:, :, None] - k_pos[:, None, :]  # how far the key lies behind the query
-    left, right = (window, window) if window is None or isinstance(window, int) else window
+    sides = (window, window) if window is None or isinstance(window, int) else window
+    left, right = (None if side is not None and side > 2**31 - 1 else side for side in sides)  # further than int32 reaches
     seen = jnp.ones(behind.shape, bool)
     if causal or chunk is not None:
         seen &= behind >= 0

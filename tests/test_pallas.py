@@ -2,7 +2,9 @@
 makes of them: tests/test_tpu_program.py."""
 
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,6 +95,45 @@ MORE_PAIRS = {
 @pytest.mark.parametrize("name", PAIRS | MORE_PAIRS)
 def test_pairs(name: str):
     check(pallas, (PAIRS | MORE_PAIRS)[name], SMALL)
+
+
+def test_a_mask_function_is_what_it_was_when_it_was_given():
+    """The backward's kernels are traced after the loop, when its variable has another value."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 24, 1, 8)) for i in range(3))
+
+    def total(platform, q):
+        found = 0.0
+        for reach in (2, 9):
+            out = jax_core.ring_attention(q, k, v, mask_mod=lambda b, h, i, j: jnp.abs(i - j) < reach, platform=platform)  # noqa: B023
+            found = found + (out**2).sum()
+        return found
+
+    np.testing.assert_allclose(*(jax.grad(partial(total, platform))(q) for platform in ("pallas", "xla")), atol=1e-5)
+
+
+def test_with_64_bits_enabled():
+    with jax.enable_x64(True):
+        q, k, v = (jax.random.normal(jax.random.key(i), (1, 40, 2, 8), jnp.float32) for i in range(3))
+        slopes = jnp.ones(2, jnp.float32)
+
+        def gradient(platform):
+            def total(q, slopes):
+                return (jax_core.ring_attention(q, k, v, alibi_slopes=slopes, causal=True, platform=platform) ** 2).sum()
+
+            return jax.grad(total, (0, 1))(q, slopes)
+
+        for got, want in zip(gradient("pallas"), gradient("xla"), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-4)
+        ids = jnp.zeros(40, jnp.int64)
+        with pytest.raises(NotImplementedError, match="ids of 32 bits"):
+            jax_core.ring_attention(q, k, v, q_segment_ids=ids, platform="pallas")
+
+
+def test_long_lists_of_blocks_are_refused():
+    x = jax.ShapeDtypeStruct((1, 2**14, 1, 16), jnp.float32)
+    settings = dict(platform="pallas", cfg=jax_core.RingAttentionConfig(FwdParams(16, 16)))
+    with pytest.raises(NotImplementedError, match="give larger blocks"):
+        jax.eval_shape(lambda x: jax_core.ring_attention(x, x, x, **settings), x)
 
 
 @pytest.mark.parametrize(

@@ -163,3 +163,21 @@ def test_every_feature_compiles(name: str):
     }
     text = function.trace(structs).lower(lowering_platforms=("tpu",)).compile().as_text()
     assert text.count('custom_call_target="tpu_custom_call"') >= 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_entries_under_vmap_lower(fused: bool):
+    mesh = Mesh(np.array(devices("v5e:2x4")[:2]), ("ring",))
+    rows = P(None, None, "ring")
+
+    def local(query, slopes):
+        def total(query, slopes):
+            settings = dict(causal=True, axis_name="ring", platform="pallas", fused_backward=fused)
+            return jax_core.ring_attention(query, query, query, alibi_slopes=slopes, **settings).sum()
+
+        return jax.vmap(jax.grad(total))(query, slopes)
+
+    arrays = [((3, 1, 512, 2, 128), rows), ((3, 2), P())]
+    structs = [jax.ShapeDtypeStruct(shape, "float32", sharding=jax.NamedSharding(mesh, spec)) for shape, spec in arrays]
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False))
+    assert "tpu_custom_call" in function.trace(*structs).lower(lowering_platforms=("tpu",)).as_text()

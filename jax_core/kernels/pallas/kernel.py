@@ -25,6 +25,8 @@ from jax_core.kernels.pallas.plan import (
     make_pairs,
     make_plan,
     numbers_of,
+    quotient,
+    remainder,
     rows_of,
     visit,
     where_and_seed,
@@ -34,6 +36,7 @@ from jax_core.layout import Run
 
 LANES = 128  # positions of a block are a multiple of it
 _WIDEST = 256
+_LISTED = 250_000  # of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 _PRECISIONS = ("default", "highest")
 
@@ -48,15 +51,22 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
         return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
     if precision is not None and lax.Precision(precision).name.lower() not in _PRECISIONS:
         return f"a TPU kernel's products have precision {' or '.join(_PRECISIONS)}, got {precision}"
-    return launch.missing(problem.backend) or _params_reason(forward, backward)
+    if problem.wide_ids:
+        return 'the Pallas kernels take ids of 32 bits, got 64; cast them, or use platform="xla"'
+    return launch.missing(problem.backend) or _params_reason(problem, forward, backward)
 
 
-def _params_reason(forward: FwdParams, backward: BwdParams) -> str | None:
+def _params_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    per_entry = problem.extras & {"q_segment_ids", "q_position_ids", "mask"} or problem.scores.predicates
     for name, part in (("fwd_params", forward), ("bwd_params", backward)):
         if part.num_stages is not None or part.num_warps is not None:
             return f"{name}: the Pallas kernels have no stages or warps; leave num_stages and num_warps None"
         if any(size % LANES for size in _blocks(part)):
             return f"{name}: block sizes must be multiples of {LANES}, got {' x '.join(map(str, _blocks(part)))}"
+        q, k = (-(-length // size) + 1 for length, size in zip((problem.q_length, problem.k_length), _blocks(part), strict=True))
+        pairs = q * k * (problem.batch if per_entry else 1)
+        if pairs > _LISTED:
+            return f'{name}: a TPU\'s scalar memory lists {_LISTED} pairs of blocks, got {pairs}; give larger blocks, or use "xla"'
     return None
 
 
@@ -179,6 +189,7 @@ class _Backward:
             scratch=scratch,
             aliases=_in_place(inputs, dq, [x for x in results if x is not None]),
             cost=costs.keys(plan, self.shards.q.dtype, fused=dq is not None),
+            all_in_blocks=dq is None,
         )
 
     def bias(self, shape):
@@ -229,7 +240,8 @@ def _place_of_member(plan: Plan, visits: Visits):
 def _place_of_tile(inner: list[int], batch, head, q, k, number, *_):
     """On the grid of a bias' tiles and what is summed for each: one of every pair is 0, so the sum is the other."""
     heads, rows = inner[1:]
-    return batch + lax.div(number, heads * rows), head + lax.rem(lax.div(number, rows), heads), q + lax.rem(number, rows), k
+    further = quotient(number, heads * rows), remainder(quotient(number, rows), heads), remainder(number, rows)
+    return batch + further[0], head + further[1], q + further[2], k
 
 
 def _shards(plan: Plan, q, k, v) -> Shards:

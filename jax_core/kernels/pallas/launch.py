@@ -24,22 +24,14 @@ def launch(
     scratch: Sequence[Any],
     aliases: dict[int, int],
     cost: pl.CostEstimate,
+    all_in_blocks: bool = True,
 ) -> tuple:
     """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: which leaf of ``inputs`` an output takes the
-    place of; an output may be None."""
+    place of; an output may be None. ``all_in_blocks``: no array is seen whole, which ``vmap`` has no rule for."""
     prefetched, inputs = vary((tuple(prefetched), tuple(inputs)), varying_axes(prefetched, inputs))
     axis_type = jax.typeof(prefetched[0]).mat
-    shapes = [x and jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axis_type) for x in outputs]
-    call = pl.pallas_call(
-        kernel,
-        out_shape=shapes,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetched),
-            grid=grid,
-            in_specs=list(in_specs),
-            out_specs=list(out_specs),
-            scratch_shapes=scratch,
-        ),
+    settings = dict(
+        out_shape=[x and jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axis_type) for x in outputs],
         input_output_aliases={len(prefetched) + leaf: output for leaf, output in aliases.items()},
         compiler_params=pltpu.CompilerParams(
             # Batch entries and heads are independent; the visits of one follow each other.
@@ -50,7 +42,17 @@ def launch(
         interpret=interpret(),
         name=_name(kernel),
     )
-    return tuple(call(*prefetched, *inputs))
+    specs = dict(in_specs=list(in_specs), out_specs=list(out_specs), scratch_shapes=scratch)
+
+    traced = [size for size in grid if not isinstance(size, int)]
+
+    def call(traced, *arrays):  # an argument, since what is mapped over must not be closed over
+        sizes = iter(traced)
+        whole = tuple(size if isinstance(size, int) else next(sizes) for size in grid)
+        grid_spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(prefetched), grid=whole, **specs)
+        return tuple(pl.pallas_call(kernel, grid_spec=grid_spec, **settings)(*arrays))
+
+    return (call if all_in_blocks else jax.custom_batching.sequential_vmap(call))(traced, *prefetched, *inputs)
 
 
 def _name(kernel) -> str:
@@ -60,11 +62,9 @@ def _name(kernel) -> str:
 def missing(backend: str | None) -> str | None:
     """Why no Pallas kernel can run on such devices (None: JAX's default), in words, or None."""
     backend = backend or jax.default_backend()
-    return (
-        None
-        if backend == "tpu"
-        else f'the Pallas kernels need a TPU, and this program runs on "{backend}"; use platform="xla" or "auto"'
-    )
+    if backend == "tpu":
+        return None
+    return f'the Pallas kernels need a TPU, and this program runs on "{backend}"; use platform="xla" or "auto"'
 
 
 def generation() -> str:

@@ -55,7 +55,7 @@ class Shards(NamedTuple):
 
 class Beside(NamedTuple):
     """What rides beside them, each may be None: ids ``[batch|1, 1, length]``, ``bias`` and ``mask`` (int8)
-    ``[batch|1, heads|1, rows|1, keys]``, ``slopes`` float32 ``[batch|1 * heads]``."""
+    ``[batch|1, heads|1, rows|1, keys]``, ``slopes`` float32 ``[1, batch|1 * heads]``."""
 
     q_segments: Any
     k_segments: Any
@@ -106,7 +106,7 @@ def make_beside(plan: Plan, shards, q_runs, k_runs, extras: Extras) -> Beside:
         _ids(positions[1], plan.k),
         _tiles(_on_tpu(extras.bias), plan),
         None if mask is None else _tiles(mask, plan).astype(jnp.int8),
-        None if slopes is None else slopes.astype(jnp.float32).reshape(-1),
+        None if slopes is None else slopes.astype(jnp.float32).reshape(1, -1),
     )
 
 
@@ -116,8 +116,6 @@ def _on_tpu(bias):
 
 
 def _ids(ids, where: Side):
-    if ids is not None and ids.dtype.itemsize == 8:
-        raise NotImplementedError(f'the Pallas kernels take ids of 32 bits, got {ids.dtype}; cast them, or use platform="xla"')
     return None if ids is None else in_blocks(ids, 1, where)[:, None].astype(jnp.int32)
 
 
@@ -182,8 +180,17 @@ def visit(plan: Plan, size: tuple[int, int], words, batch, number):
     """``(query block, key block, flags)`` of a visit, from the lists in scalar memory."""
     lists, length = size
     word = words[(batch * length if lists > 1 else 0) + number]
-    at = lax.div(word, _FLAGS)
-    return lax.div(at, plan.k.blocks), lax.rem(at, plan.k.blocks), lax.rem(word, _FLAGS)
+    at = quotient(word, _FLAGS)
+    return quotient(at, plan.k.blocks), remainder(at, plan.k.blocks), remainder(word, _FLAGS)
+
+
+def quotient(x, by: int):
+    """Of numbers that are not negative, which is cheaper than ``//``."""
+    return lax.div(x, x.dtype.type(by))
+
+
+def remainder(x, by: int):
+    return lax.rem(x, x.dtype.type(by))
 
 
 def when_it_runs(flags, update: Callable[[bool], None]) -> None:

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_core.blockmap import Side
 from jax_core.dropout import threefry_2x32, threshold
-from jax_core.kernels.pallas.plan import Beside, Plan
+from jax_core.kernels.pallas.plan import Beside, Plan, remainder
 from jax_core.mask import visible
 from jax_core.predicate import Predicate
 
@@ -65,8 +65,8 @@ def make_tile(plan: Plan, at: At, q, k, beside: Beside, masked: bool, turned: bo
 
 
 def _slope(plan: Plan, at: At, beside: Beside):
-    shared = beside.slopes.shape[0] == plan.heads
-    return beside.slopes[at.head if shared else at.batch * plan.heads + at.head]
+    shared = beside.slopes.shape[1] == plan.heads
+    return beside.slopes[0, at.head if shared else at.batch * plan.heads + at.head]
 
 
 class _Places(NamedTuple):
@@ -84,7 +84,7 @@ def _places(plan: Plan, at: At, shape, turned: bool) -> _Places:
 
 
 def _places_of(where: Side, block, numbers, first: int, shape, axis: int):
-    in_run = lax.rem(block, where.blocks_per_run) * where.block + lax.broadcasted_iota(jnp.int32, shape, axis)
+    in_run = remainder(block, where.blocks_per_run) * where.block + lax.broadcasted_iota(jnp.int32, shape, axis)
     start = numbers[first] if where.runs == 1 else jnp.where(block < where.blocks_per_run, numbers[first], numbers[first + 1])
     return start + where.stride * in_run, None if where.even else in_run < where.length
 

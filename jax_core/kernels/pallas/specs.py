@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_core.kernels.pallas.plan import Beside, Plan, Shards
+from jax_core.kernels.pallas.plan import Beside, Plan, Shards, quotient
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Specs:
 
     def key(self, dim: int) -> pl.BlockSpec:
         group = self.plan.group
-        return self._spec((None, None, self.plan.k.block, dim), lambda b, h, i, j: (b, lax.div(h, group), j, 0))
+        return self._spec((None, None, self.plan.k.block, dim), lambda b, h, i, j: (b, quotient(h, group), j, 0))
 
     def query_numbers(self) -> pl.BlockSpec:
         """Of ``[batch, heads, 1, length]``."""
@@ -51,7 +50,7 @@ class Specs:
     def slopes(self) -> pl.BlockSpec:
         """Of the slopes' gradients, ``[batch, kv_heads, key blocks, group, q]``."""
         group, block = self.plan.group, self.plan.q.block
-        return self._spec((None, None, None, group, block), lambda b, h, i, j: (b, lax.div(h, group), j, 0, 0))
+        return self._spec((None, None, None, group, block), lambda b, h, i, j: (b, quotient(h, group), j, 0, 0))
 
     def _ids(self, array: Any, of_keys: bool):
         if array is None:
