@@ -80,7 +80,7 @@ def forward(
     q, k, v, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
 ) -> Partial:
     del own  # the runs say it
-    plan = make_plan((q, k, v), q_runs, k_runs, scores, extras, _fitting(config, q_runs, k_runs), carry is not None)
+    plan = make_plan((q, k, v), q_runs, k_runs, scores, extras, _fitting(config, q_runs, k_runs))
     beside = make_beside(plan, (q, k, v), q_runs, k_runs, extras)
     visits = list_visits(make_pairs(plan, q_runs, k_runs, extras, beside))
     before = None if carry is None else (rows_of(carry.out, plan.q), numbers_of(carry.lse, plan.q))

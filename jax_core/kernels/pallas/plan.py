@@ -35,7 +35,6 @@ class Plan:
     value_dim: int
     scores: Scores
     inside: tuple[Predicate, ...]  # mask functions that the kernel computes itself
-    carry: bool = False
 
     @property
     def group(self) -> int:
@@ -75,11 +74,11 @@ class Visits(NamedTuple):
     size: tuple[int, int]
 
 
-def make_plan(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int], carry: bool = False) -> Plan:
+def make_plan(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int]) -> Plan:
     q, k, v = shards
     inside = tuple(predicate for predicate in scores.predicates if predicate.elementwise)
     sides = side(q_runs, blocks[0]), side(k_runs, blocks[1])
-    return Plan(*sides, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], scores, inside, carry)
+    return Plan(*sides, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], scores, inside)
 
 
 def rows_of(x, where: Side, fill=0):
