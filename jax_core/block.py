@@ -42,6 +42,11 @@ class Scores:
     precision: Any = None  # of the matrix products: a jax.lax.Precision name, None for the kernel's own choice
     logits_dtype: str | None = None  # round q . k to this dtype before the softmax; None keeps the accumulation dtype
 
+    @property
+    def precision_name(self) -> str | None:
+        """In small letters, whichever of JAX's ways to say it was used."""
+        return None if self.precision is None else str(getattr(self.precision, "name", self.precision)).lower()
+
 
 @dataclass(frozen=True)
 class Problem:

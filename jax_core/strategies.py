@@ -15,7 +15,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 _WIDEST = 256
 _LANES = 128
-_PRECISIONS = ("none", "default", "fastest", "bfloat16", "highest", "float32")
+_PRECISIONS = ("default", "fastest", "bfloat16", "highest", "float32")
 _CANNOT = {"bias": "a bias", "mask": "a boolean mask", "q_position_ids": "position ids", "alibi_slopes": "ALiBi"}
 
 
@@ -85,6 +85,8 @@ def _machine_reason(problem: Problem) -> str | None:
     backend = problem.backend or jax.default_backend()
     if problem.size == 1:
         return "a ring of one rank sends nothing"
+    if jax.dtypes.canonicalize_dtype("int64") == "int64":
+        return "it counts in 32 bits, also segment ids, and JAX's 64-bit mode is on; leave jax_enable_x64 off"
     if backend not in ("tpu", "cpu"):
         return f'it sends from TPU to TPU (a CPU interprets it, slowly), and these arrays are on "{backend}"'
     if backend == "cpu" and jax.process_count() > 1:
@@ -105,7 +107,7 @@ def _request_reason(problem: Problem) -> str | None:
         return "it cannot have " + ("mask functions" if scores.predicates else "dropout")
     if scores.logits_dtype is not None:
         return "its logits are float32; leave logits_dtype None"
-    if str(getattr(scores.precision, "name", scores.precision)).lower() not in _PRECISIONS:
+    if scores.precision_name not in (None, *_PRECISIONS):
         return f"it multiplies in one of the precisions {', '.join(_PRECISIONS)}, got {scores.precision}"
     _, hops = journey(scores.mask, problem.layout, problem.size, problem.q_length, problem.k_length)
     return None if hops else "no rank sees another's keys under this mask, so there is nothing to send"

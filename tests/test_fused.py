@@ -128,6 +128,14 @@ def test_what_it_cannot_it_refuses(reason: str):
         ring_output(asked, make_inputs(asked))
 
 
+def test_64_bits_are_refused():
+    """Ids would be cut to 32: two segments that differ above would be one."""
+    with jax.enable_x64(True):
+        x, ids = jnp.zeros((1, 8, 1, 4), jnp.float32), jnp.array([0] * 4 + [2**32] * 4)
+        with pytest.raises(NotImplementedError, match="64-bit mode"):
+            jax_core.ring_attention(x, x, x, q_segment_ids=ids, mesh=ring_mesh(2), strategy="fused")
+
+
 def test_unknown_strategies_are_refused():
     asked = case("unknown", settings={"strategy": "both"})
     with pytest.raises(ValueError, match="strategy must be one of auto, ring, fused; got 'both'"):

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, Case, make_cotangents, make_inputs, ring_results
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from pairs import PAIRS, SMALL, Pair, check
 from test_attention import assert_like_the_oracle
 
 import jax_core
-from jax_core.block import Scores
+from jax_core.block import Problem, Scores
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import pallas
 from jax_core.kernels.pallas import kernel, launch
@@ -127,6 +128,13 @@ def test_with_64_bits_enabled():
         ids = jnp.zeros(40, jnp.int64)
         with pytest.raises(NotImplementedError, match="ids of 32 bits"):
             jax_core.ring_attention(q, k, v, q_segment_ids=ids, platform="pallas")
+
+
+@pytest.mark.parametrize("precision", ["high", lax.Precision.HIGH, lax.DotAlgorithmPreset.BF16_BF16_F32])
+def test_other_precisions_are_refused(precision):
+    scores = Scores(make_mask(), 1.0, precision=precision)
+    problem = Problem(scores, "float32", batch=1, q_length=16, k_length=16, heads=1, kv_heads=1, dim=8, value_dim=8)
+    assert "one of the precisions" in (pallas.unsupported(problem, *SMALL) or "")
 
 
 def test_long_lists_of_blocks_are_refused():

@@ -4,7 +4,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -38,19 +37,18 @@ LANES = 128  # positions of a block are a multiple of it
 _WIDEST = 256
 _LISTED = 250_000  # of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
-_PRECISIONS = ("default", "highest")
+_PRECISIONS = ("default", "fastest", "bfloat16", "highest", "float32")
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-    precision = problem.scores.precision
     if problem.dtype not in _DTYPES:
         return f'the Pallas kernels take {", ".join(_DTYPES)}, got {problem.dtype}; use platform="xla"'
     if max(problem.dim, problem.value_dim) > _WIDEST:
         return f'head dims are at most {_WIDEST}, got {problem.dim} and {problem.value_dim}; use platform="xla"'
     if problem.scores.logits_dtype not in (None, *_DTYPES):
         return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
-    if precision is not None and lax.Precision(precision).name.lower() not in _PRECISIONS:
-        return f"a TPU kernel's products have precision {' or '.join(_PRECISIONS)}, got {precision}"
+    if problem.scores.precision_name not in (None, *_PRECISIONS):
+        return f"the Pallas kernels multiply in one of the precisions {', '.join(_PRECISIONS)}, got {problem.scores.precision}"
     if problem.wide_ids:
         return 'the Pallas kernels take ids of 32 bits, got 64; cast them, or use platform="xla"'
     return launch.missing(problem.backend) or _params_reason(problem, forward, backward)

@@ -106,6 +106,4 @@ _PRECISIONS = {
 
 def input_precision(scores: Scores) -> str:
     """Triton's word for how float32 inputs are multiplied. Without a wish: in full."""
-    if scores.precision is None:
-        return "ieee"
-    return _PRECISIONS.get(str(getattr(scores.precision, "name", scores.precision)).lower(), "ieee")
+    return _PRECISIONS.get(scores.precision_name or "float32", "ieee")
