@@ -28,7 +28,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_triton.py $(PYTEST_FLAGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/jax_core/kernels/test_triton.py $(PYTEST_FLAGS)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS)
@@ -36,21 +36,21 @@ test-fast: $(STAMP)
 # The ring as XLA schedules it for eight GPUs, compiled on a machine that has none (Linux only).
 test-gpu-aot: $(GPU_COMPILER)/.installed
 	PYTHONPATH=$(GPU_COMPILER) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) \
-		tests/test_gpu_program.py $(PYTEST_FLAGS)
+		tests/jax_core/strategies/test_gpu_program.py $(PYTEST_FLAGS)
 
 # The ring as the TPU compiler schedules it, compiled on a machine that has no TPU (Linux only).
 test-tpu: $(TPU_COMPILER)/.installed
 	PYTHONPATH=$(TPU_COMPILER) $(BIN)/python -m pytest -n $(JOBS) \
-		tests/test_tpu_program.py tests/test_fused.py -k "tpu or compiles" $(PYTEST_FLAGS)
+		tests/jax_core/strategies/test_tpu_program.py tests/jax_core/strategies/test_fused_ring.py -k "tpu or compiles" $(PYTEST_FLAGS)
 
 # On a machine with a GPU and its own PyTorch, JAX and jax-triton; PYTHON names the interpreter that has them.
 test-gpu:
-	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu tests/test_gpu.py tests/test_gpu_bridge.py \
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu tests/jax_core/kernels/test_gpu.py tests/torch_bridge/test_gpu_bridge.py \
 		$(PYTEST_FLAGS)
 
 # TorchTPU's road without a TPU, in an environment of its own (Python 3.12, Linux only).
 test-torch-tpu: torch-tpu
-	$(TORCH_TPU_VENV)/bin/python -m pytest tests/test_torch_tpu.py $(PYTEST_FLAGS)
+	$(TORCH_TPU_VENV)/bin/python -m pytest tests/torch_bridge/test_torch_tpu.py $(PYTEST_FLAGS)
 
 torch-tpu: $(TORCH_TPU_VENV)/.installed
 
@@ -60,7 +60,7 @@ xla: $(XLA_VENV)/.installed
 
 test-xla: $(XLA_VENV)/.installed
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0" \
-		$(XLA_VENV)/bin/python -m pytest tests/test_torch_xla.py $(PYTEST_FLAGS)
+		$(XLA_VENV)/bin/python -m pytest tests/torch_bridge/test_torch_xla.py $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@
 
 One GPU: zero copy both ways, and the error of output and gradients against float64 beside that of torch SDPA in the same dtype.
 Several: every feature on rings of them, in float64 (the xla kernel) and float32 (Triton's), against the whole sequence in float64
-(tests/workers/attention_worker.py).
+(tests/support/workers/attention_worker.py).
 """
 
 import os

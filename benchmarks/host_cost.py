@@ -25,8 +25,8 @@ import torch.distributed as dist
 import ring_attn
 from ring_team import ALONE, ON_GPU, start
 from torch_bridge import crossing, dlpack, mesh, runtime
+from torch_bridge.autograd import _PROGRAMS
 from torch_bridge.compiled import ARRAYS
-from torch_bridge.function import _PROGRAMS
 
 Part = Callable[..., Any] | tuple[Callable[[], Any], Callable[..., Any]]  # with what it needs made before, untimed
 

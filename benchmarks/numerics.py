@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_core import ring_attention
-from jax_core.layout import LAYOUTS, inverse_permutation, permutation
-from jax_core.reference import reference_attention
+from jax_core.masks.layout import LAYOUTS, inverse_permutation, permutation
+from jax_core.testing.oracle import reference_attention
 
 LENGTH, HEADS, KV_HEADS, DIM = 1024, 4, 2, 64
 DTYPES = ("float32", "bfloat16", "float16")

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import torch.distributed as dist
 from jax.sharding import PartitionSpec
 
-import jax_core.ring as core
-from jax_core.options import Options, Placement, make_spec
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import make_spec
+from jax_core.strategies.ring import loop as core
 from report import short
 from timing import Timed, Times, take_turns
 from torch_bridge import mesh as bridge
@@ -83,11 +84,11 @@ def programs(run: "Run", arrays: list[jax.Array], moving: bool) -> tuple[Any, An
 
     def forward(q, k, v):
         with rotation(moving):
-            return core.ring_forward(spec, core.Operands(q, k, v))
+            return core.spec.strategy.forward(spec, core.Operands(q, k, v))
 
     def backward(q, k, v, out, lse, dout):
         with rotation(moving):
-            found = core.ring_backward(spec, core.Operands(q, k, v), out, lse, dout)
+            found = core.spec.strategy.backward(spec, core.Operands(q, k, v), out, lse, dout)
         return found.query, found.key, found.value
 
     return on_ring(forward), on_ring(backward)

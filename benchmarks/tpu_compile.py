@@ -2,7 +2,7 @@
 
 PYTHONPATH=<folder of libtpu> python benchmarks/tpu_compile.py [--platform pallas] [--topologies v5e:2x4 ...] [--dims 64 128 256]
 
-Nothing is run. ``tests/test_tpu_program.py`` compiles by the same function and reads the schedule.
+Nothing is run. ``tests/jax_core/strategies/test_tpu_program.py`` compiles by the same function and reads the schedule.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_core.attend import pair
-from jax_core.options import Options, Placement, make_spec
-from jax_core.ring import Operands
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import make_spec
+from jax_core.strategies.contract import Operands
 
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")  # eight devices each: a chip of the last is two
 DIMS = (64, 128, 256)
@@ -94,10 +94,9 @@ def local_pass(request: Request):
 
     def local(*arrays):
         spec, operands = make_spec(options, Operands(*arrays[:3]), place)
-        forward, backward = pair(spec)
         if request.direction == "forward":
-            return forward(spec, operands)[0]
-        return backward(spec, operands, *arrays[3:])[:3]
+            return spec.strategy.forward(spec, operands)[0]
+        return spec.strategy.backward(spec, operands, *arrays[3:])[:3]
 
     return local
 

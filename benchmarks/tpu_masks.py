@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_core
-from jax_core.mask_builder import build_mask
+from jax_core.masks.builders import build_mask
 from tpu_compile import MIB, devices
 
 TOKENS, HEADS, KV_HEADS, DIM = 2**20, 8, 2, 128

@@ -118,11 +118,11 @@ def ring_attention(
 def _road(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The way of a device's tensors into JAX; imported here, so that importing ring_attn loads no jax, torch-xla or torch-tpu."""
     if device.type == "tpu":
-        from torch_bridge.tpu import attend
+        from torch_bridge.torch_tpu import attend
     elif device.type == "xla":
-        from torch_bridge.xla import attend
+        from torch_bridge.torch_xla import attend
     else:
-        from torch_bridge.function import attend
+        from torch_bridge.autograd import attend
     return attend
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jax_core.layout import check_layout
-from jax_core.mask import make_mask
+from jax_core.masks.layout import check_layout
+from jax_core.masks.static import make_mask
 from ring_attn.functional import ring_attention
 from ring_attn.sequence import positions, unshard
 from torch_bridge.mesh import resolve

@@ -1,8 +1,8 @@
 """Torch tensors laid over a ring: shards, whole sequences, padding, positions, and batches of tokens with their labels.
 
-Everything follows from the arithmetic of ``jax_core.layout``; no JAX is loaded. ``mesh`` is what :func:`ring_attn.ring_attention`
-takes: a DeviceMesh (with ``mesh_dim`` when it has several dims), a ProcessGroup, ``"local"``, or None for the default process
-group (a ring of one when torch.distributed is not initialised).
+Everything follows from the arithmetic of ``jax_core.masks.layout``; no JAX is loaded. ``mesh`` is what
+:func:`ring_attn.ring_attention` takes: a DeviceMesh (with ``mesh_dim`` when it has several dims), a ProcessGroup, ``"local"``,
+or None for the default process group (a ring of one when torch.distributed is not initialised).
 
 With tensors on an XLA device (docs/torch_xla.md) ``mesh`` is one of torch-xla, and one process holds the shards of all ranks: there
 a "shard" is the whole sequence in the layout's order, split over the mesh's devices.
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jax_core.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
+from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
 from torch_bridge.agreement import check_agreement
 from torch_bridge.mesh import Ring, resolve
 
@@ -187,10 +187,10 @@ def shard_batch(
     return ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length)
 
 
-def _ring(mesh: Any, mesh_dim: str | int | None, device: torch.device) -> Any:  # torch_bridge.xla's Ring where device is XLA's
+def _ring(mesh: Any, mesh_dim: str | int | None, device: torch.device) -> Any:  # torch_xla's Ring on an XLA device
     if device.type != "xla":
         return resolve(mesh, mesh_dim)
-    from torch_bridge import xla  # loads torch-xla, and JAX
+    from torch_bridge import torch_xla as xla  # loads torch-xla, and JAX
 
     return xla.resolve(mesh, mesh_dim)
 

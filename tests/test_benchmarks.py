@@ -1,12 +1,9 @@
 """The parts of the benchmarks that need no GPU: what is counted, how it is timed and told, and what peers are handed."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import flash_attn_of_torch
 import ring_profile

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from jax.sharding import PartitionSpec
 
-from jax_core.options import Options, Placement, make_spec
-from jax_core.ring import Operands, RingSpec, ring_backward, ring_forward
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import make_spec
+from jax_core.strategies.contract import Operands, RingSpec
 from torch_bridge.agreement import check_agreement
 from torch_bridge.crossing import Compiled, Crossing, Form, Join, Tensors, crossing
 from torch_bridge.dlpack import keeping_device, precision_scope
@@ -136,10 +137,12 @@ def _described(options: Options, signature: Signature) -> str:
 
 
 def _forward(spec: RingSpec, masks, *operands):
-    return ring_forward(spec, _operands(operands, len(masks) < len(spec.scores.predicates), masks))
+    return spec.strategy.forward(spec, _operands(operands, len(masks) < len(spec.scores.predicates), masks))
 
 
 def _backward(spec: RingSpec, masks, wanted: tuple[int, ...], *arrays):
     *operands, out, lse, dout, dlse = arrays
-    gradients = ring_backward(spec, _operands(operands, len(masks) < len(spec.scores.predicates), masks), out, lse, dout, dlse)
+    gradients = spec.strategy.backward(
+        spec, _operands(operands, len(masks) < len(spec.scores.predicates), masks), out, lse, dout, dlse
+    )
     return [gradients[number] for number in wanted]

@@ -1,5 +1,5 @@
 """cuDNN's fused attention, for NVIDIA GPUs."""
 
-from jax_core.kernels.cudnn.kernel import backward, default_params, forward, unsupported
+from jax_core.kernels.cudnn.kernel import HANDLES, backward, default_params, forward, unsupported
 
-__all__ = ["backward", "default_params", "forward", "unsupported"]
+__all__ = ["HANDLES", "backward", "default_params", "forward", "unsupported"]

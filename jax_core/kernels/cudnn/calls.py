@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_core.block import capability
+from jax_core.kernels.contract import capability
 from jax_core.varying import vary, varying_axes
 
 
@@ -56,16 +56,16 @@ def _settings(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
 def missing() -> str | None:
     """Why cuDNN's attention cannot be called here, in words, or None."""
     if jax.default_backend() != "gpu":
-        return f'cuDNN needs an NVIDIA GPU, and this program runs on "{jax.default_backend()}"; use platform="xla" or "auto"'
+        return f'cuDNN needs an NVIDIA GPU, and this program runs on "{jax.default_backend()}"'
     if changed():
         return changed()
     if not version():
-        return 'JAX finds no cuDNN; use platform="triton" or "auto"'
+        return "JAX finds no cuDNN"
     if capability() < 80:
         return f"cuDNN's fused attention needs compute capability 8.0, this GPU has {capability() / 10}"
     oldest = 91100 if capability() == 103 else 91002  # 9.10.0 and 9.10.1 have bugs that NVIDIA's own front end refuses
     if version() < oldest:
-        return f'the cuDNN kernel needs cuDNN {_in_words(oldest)}, this is {_in_words(version())}; use platform="triton" or "auto"'
+        return f"the cuDNN kernel needs cuDNN {_in_words(oldest)}, this is {_in_words(version())}"
     return None
 
 
@@ -86,7 +86,7 @@ def changed() -> str | None:
 
 
 def _other_calls(how: str) -> str:
-    return f'the cuDNN kernel was written for other versions of JAX than {jax.__version__} ({how}); use platform="triton" or "auto"'
+    return f"the cuDNN kernel was written for other versions of JAX than {jax.__version__} ({how})"
 
 
 @cache

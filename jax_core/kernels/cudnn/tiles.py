@@ -13,7 +13,7 @@ from functools import reduce
 
 import jax.numpy as jnp
 
-from jax_core.block import Partial
+from jax_core.kernels.contract import Partial
 
 
 def query_tiles(x, before):

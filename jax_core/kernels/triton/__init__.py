@@ -1,5 +1,5 @@
 """The kernels in Triton, for NVIDIA GPUs."""
 
-from jax_core.kernels.triton.kernel import backward, default_params, forward, unsupported
+from jax_core.kernels.triton.kernel import HANDLES, backward, default_params, forward, unsupported
 
-__all__ = ["backward", "default_params", "forward", "unsupported"]
+__all__ = ["HANDLES", "backward", "default_params", "forward", "unsupported"]

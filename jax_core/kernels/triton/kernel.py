@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_core.block import Extras, Grads, Partial, Problem, Rows, Scores
-from jax_core.blockmap import same_rows
 from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.blocks import same_rows
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Rows, Scores
 from jax_core.kernels.triton import launch, params
 from jax_core.kernels.triton.plan import Plan, make_plan
 from jax_core.kernels.triton.tables import Tables, make_tables
@@ -17,22 +17,25 @@ from jax_core.kernels.triton.tables import Tables, make_tables
 _WIDEST = 256
 _GRID = 65535  # programs along the second and third dimension of a launch
 _DTYPES = ("float16", "bfloat16", "float32")
+HANDLES = frozenset(
+    "causal left right chunk softcap dropout_prob predicates precision logits_dtype "
+    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
+    "lse_gradient fused_backward float16 bfloat16 float32".split()
+)
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-    if problem.dtype not in _DTYPES:
-        return f'the Triton kernels take {", ".join(_DTYPES)}, got {problem.dtype}; use platform="xla"'
     if max(problem.dim, problem.value_dim) > _WIDEST:
-        return f'head dims are at most {_WIDEST}, got {problem.dim} and {problem.value_dim}; use platform="xla"'
+        return f"head dims are at most {_WIDEST}, got {problem.dim} and {problem.value_dim}"
     if problem.scores.logits_dtype not in (None, *_DTYPES):
         return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
-    if max(problem.batch, problem.heads, problem.batch * problem.heads if "bias" in problem.extras else 0) > _GRID:
-        return f'a GPU takes at most {_GRID} batch entries and heads (their product, with a bias); use platform="xla"'
+    if max(problem.batch, problem.heads, problem.batch * problem.heads if "bias" in problem.features else 0) > _GRID:
+        return f"a GPU takes at most {_GRID} batch entries and heads (their product, with a bias)"
     return launch.missing() or _params_reason(problem, forward, backward)
 
 
 def _params_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-    packed = "mask" in problem.extras or problem.scores.predicates
+    packed = "mask" in problem.features or problem.scores.predicates
     for name, part in (("fwd_params", forward), ("bwd_params", backward)):
         q, k = _blocks(part)
         if not all(16 <= size <= 256 and size & (size - 1) == 0 for size in (q, k)):
@@ -56,11 +59,11 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
 
 
 def forward(
-    q, k, v, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+    q, k, v, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
 ) -> Partial:
     from jax_core.kernels.triton.forward_kernel import forward_kernel  # loads Triton
 
-    del own  # the runs say it
+    del diagonal  # the runs say it
 
     extras, blocks = _prepared(extras), _blocks(config)
     tables = make_tables((q, k, v), q_runs, k_runs, scores, extras, blocks)
@@ -82,11 +85,11 @@ def forward(
 
 
 def backward(
-    q, k, v, rows: Rows, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+    q, k, v, rows: Rows, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
 ) -> Grads:
     from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 
-    del own
+    del diagonal
 
     extras = _prepared(extras)
     arrays = [q, k, v, rows.dout.astype(q.dtype), rows.lse, rows.delta, *_positional(q_runs, k_runs, scores, extras)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jax_core.block import capability
 from jax_core.config import FwdParams
+from jax_core.kernels.contract import capability
 from jax_core.varying import vary, varying_axes
 
 
@@ -48,7 +48,7 @@ def missing() -> str | None:
     """Why no Triton kernel can run here, in words, or None."""
     backend = jax.default_backend()
     if backend != "gpu":
-        return f'the Triton kernels need an NVIDIA GPU, and this program runs on "{backend}"; use platform="xla" or "auto"'
+        return f'the Triton kernels need an NVIDIA GPU, and this program runs on "{backend}"'
     try:
         jax_triton()
     except ImportError as error:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from jax_core.block import Problem
 from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Problem
 from jax_core.kernels.triton.plan import padded_dim
 
 Settings = tuple[int, int, int, int]  # q_blocksize, kv_blocksize, num_stages, num_warps
@@ -51,7 +51,7 @@ def _table(problem: Problem, capability: int) -> tuple[Row, ...]:
         return FLOAT32
     if capability not in (90, 100, 103):  # the others have half their shared memory, or less
         return AMPERE
-    tiles = {"bias", "mask"} & problem.extras or problem.scores.predicates
+    tiles = {"bias", "mask"} & problem.features or problem.scores.predicates
     return HOPPER_WITH_TILES if tiles else HOPPER
 
 

@@ -5,10 +5,10 @@ The kernels read it as ``plan.name``; its fields are numbers, strings, None or f
 
 from dataclasses import dataclass
 
-from jax_core.block import Extras, Scores
-from jax_core.blockmap import Side, side
-from jax_core.dropout import threshold
-from jax_core.mask import Mask
+from jax_core.kernels.blocks import Side, side
+from jax_core.kernels.contract import Extras, Scores
+from jax_core.masks.dropout import threshold
+from jax_core.masks.static import Mask
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ and ``[N, 1]``), so that they serve scores and transposed scores alike.
 import triton
 import triton.language as tl
 
-from jax_core import mask as static_mask
+from jax_core.masks import static as static_mask
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -33,7 +33,7 @@ def cap(x):
 
 @triton.jit
 def threefry(k0, k1, x0, x1):
-    """Threefry-2x32-20, as in ``jax_core.dropout``."""
+    """Threefry-2x32-20, as in ``jax_core.masks.dropout``."""
     k2 = k0 ^ k1 ^ 0x1BD11BDA
     x0, x1 = x0 + k0, x1 + k1
     x0, x1 = _rounds(x0, x1, 13, 15, 26, 6)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_core.block import Extras, Scores
-from jax_core.blockmap import Side, block_pairs, dense_mask, in_blocks, side
 from jax_core.config import FwdParams
+from jax_core.kernels.blocks import Side, block_pairs, dense_mask, in_blocks, side
+from jax_core.kernels.contract import Extras, Scores
 from jax_core.kernels.triton import launch
 
 _WORD = 32

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_core.block import Extras, Scores
 from jax_core.config import FwdParams
-from jax_core.layout import Run
-from jax_core.mask import empty
+from jax_core.kernels.contract import Extras, Scores
+from jax_core.masks.layout import Run
+from jax_core.masks.static import empty
 from jax_core.varying import vary, varying_axes
 
 
@@ -106,7 +106,7 @@ def _empty(scores: Scores, q: Side, k: Side):
 
 
 def _bounds(position) -> Run:
-    """A run by its first and last position, as :func:`jax_core.mask.empty` reads it: ``start + stride * (length - 1)``."""
+    """A run by its first and last position, as :func:`jax_core.masks.static.empty` reads it: ``start + stride * (length - 1)``."""
     low, high = _range(position)
     return Run(low, high - low, 2)
 

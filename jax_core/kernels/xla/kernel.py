@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_core.block import Extras, Grads, Partial, Problem, Rows, Scores, accumulation_dtype
 from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Rows, Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import (
     Keys,
     Queries,
@@ -30,6 +30,12 @@ from jax_core.kernels.xla.blocks import (
 )
 from jax_core.kernels.xla.scores import distance, dropout_factor, logits, product, sum_to
 from jax_core.varying import vary, varying_axes
+
+HANDLES = frozenset(
+    "causal left right chunk softcap dropout_prob predicates precision logits_dtype "
+    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
+    "lse_gradient fused_backward float16 bfloat16 float32 float64".split()
+)
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
@@ -54,9 +60,9 @@ class _State(NamedTuple):
 
 
 def forward(
-    q, k, v, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+    q, k, v, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
 ) -> Partial:
-    del own  # the runs say it
+    del diagonal  # the runs say it
     queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     carry = vary(_nothing_seen(q, v), varying_axes(queries, keys)) if carry is None else carry
     start = _start(carry, queries.q.shape[2], queries.q.shape[4])
@@ -127,9 +133,9 @@ class _Shares(NamedTuple):
 
 
 def backward(
-    q, k, v, rows: Rows, q_runs, k_runs, *, own: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+    q, k, v, rows: Rows, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
 ) -> Grads:
-    del own, fused  # positions say it; always
+    del diagonal, fused  # positions say it; always
     queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
     lse = jnp.where(jnp.isneginf(rows.lse), jnp.inf, rows.lse)  # exp(x - inf) is 0: a row that saw no key, or stands for padding

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_core.block import Scores, accumulation_dtype
-from jax_core.dropout import keep_mask
+from jax_core.kernels.contract import Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import Keys, Queries, Rest, Side, Tiles
-from jax_core.mask import visible
-from jax_core.predicate import Predicate
+from jax_core.masks.dropout import keep_mask
+from jax_core.masks.functions import Predicate
+from jax_core.masks.static import visible
 from jax_core.varying import vary, varying_axes
 
 

@@ -1,0 +1,68 @@
+"""A strategy's pair of forward and backward as one differentiable JAX function of local shards."""
+
+from functools import partial
+
+import jax
+from jax import lax
+
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import make_spec
+from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.varying import vary, varying_axes
+
+
+def attend(
+    options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None, torus: bool = False
+):
+    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device without. ``torus``: the ring is one
+    of the topology."""
+    axes = varying_axes(operands)
+    backend, size = backend or _backend_here(), 1
+    if axis_name is not None:
+        size = _axis_size(axis_name)
+        axes |= varying_axes(lax.axis_index(axis_name))
+    spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend, torus))
+    further = varying_axes(completed.predicate_arrays) - axes
+    if further:  # a mask function that closes over arrays which vary over axes of their own
+        axes |= further
+        spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend, torus))
+    operands = completed
+    # One type for every operand under check_vma; the cast's transpose sums the gradients of operands that devices share.
+    arrays = vary(operands._replace(predicate_arrays=()), axes)
+    return _compiled(spec, arrays._replace(predicate_arrays=operands.predicate_arrays))
+
+
+def _axis_size(axis_name) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} must be an axis of the shard_map around this call; there is none here. Call inside "
+            "shard_map, or give mesh= as well"
+        ) from error
+
+
+def _backend_here() -> str | None:
+    """What the devices of the ``shard_map`` around this call are: a program may be compiled for others than this process's own.
+    None where its mesh does not say."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(spec: RingSpec, operands: Operands):
+    return spec.strategy.forward(spec, operands)
+
+
+def _attention_forward(spec: RingSpec, operands: Operands):
+    out, lse = _attention(spec, operands)
+    return (out, lse), (operands, out, lse)
+
+
+def _attention_backward(spec: RingSpec, residuals, cotangents):
+    return (spec.strategy.backward(spec, *residuals, *cotangents),)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+# Equal specs and shapes are one program, also when every layer of a model calls it.
+_compiled = jax.jit(_attention, static_argnums=0)

@@ -1,0 +1,129 @@
+"""``ring_forward`` and ``ring_backward`` of global arrays on a mesh, for an autograd that is not JAX's.
+
+:mod:`jax_core.api.mesh` makes one differentiable JAX function of the pair; here the two stay apart.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jax_core.api.mesh import MeshPlan, axis_names, check_divides, operand_spec
+from jax_core.request.checks import check_operands
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import make_spec
+from jax_core.strategies.contract import Operands, RingSpec
+
+WHOLE = PartitionSpec()
+
+
+def plan_sequence(mesh: Mesh | AbstractMesh, sequence: str, batch: int) -> MeshPlan:
+    """The sequence over one axis of the mesh; ``batch`` entries over all the others, or whole where these do not divide it."""
+    others = tuple(axis for axis in mesh.axis_names if axis != sequence) or None
+    plan = MeshPlan(mesh, others, sequence, None, None, True)
+    plan = plan if batch % plan.size(others) == 0 else replace(plan, batch=None)
+    return replace(plan, out_specs=(PartitionSpec(plan.batch, sequence), PartitionSpec(plan.batch, None, sequence)))
+
+
+class _Place(NamedTuple):
+    """Where a device stands along the ring and among those that split the batch, int32 ``[1]`` each: as operands, because not every
+    partitioner can tell it (torch-xla's refuses XLA's PartitionId where it cannot see that it is meant for one device)."""
+
+    ring: Any
+    batch: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """One attention. ``arrays`` are the operands that :func:`pair_on_mesh` was given, in the order of
+    :class:`jax_core.strategies.contract.Operands` without those that are None, then the arrays of ``options.predicates``."""
+
+    plan: MeshPlan | None
+    spec: RingSpec
+    specs: dict[str, PartitionSpec]  # of the operands that there are
+    masks: tuple[tuple[np.ndarray, ...], ...]  # of a mask_builder
+    lifted: bool  # whether arrays of predicates follow the operands
+
+    def forward(self, *arrays):
+        """``out [batch, q_length, heads, value_dim]`` and ``lse [batch, heads, q_length]``, as ``ring_forward`` says."""
+        return self._mapped(self._forward, self._array_specs(arrays), self._result_specs())(*arrays)
+
+    def backward(self, wanted: tuple[str, ...], out, lse, dout, dlse, *arrays):
+        """The gradients, summed over all devices, of the operands named in ``wanted``; ``dlse`` may be None."""
+        out_spec, lse_spec = self._result_specs()
+        given = out_spec, lse_spec, out_spec, lse_spec, *self._array_specs(arrays)
+        function = self._mapped(partial(self._backward, wanted), given, tuple(self.specs[name] for name in wanted))
+        return function(out, lse, dout, dlse, *arrays)
+
+    def _forward(self, place: _Place | None, *arrays):
+        return self.spec.strategy.forward(self.spec, self._shards(place, arrays))
+
+    def _backward(self, wanted: tuple[str, ...], place: _Place | None, out, lse, dout, dlse, *arrays):
+        gradients = self.spec.strategy.backward(self.spec, self._shards(place, arrays), out, lse, dout, dlse)
+        return tuple(self._summed(getattr(gradients, name), self.specs[name]) for name in wanted)
+
+    def _summed(self, part, spec: PartitionSpec):
+        """The gradient of an operand that devices share is the sum of their parts."""
+        if self.plan is None:
+            return part
+        split = {axis for axes in spec for axis in axis_names(axes)}
+        shared = [axis for axis in (*axis_names(self.plan.batch), *axis_names(self.plan.sequence)) if axis not in split]
+        return lax.psum(part, tuple(shared)) if shared else part
+
+    def _shards(self, place: _Place | None, arrays) -> Operands:
+        named: dict[str, Any] = {"key": None, "value": None, "query": None} | dict(zip(self.specs, arrays, strict=False))
+        further = (tuple(arrays[len(self.specs) :]),) if self.lifted else ()
+        shards = Operands(**named, predicate_arrays=further + self.masks)
+        if place is None:
+            return shards
+        first = place.batch[0] * shards.query.shape[0]
+        return shards._replace(rank=place.ring, origin=jnp.stack([first, jnp.zeros_like(first)]))
+
+    def _array_specs(self, arrays) -> tuple[PartitionSpec, ...]:
+        return *self.specs.values(), *(WHOLE for _ in arrays[len(self.specs) :])
+
+    def _result_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
+        return (WHOLE, WHOLE) if self.plan is None else self.plan.out_specs
+
+    def _mapped(self, function: Callable, in_specs, out_specs) -> Callable:
+        if self.plan is None:
+            return partial(function, None)
+        axes = _Place(self.plan.sequence, self.plan.batch)
+        places = _Place(*(jnp.arange(self.plan.size(names), dtype=jnp.int32) for names in axes))
+        specs = _Place(*map(PartitionSpec, axes)), *in_specs
+        return partial(jax.shard_map(function, mesh=self.plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False), places)
+
+
+def pair_on_mesh(options: Options, operands: Operands, plan: MeshPlan | None, backend: str) -> Pair:
+    """The pair for one request, which is checked (ValueError, NotImplementedError).
+
+    ``operands``: global, in the layout's order; only their shapes and dtypes are read, so ``jax.ShapeDtypeStruct`` will do.
+    ``plan``: None for no ring. ``backend``: the hardware that it will run on.
+    """
+    check_operands(operands, options.layout, 1)
+    given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
+    specs = {name: _spec(plan, operands, name) for name in given}
+    local: dict[str, Any] = {name: _shard_form(plan, name, array, specs[name]) for name, array in given.items()}
+    axis, size = (None, 1) if plan is None else (plan.sequence, plan.size(plan.sequence))
+    spec, completed = make_spec(options, Operands(**local), Placement(axis if size > 1 else None, size, backend=backend))
+    masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in completed.predicate_arrays)
+    return Pair(plan, spec, specs, masks, bool(options.predicates))
+
+
+def _spec(plan: MeshPlan | None, operands: Operands, name: str) -> PartitionSpec:
+    return WHOLE if plan is None or name == "softmax_aux" else operand_spec(plan, operands, name)
+
+
+def _shard_form(plan: MeshPlan | None, name: str, array, spec: PartitionSpec):
+    if plan is None:
+        return array
+    check_divides(plan, name, array.shape, spec)
+    lengths = tuple(length // plan.size(axes) for length, axes in zip_longest(array.shape, spec))
+    return jax.ShapeDtypeStruct(lengths, array.dtype)

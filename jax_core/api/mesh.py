@@ -1,0 +1,191 @@
+"""Global arrays on a mesh: from PartitionSpecs to ``shard_map`` over local shards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_core.api.differentiable import attend
+from jax_core.kernels.merge import sinks_per_head
+from jax_core.request.options import Options
+from jax_core.request.topology import is_ring
+from jax_core.strategies.contract import Operands
+
+_ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_segment_ids")  # of in_specs
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Which mesh axes split batch, sequence and heads, and how the result lies."""
+
+    mesh: Mesh | AbstractMesh
+    batch: Any
+    sequence: Any
+    heads: Any
+    out_specs: Any
+    return_lse: bool
+
+    def size(self, axes) -> int:
+        return prod(self.mesh.shape[axis] for axis in axis_names(axes))
+
+
+def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, return_lse: bool) -> MeshPlan:
+    """The plan that the specs describe; without specs the sequence is split over ``axis_name``, or over the mesh's only axis."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    specs = _given_specs(in_specs)
+    batch, sequence, heads = _query_axes(mesh, axis_name, specs.get("query"))
+    plan = MeshPlan(mesh, batch, sequence, heads, None, return_lse)
+    for name, spec in specs.items():
+        _check_spec(plan, operands, name, spec)
+    out, lse = PartitionSpec(batch, sequence, heads, None), PartitionSpec(batch, heads, sequence)
+    results = (out, lse) if return_lse else out
+    _check_out_specs(out_specs, results)
+    return replace(plan, out_specs=results)
+
+
+def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Callable, tuple]:
+    """``(fn, args)``: ``fn(*args)`` is the attention of the global arrays ``args``."""
+    operands = _in_global_shape(operands)
+    given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
+
+    def local(*arrays):
+        shards = Operands(**{"key": None, "value": None, "query": None} | dict(zip(given, arrays, strict=True)))
+        shards = shards._replace(origin=_origin(plan, shards))
+        where = _backend(plan.mesh), is_ring(plan.mesh, axis_names(plan.sequence))
+        out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads), *where)
+        return (out, lse) if plan.return_lse else out
+
+    in_specs = tuple(operand_spec(plan, operands, name) for name in given)
+    for (name, array), spec in zip(given.items(), in_specs, strict=True):
+        check_divides(plan, name, array.shape, spec)
+    mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
+    return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
+
+
+def _backend(mesh: Mesh | AbstractMesh) -> str | None:
+    """What the mesh's devices are; None for an abstract mesh."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+
+
+def _call(mapped: Callable, mesh: Mesh | AbstractMesh, in_specs, *arrays):
+    if AxisType.Explicit in mesh.axis_types:  # there shard_map moves nothing, and wants its operands where the specs say
+        arrays = tuple(jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True))
+    return mapped(*arrays)
+
+
+def axis_names(axes) -> tuple[str, ...]:
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
+def _given_specs(in_specs) -> dict[str, PartitionSpec]:
+    if in_specs is None:
+        return {}
+    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec) or not 3 <= len(in_specs) <= len(_ORDER):
+        raise ValueError(f"in_specs must be 3 to {len(_ORDER)} PartitionSpecs, of {', '.join(_ORDER)}; got {in_specs!r}")
+    return {name: spec for name, spec in zip(_ORDER, in_specs, strict=False) if spec is not None}
+
+
+def _query_axes(mesh: Mesh, axis_name, query_spec):
+    if query_spec is not None:
+        batch, sequence, heads, dim = (*query_spec, None, None, None, None)[:4]
+        if dim is not None:
+            raise ValueError(f"the head dim must not be split; in_specs has query as {query_spec}")
+        if axis_name is not None and axis_names(sequence) != axis_names(axis_name):
+            raise ValueError(
+                f"in_specs splits the query's sequence over {sequence!r}, but axis_name is {axis_name!r}; they must agree"
+            )
+    else:
+        batch, sequence, heads = None, axis_name, None
+        if sequence is None:
+            if len(mesh.axis_names) != 1:
+                raise ValueError(f"which axis of the mesh is the ring? give axis_name, one of {mesh.axis_names}, or in_specs")
+            sequence = mesh.axis_names[0]
+    unknown = [axis for axis in (*axis_names(batch), *axis_names(sequence), *axis_names(heads)) if axis not in mesh.axis_names]
+    if unknown:
+        raise ValueError(f"the mesh has axes {mesh.axis_names}; {', '.join(map(repr, unknown))} is not among them")
+    return batch, sequence, heads
+
+
+def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSpec) -> None:
+    """A spec must split its operand as the ring needs it, or leave a dimension whole (it is split on the way in)."""
+    array = getattr(operands, name)
+    if array is None:
+        return
+    needed = tuple(operand_spec(plan, operands, name)) if name != "softmax_aux" else (plan.heads, None)
+    given = tuple(spec)
+    if len(given) > array.ndim:
+        raise ValueError(f"in_specs has {name} as {spec}, more dimensions than its shape {tuple(array.shape)}")
+    strict = name in ("query", "key", "value")
+    given += (None,) * (len(needed) - len(given)) if strict else ()
+    wrong = [i for i, axes in enumerate(given) if axis_names(axes) != axis_names(needed[i]) and (strict or axes is not None)]
+    if wrong:
+        raise ValueError(f"in_specs has {name} as {spec}, but with the query split so it must be {PartitionSpec(*needed)}")
+
+
+def _check_out_specs(given, needed) -> None:
+    """The result lies as the query does; out_specs may say so, and nothing else."""
+    several = isinstance(needed, tuple) and not isinstance(needed, PartitionSpec)
+    pair = isinstance(given, (tuple, list)) and not isinstance(given, PartitionSpec)
+    pairs = zip(given, needed, strict=False) if several and pair else [(given, needed)]
+    fits = given is None or (pair == several and (not pair or len(given) == len(needed)))
+    if not fits or (given is not None and any(_axes(one) != _axes(other) for one, other in pairs)):
+        raise ValueError(f"out_specs must be {needed}, as the query is split; got {given}")
+
+
+def _axes(spec) -> list[tuple[str, ...]]:
+    """The axes of each dimension, without the dimensions at the end that are whole."""
+    axes = [axis_names(entry) for entry in spec]
+    while axes and not axes[-1]:
+        axes.pop()
+    return axes
+
+
+def check_divides(plan: MeshPlan, name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+    for dimension, (length, axes) in enumerate(zip(shape, spec, strict=False)):
+        if length % plan.size(axes):
+            raise ValueError(
+                f"{name} has shape {shape}, but dimension {dimension} is split over {plan.size(axes)} devices (mesh axes "
+                f"{axis_names(axes)}) and must be a multiple of that; pad it, or use a smaller mesh"
+            )
+
+
+def operand_spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec:
+    """How an operand is split, following the query; dimensions of length 1 are not."""
+    array = getattr(operands, name)
+    if name in ("query", "key", "value"):
+        return PartitionSpec(plan.batch, plan.sequence, plan.heads, None)
+    if name == "softmax_aux":
+        return PartitionSpec(plan.heads, None)
+    if name == "dropout_seed":
+        return PartitionSpec()
+    whole = {
+        "bias": (plan.batch, plan.heads, plan.sequence, None),
+        "mask": (plan.batch, plan.heads, plan.sequence, None),
+        "alibi_slopes": (plan.batch, plan.heads),
+    }.get(name, (plan.batch, plan.sequence))
+    wanted = whole[len(whole) - array.ndim :]
+    return PartitionSpec(*(None if length == 1 else axes for length, axes in zip(array.shape, wanted, strict=True)))
+
+
+def _in_global_shape(operands: Operands) -> Operands:
+    """Sinks as ``[heads, n]``: one that heads share must stay so when heads are split."""
+    if operands.softmax_aux is None or operands.softmax_aux.ndim != 1 or operands.query.ndim != 4:
+        return operands
+    return operands._replace(softmax_aux=sinks_per_head(operands.softmax_aux, operands.query.shape[2]))
+
+
+def _origin(plan: MeshPlan, shards: Operands):
+    """The global numbers of the first batch entry and head of this device."""
+    lengths = shards.query.shape[0], shards.query.shape[2]
+    numbers = [
+        lax.axis_index(axes) * length if axis_names(axes) else 0
+        for axes, length in zip((plan.batch, plan.heads), lengths, strict=True)
+    ]
+    return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])

@@ -1,0 +1,140 @@
+"""Two shards in blocks: where the blocks lie, and which pairs of them have anything to compute.
+
+For kernels that visit blocks by a list. The numbers here are of blocks, not of positions: a shard's map is small at any length.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_core.kernels.contract import Extras, Scores
+from jax_core.masks.functions import Predicate, depends_on
+from jax_core.masks.layout import Run
+from jax_core.masks.static import empty, full
+from jax_core.varying import vary, varying_axes
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side's shard: ``runs`` (1 or 2) runs of ``length`` positions each, ``stride`` apart, in blocks of ``block`` that never
+    cross from one run to the next."""
+
+    runs: int
+    length: int
+    stride: int
+    block: int
+    blocks_per_run: int
+    blocks: int
+    even: bool  # every block is whole
+
+
+def side(runs: tuple[Run, ...], block: int) -> Side:
+    per_run = -(-runs[0].length // block)
+    return Side(len(runs), runs[0].length, runs[0].stride, block, per_run, per_run * len(runs), runs[0].length % block == 0)
+
+
+class BlockPairs(NamedTuple):
+    """bool ``[batch|1, query blocks, key blocks]``: which pairs have a visible pair of positions, as far as bounds tell, and which
+    are visible altogether."""
+
+    visible: Any
+    whole: Any
+
+
+def block_pairs(q: Side, k: Side, q_runs, k_runs, scores: Scores, extras: Extras) -> BlockPairs:
+    """From the static mask, segment ids and position ids; masks and mask functions may hide more."""
+    q_low, q_high = _bounds(positions(extras.q_position_ids, q_runs), q)
+    k_low, k_high = _bounds(positions(extras.kv_position_ids, k_runs), k)
+    q_bounds = Run(q_low[:, :, None], (q_high - q_low)[:, :, None], 2)  # by its ends
+    k_bounds = Run(k_low[:, None, :], (k_high - k_low)[:, None, :], 2)
+    visible, whole = ~empty(scores.mask, q_bounds, k_bounds), full(scores.mask, q_bounds, k_bounds)
+    if extras.q_segment_ids is not None:
+        (a, b), (c, d) = _bounds(extras.q_segment_ids, q), _bounds(extras.kv_segment_ids, k)
+        a, b, c, d = a[:, :, None], b[:, :, None], c[:, None, :], d[:, None, :]
+        visible = visible & (b >= 0) & (d >= 0) & (a <= d) & (c <= b)
+        whole = whole & (a == b) & (c == d) & (a == c) & (a >= 0)
+    whole = whole & (_whole_blocks(q)[:, None] & _whole_blocks(k)[None, :])
+    visible, whole = jnp.broadcast_arrays(visible, whole)
+    return BlockPairs(visible, whole & visible)
+
+
+def index(runs: tuple[Run, ...]):
+    """``[length]``: the places of a shard's rows in the whole sequence."""
+    return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
+
+
+def positions(ids, runs):
+    """``[batch|1, length]``: the ids, or the places where there are none."""
+    return index(runs)[None] if ids is None else ids
+
+
+def in_blocks(x, axis: int, where: Side, fill=None):
+    """The axis, ``runs * length`` long, filled up so that every run is whole blocks; None: with each run's last value."""
+    axis %= x.ndim
+    if where.even:
+        return x
+    x = x.reshape(*x.shape[:axis], where.runs, where.length, *x.shape[axis + 1 :])
+    pad = [(0, 0)] * x.ndim
+    pad[axis + 1] = (0, where.blocks_per_run * where.block - where.length)
+    x = jnp.pad(x, pad, mode="edge") if fill is None else jnp.pad(x, pad, constant_values=fill)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def out_of_blocks(x, axis: int, where: Side):
+    """Undoes :func:`in_blocks`."""
+    axis %= x.ndim
+    if where.even:
+        return x
+    x = x.reshape(*x.shape[:axis], where.runs, -1, *x.shape[axis + 1 :])
+    x = jax.lax.slice_in_dim(x, 0, where.length, axis=axis + 1)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def same_rows(a, b):
+    """Ids of both sides, broadcast to as many rows."""
+    if a is None:
+        return a, b
+    rows = max(a.shape[0], b.shape[0])
+    return tuple(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (a, b))
+
+
+def dense_mask(shards, q_runs, k_runs, predicates: list[tuple[Predicate, Any]], extras: Extras):
+    """bool ``[batch|1, heads|1, query rows|1, key rows]`` of a pair of shards, the boolean mask and ``predicates`` (each with its
+    arrays) in one; None without any. ``shards``: q, k, v."""
+    seen = extras.mask
+    axes = varying_axes(shards, extras, [run.start for run in (*q_runs, *k_runs)])
+    places = index(q_runs)[None], index(k_runs)[None]
+    at = positions(extras.q_position_ids, q_runs), positions(extras.kv_position_ids, k_runs)
+    for predicate, arrays in predicates:
+        over = at if predicate.over == "position" else places
+        table = _evaluate(predicate, arrays, shards[0].shape, extras.origin, *over, axes)
+        seen = table if seen is None else seen & table
+    return seen
+
+
+def _bounds(ids, where: Side):
+    """``[rows, length]`` ids -> the least and the greatest of every block, ``[rows, blocks]`` each."""
+    blocks = in_blocks(ids, 1, where).reshape(ids.shape[0], where.blocks, where.block)
+    return blocks.min(-1), blocks.max(-1)
+
+
+def _whole_blocks(where: Side):
+    last = jnp.arange(where.blocks) % where.blocks_per_run == where.blocks_per_run - 1
+    return where.even | ~last
+
+
+def _evaluate(predicate: Predicate, arrays, shape, origin, q_at, k_at, axes):
+    """``[batch|1, heads|1, query rows, key rows]``: entries and heads that the predicate does not tell apart are computed once."""
+    on_batch, on_head = depends_on(predicate, arrays, axes)
+    batch = shape[0] if on_batch or max(q_at.shape[0], k_at.shape[0]) > 1 else 1
+    heads = shape[2] if on_head else 1
+    batch0, head0 = (0, 0) if origin is None else (origin[0], origin[1])
+    q_at, k_at = (jnp.broadcast_to(at, (batch, at.shape[1])) for at in (q_at, k_at))
+    function = partial(predicate.apply, arrays)
+    for mapped in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)):
+        function = jax.vmap(function, mapped)
+    where = batch0 + jnp.arange(batch, dtype=jnp.int32), head0 + jnp.arange(heads, dtype=jnp.int32), q_at, k_at
+    return function(*vary(where, axes))

@@ -1,0 +1,175 @@
+"""The contract between the ring and a kernel: one pair of shards in, a partial result or gradients out.
+
+A kernel is a module with
+
+- ``HANDLES``: the features (``request.features``) that it handles, its dtypes among them. A request for any other is refused;
+- ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot compute this with these parameters;
+- ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses where the caller gives none;
+- ``forward(q, k, v, q_runs, k_runs, *, diagonal, scores, extras, carry, out_dtype, config) -> Partial``: attention of the query
+  shard over the key shard, continuing the online softmax from ``carry``, the partial so far, or None at the first pair; ``out`` in
+  ``out_dtype``;
+- ``backward(q, k, v, rows, q_runs, k_runs, *, diagonal, scores, extras, dq, fused, config) -> Grads``: the pair's share of the
+  gradients, given what is final of the query rows. ``dq`` is the query gradient so far, or None, which the result's ``dq``
+  includes; ``fused`` demands dQ, dK and dV in one sweep over the scores.
+
+``diagonal``: whether it is known, before any array is, that both shards are the same rank's, as at the first pair.
+
+Shapes: ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``,
+``out``/``dout [batch, q_length, heads, value_dim]``, ``lse``/``delta [batch, heads, q_length]``. Partial results and gradients are
+in the accumulation dtype: float32, or float64 for float64 inputs; only the ``out`` of the last pair may be asked for in the
+query's own. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key (its ``out`` is 0).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jax_core.config import BwdParams, FwdParams
+from jax_core.masks.functions import Predicate
+from jax_core.masks.static import Mask
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one attention weight is, as far as it is known before any array is: ``x = scale * q . k``; with a soft cap
+    ``x = softcap * tanh(x / softcap)``; then bias and ALiBi are added; then masks; then dropout with ``dropout_prob``."""
+
+    mask: Mask
+    scale: float
+    softcap: float | None = None
+    dropout_prob: float = 0.0
+    predicates: tuple[Predicate, ...] = ()
+    precision: Any = None  # of the matrix products: a jax.lax.Precision name, None for the kernel's own choice
+    logits_dtype: str | None = None  # round q . k to this dtype before the softmax; None keeps the accumulation dtype
+
+    @property
+    def precision_name(self) -> str | None:
+        """In small letters, whichever of JAX's ways to say it was used."""
+        return None if self.precision is None else str(getattr(self.precision, "name", self.precision)).lower()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides whether a kernel can compute an attention, and how: known before any array is.
+
+    Lengths are those of a shard. ``features``: what is asked for beside plain attention (``request.features``). ``backend``: of the
+    devices that the arrays are on, "cpu", "gpu" or "tpu".
+    """
+
+    scores: Scores
+    dtype: str
+    batch: int
+    q_length: int
+    k_length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    layout: str = "contiguous"
+    size: int = 1
+    features: frozenset[str] = frozenset()
+    backend: str = "cpu"
+
+
+class Extras(NamedTuple):
+    """The arrays that ride beside the static mask, cut to one pair of shards. Each may be None.
+
+    ``bias`` float, ``mask`` bool: ``[batch|1, heads|1, q_length|1, k_length]``; ids int32 ``[batch|1, length]``; ``alibi_slopes``
+    ``[batch|1, heads]``; ``dropout_seed`` uint32 ``[2]``; ``origin`` int32 ``[2]``, the global numbers of the first batch entry and
+    the first head held here; ``predicate_arrays``: a tuple of arrays for each predicate.
+    """
+
+    bias: Any = None
+    mask: Any = None
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    q_position_ids: Any = None
+    kv_position_ids: Any = None
+    alibi_slopes: Any = None
+    dropout_seed: Any = None
+    origin: Any = None
+    predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+
+
+class Partial(NamedTuple):
+    """Attention over the keys seen so far: ``out`` normalised by them alone, ``lse`` the logarithm of their weights' sum."""
+
+    out: jax.Array
+    lse: jax.Array
+
+
+class Rows(NamedTuple):
+    """What the backward knows of the query rows: the final ``out`` in the query's dtype, its cotangent, the final ``lse``, and
+    ``delta = rowsum(out * dout) - dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes
+    the LSE output differentiable)."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+class Grads(NamedTuple):
+    """A pair's share of the gradients, ``dq`` with all before it; ``dbias``, ``dalibi_slopes`` have their operand's shape, or are
+    None without one."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    dbias: jax.Array | None
+    dalibi_slopes: jax.Array | None
+
+
+class Kernel(Protocol):
+    """What a kernel's module has."""
+
+    HANDLES: frozenset[str]
+
+    def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None: ...
+
+    def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]: ...
+
+    def forward(
+        self,
+        q,
+        k,
+        v,
+        q_runs,
+        k_runs,
+        *,
+        diagonal: bool,
+        scores: Scores,
+        extras: Extras,
+        carry: Partial | None,
+        out_dtype,
+        config: FwdParams,
+    ) -> Partial: ...
+
+    def backward(
+        self,
+        q,
+        k,
+        v,
+        rows: Rows,
+        q_runs,
+        k_runs,
+        *,
+        diagonal: bool,
+        scores: Scores,
+        extras: Extras,
+        dq,
+        fused: bool,
+        config: BwdParams,
+    ) -> Grads: ...
+
+
+def accumulation_dtype(dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def capability() -> int:
+    """Of this process's GPU, as 90 for 9.0: kernels for GPUs ask."""
+    major, minor = jax.local_devices(backend="gpu")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)

@@ -1,0 +1,37 @@
+"""Joining partial results by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), and attention sinks.
+
+A sink is a logit without a value: it joins the softmax's denominator once, after the last step of the ring. Its gradient needs
+nothing but the rows' final ``lse`` and ``delta``.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jax_core.kernels.contract import Partial
+
+
+def join_sinks(partial: Partial, sinks) -> Partial:
+    """``sinks``: ``[heads, n]`` logits. A row that saw no key keeps ``out`` 0 and takes the sinks' LSE."""
+    lse_sinks = jax.nn.logsumexp(sinks.astype(partial.lse.dtype), axis=-1)
+    lse = jnp.logaddexp(partial.lse, lse_sinks[None, :, None])
+    share = jnp.exp(partial.lse - jnp.where(jnp.isneginf(lse), 0, lse))
+    return Partial(partial.out * jnp.swapaxes(share, 1, 2)[..., None], lse)
+
+
+def sink_gradient(sinks, lse, delta):
+    """The gradient of ``sinks [heads, n]``: ``-sum_rows exp(sink - lse) * delta``, from ``lse``/``delta [batch, heads, length]``.
+
+    A sink's weight multiplies a zero value, so the ``dout . v`` term of an ordinary logit's gradient is 0.
+    """
+    lse = jnp.where(jnp.isneginf(lse), 0, lse)
+    weight = jnp.exp(sinks.astype(lse.dtype)[None, :, :, None] - lse[:, :, None, :])
+    return -jnp.sum(weight * delta[:, :, None, :], axis=(0, 3))
+
+
+def sinks_per_head(softmax_aux, heads: int):
+    """``[heads]`` is one sink a head, any other 1-D length is sinks that all heads share; the result is ``[heads, n]``."""
+    if softmax_aux.ndim == 2:
+        return softmax_aux
+    if softmax_aux.shape[0] == heads:
+        return softmax_aux[:, None]
+    return jnp.broadcast_to(softmax_aux, (heads, softmax_aux.shape[0]))

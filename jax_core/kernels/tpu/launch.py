@@ -1,0 +1,81 @@
+"""Calling a Pallas kernel: where it can run, and what every launch has in common."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_core.kernels.tpu import params
+from jax_core.varying import vary, varying_axes
+
+
+def launch(
+    kernel: Callable,
+    prefetched: Sequence[Any],
+    inputs: Sequence[Any],
+    in_specs: Sequence[Any],
+    outputs: Sequence[jax.ShapeDtypeStruct | None],
+    out_specs: Sequence[Any],
+    *,
+    grid: tuple,
+    scratch: Sequence[Any],
+    aliases: dict[int, int],
+    cost: pl.CostEstimate,
+    all_in_blocks: bool = True,
+) -> tuple:
+    """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: which leaf of ``inputs`` an output takes the
+    place of; an output may be None. ``all_in_blocks``: no array is seen whole, which ``vmap`` has no rule for."""
+    prefetched, inputs = vary((tuple(prefetched), tuple(inputs)), varying_axes(prefetched, inputs))
+    axis_type = jax.typeof(prefetched[0]).mat
+    settings = dict(
+        out_shape=[x and jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axis_type) for x in outputs],
+        input_output_aliases={len(prefetched) + leaf: output for leaf, output in aliases.items()},
+        compiler_params=pltpu.CompilerParams(
+            # Batch entries and heads are independent; the visits of one follow each other.
+            dimension_semantics=tuple("parallel" if axis < 2 else "arbitrary" for axis in range(len(grid))),
+            vmem_limit_bytes=params.generation(generation()).memory,
+        ),
+        cost_estimate=cost,
+        interpret=interpret(),
+        name=_name(kernel),
+    )
+    specs = dict(in_specs=list(in_specs), out_specs=list(out_specs), scratch_shapes=scratch)
+
+    traced = [size for size in grid if not isinstance(size, int)]
+
+    def call(traced, *arrays):  # an argument, since what is mapped over must not be closed over
+        sizes = iter(traced)
+        whole = tuple(size if isinstance(size, int) else next(sizes) for size in grid)
+        grid_spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(prefetched), grid=whole, **specs)
+        return tuple(pl.pallas_call(kernel, grid_spec=grid_spec, **settings)(*arrays))
+
+    return (call if all_in_blocks else jax.custom_batching.sequential_vmap(call))(traced, *prefetched, *inputs)
+
+
+def _name(kernel) -> str:
+    return _name(kernel.func) if isinstance(kernel, partial) else kernel.__name__
+
+
+def missing(backend: str | None) -> str | None:
+    """Why no Pallas kernel can run on such devices (None: JAX's default), in words, or None."""
+    backend = backend or jax.default_backend()
+    if backend == "tpu":
+        return None
+    return f'the Pallas kernels need a TPU, and this program runs on "{backend}"'
+
+
+def generation() -> str:
+    """Of the TPUs of the ``shard_map`` around this call, or of this process, as JAX names it, like "TPU v5 lite"; "" where neither
+    says."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is None and jax.default_backend() == "tpu":
+        device = jax.local_devices(backend="tpu")[0]
+    return "" if device is None else device.device_kind
+
+
+def interpret() -> Any:
+    """Tests put Pallas's interpreter here."""
+    return False

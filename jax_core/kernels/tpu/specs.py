@@ -1,0 +1,68 @@
+"""Which block of each array a visit sees."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_core.kernels.tpu.plan import Beside, Plan, Shards, quotient
+
+
+@dataclass(frozen=True)
+class Specs:
+    """``place(*grid indices, *prefetched) -> (batch, head, query block, key block)``."""
+
+    plan: Plan
+    place: Callable[..., tuple]
+
+    def _spec(self, shape, index) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda *at: index(*self.place(*at)))
+
+    def query(self, dim: int) -> pl.BlockSpec:
+        return self._spec((None, None, self.plan.q.block, dim), lambda b, h, i, j: (b, h, i, 0))
+
+    def key(self, dim: int) -> pl.BlockSpec:
+        group = self.plan.group
+        return self._spec((None, None, self.plan.k.block, dim), lambda b, h, i, j: (b, quotient(h, group), j, 0))
+
+    def query_numbers(self) -> pl.BlockSpec:
+        """Of ``[batch, heads, 1, length]``."""
+        return self._spec((None, None, 1, self.plan.q.block), lambda b, h, i, j: (b, h, 0, i))
+
+    def shards(self, backward: bool = False) -> Shards:
+        dim, value_dim = self.plan.dim, self.plan.value_dim
+        qkv = self.query(dim), self.key(dim), self.key(value_dim)
+        return Shards(*qkv, self.query(value_dim), self.query_numbers(), self.query_numbers()) if backward else Shards(*qkv)
+
+    def beside(self, arrays: Beside) -> Beside:
+        return Beside(
+            self._ids(arrays.q_segments, of_keys=False),
+            self._ids(arrays.k_segments, of_keys=True),
+            self._ids(arrays.q_positions, of_keys=False),
+            self._ids(arrays.k_positions, of_keys=True),
+            self.tile(arrays.bias),
+            self.tile(arrays.mask),
+            None if arrays.slopes is None else pl.BlockSpec(memory_space=pltpu.SMEM),
+        )
+
+    def slopes(self) -> pl.BlockSpec:
+        """Of the slopes' gradients, ``[batch, kv_heads, key blocks, group, q]``."""
+        group, block = self.plan.group, self.plan.q.block
+        return self._spec((None, None, None, group, block), lambda b, h, i, j: (b, quotient(h, group), j, 0, 0))
+
+    def _ids(self, array: Any, of_keys: bool):
+        if array is None:
+            return None
+        shared, block = array.shape[0] == 1, (self.plan.k if of_keys else self.plan.q).block
+        return self._spec((None, 1, block), lambda b, h, i, j: (0 if shared else b, 0, j if of_keys else i))
+
+    def tile(self, array: Any):
+        if array is None:
+            return None
+        batch, heads, rows = (array.shape[axis] > 1 for axis in range(3))
+        return self._spec(
+            (None, None, self.plan.q.block if rows else 1, self.plan.k.block),
+            lambda b, h, i, j: (b if batch else 0, h if heads else 0, i if rows else 0, j),
+        )

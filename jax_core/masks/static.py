@@ -1,0 +1,109 @@
+"""The static mask: a predicate on positions, and the same predicate on whole tiles.
+
+Written once with operators only (``&``, ``|``, comparisons, ``//``), so that one source serves Python ints, NumPy arrays, traced
+JAX values and the scalars of a kernel language.
+"""
+
+from dataclasses import dataclass
+
+from jax_core.masks.layout import Run
+
+_FARTHEST = 2**31 - 1  # no two int32 positions are further apart: a wider window has no bound, a longer chunk no end
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which key positions a query position sees, from the positions alone.
+
+    ``causal``: ``k <= q``. ``left``/``right``: a sliding window ``q - left <= k <= q + right`` (None: no bound on that side).
+    ``chunk``: Llama-4's chunked attention, causal within ``q // chunk == k // chunk``.
+    Positions are absolute: with fewer queries than keys, query 0 stands at position 0 unless position ids say otherwise.
+    """
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    chunk: int | None = None
+
+
+def make_mask(causal: bool = False, window: int | tuple[int | None, int | None] | None = None, chunk: int | None = None) -> Mask:
+    """Checks the arguments and folds them together: a causal mask is a window whose right side is 0."""
+    left, right = _window_sides(window)
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk_size must be a positive int or None, got {chunk!r}")
+    causal = bool(causal) or chunk is not None
+    if causal and right is not None:
+        right = None  # k <= q is the tighter bound
+    return Mask(causal, left, right, chunk if chunk is not None and chunk <= _FARTHEST else None)
+
+
+def _window_sides(window) -> tuple[int | None, int | None]:
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2 or not all(side is None or (isinstance(side, int) and not isinstance(side, bool)) for side in sides):
+        raise ValueError(f"sliding_window must be an int, a pair (left, right) of ints, or None; got {window!r}")
+    if any(side is not None and side < -1 for side in sides):
+        raise ValueError(f"sliding_window sides must be >= 0, or -1 or None for no bound; got {window!r}")
+    left, right = (None if side is None or side == -1 or side > _FARTHEST else side for side in sides)
+    return left, right
+
+
+def both(a: Mask, b: Mask) -> Mask | None:
+    """The mask that hides what either hides, or None where none of these does: two lengths of chunks."""
+    if None not in (a.chunk, b.chunk) and a.chunk != b.chunk:
+        return None
+    causal = a.causal or b.causal
+    left, right = (
+        min((side for side in sides if side is not None), default=None) for sides in ((a.left, b.left), (a.right, b.right))
+    )
+    return Mask(causal, left, None if causal else right, a.chunk or b.chunk)
+
+
+def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an annotation
+    """Elementwise: does the query at ``q_pos`` see the key at ``k_pos``? Arguments broadcast."""
+    seen = (q_pos == q_pos) & (k_pos == k_pos)
+    if mask.causal:
+        seen = seen & (k_pos <= q_pos)
+    if mask.left is not None:
+        seen = seen & (q_pos - k_pos <= mask.left)
+    if mask.right is not None:
+        seen = seen & (k_pos - q_pos <= mask.right)
+    if mask.chunk is not None:
+        seen = seen & (q_pos // mask.chunk == k_pos // mask.chunk)
+    return seen
+
+
+def empty(mask: Mask, q_run: Run, k_run: Run):
+    """No query of ``q_run`` sees a key of ``k_run``, judged by the runs' first and last positions.
+
+    Never true of a tile that has a visible pair. May be false of an empty tile whose strides alone keep pairs apart.
+    """
+    (q_first, q_last), (k_first, k_last) = _ends(q_run), _ends(k_run)
+    none = q_first > q_last  # False, in the type of the positions
+    if mask.causal:
+        none = none | (k_first > q_last)
+    if mask.left is not None:
+        none = none | (q_first - k_last > mask.left)
+    if mask.right is not None:
+        none = none | (k_first - q_last > mask.right)
+    if mask.chunk is not None:
+        none = none | (k_last // mask.chunk < q_first // mask.chunk) | (k_first // mask.chunk > q_last // mask.chunk)
+    return none
+
+
+def full(mask: Mask, q_run: Run, k_run: Run):
+    """Every query of ``q_run`` sees every key of ``k_run``. Never true of a tile that has a hidden pair."""
+    (q_first, q_last), (k_first, k_last) = _ends(q_run), _ends(k_run)
+    every = q_first <= q_last  # True, in the type of the positions
+    if mask.causal:
+        every = every & (k_last <= q_first)
+    if mask.left is not None:
+        every = every & (q_last - k_first <= mask.left)
+    if mask.right is not None:
+        every = every & (k_last - q_first <= mask.right)
+    if mask.chunk is not None:
+        every = every & (q_first // mask.chunk == k_last // mask.chunk) & (q_last // mask.chunk == k_first // mask.chunk)
+    return every
+
+
+def _ends(run: Run):
+    return run.start, run.start + run.stride * (run.length - 1)

@@ -1,0 +1,84 @@
+"""Do the operands' shapes and dtypes fit together? Only ``shape`` and ``dtype`` are read, so torch tensors are checked alike."""
+
+from jax_core.masks.layout import check_shard_length
+from jax_core.strategies.contract import Operands
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: int32 does not hold it
+
+
+def check_operands(operands: Operands, layout: str, size: int) -> None:
+    """Raises ValueError for the first thing that does not fit; ``operands`` are shards of a ring of ``size``."""
+    _check_qkv(operands)
+    query, key = operands.query, operands.key
+    batch, q_length, heads, _ = query.shape
+    k_length = key.shape[1]
+    check_shard_length(layout, q_length, "query shard")
+    check_shard_length(layout, k_length, "key shard")
+    whole = (batch, heads, q_length, k_length * size)
+    _check_broadcast("bias", operands.bias, whole, _FLOATS)
+    _check_broadcast("mask", operands.mask, whole, ("bool",))
+    for side, length in (("q", q_length), ("kv", k_length)):
+        for kind in ("segment", "position"):
+            name = f"{side}_{kind}_ids"
+            _check_shape(name, getattr(operands, name), [(length,), (1, length), (batch, length)], _INTS)
+    _check_shape("alibi_slopes", operands.alibi_slopes, [(heads,), (1, heads), (batch, heads)], _FLOATS)
+    _check_sinks(operands.softmax_aux, heads)
+
+
+def _check_qkv(operands: Operands) -> None:
+    query, key, value = operands[:3]
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if len(x.shape) != 4:
+            raise ValueError(f"{name} must be [batch, seq, heads, dim], 4 dimensions; got shape {tuple(x.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} must not be empty, got shape {tuple(x.shape)}")
+        _check_dtype(name, x, _FLOATS)
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not _dtype(query) == _dtype(key) == _dtype(value):
+        raise ValueError(f"query, key and value must share a dtype, got {_dtype(query)}, {_dtype(key)}, {_dtype(value)}; cast them")
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise ValueError(f"query, key and value must share the batch size; got {shapes}")
+    if key.shape[1:3] != value.shape[1:3]:
+        raise ValueError(f"key and value must share length and heads; got {shapes}")
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"query and key must share the head dim; got {shapes}")
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(f"query heads must be a multiple of key/value heads; got {shapes}")
+
+
+def _check_sinks(sinks, heads: int) -> None:
+    if sinks is None:
+        return
+    _check_dtype("softmax_aux", sinks, _FLOATS)
+    shape = tuple(sinks.shape)
+    if 0 in shape or not (len(shape) == 1 or (len(shape) == 2 and shape[0] == heads)):
+        raise ValueError(f"softmax_aux must be [sinks], [heads] or [heads, sinks] with {heads} heads; got shape {shape}")
+
+
+def _check_broadcast(name: str, x, whole: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    if x is None:
+        return
+    _check_dtype(name, x, dtypes)
+    shape = tuple(x.shape)
+    if not 1 <= len(shape) <= 4 or any(have not in (1, want) for have, want in zip(shape[::-1], whole[::-1], strict=False)):
+        raise ValueError(
+            f"{name} must broadcast to [batch, heads, query shard, keys of the whole sequence] = {list(whole)}; got shape {shape}"
+        )
+
+
+def _check_shape(name: str, x, allowed: list[tuple[int, ...]], dtypes: tuple[str, ...]) -> None:
+    if x is None:
+        return
+    _check_dtype(name, x, dtypes)
+    if tuple(x.shape) not in allowed:
+        raise ValueError(f"{name} must have shape {' or '.join(str(list(shape)) for shape in allowed)}; got {list(x.shape)}")
+
+
+def _check_dtype(name: str, x, dtypes: tuple[str, ...]) -> None:
+    if _dtype(x) not in dtypes:
+        raise ValueError(f"{name} must be of dtype {', '.join(dtypes)}; got {_dtype(x)}")
+
+
+def _dtype(x) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,152 @@
+"""A call, checked, as the static description of one attention.
+
+Only shapes and dtypes are read, so the same checks serve JAX arrays and torch tensors.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jax_core.config import RingAttentionConfig
+from jax_core.kernels.contract import Problem, Scores
+from jax_core.masks.builders import Built, build_mask
+from jax_core.masks.functions import Predicate, from_mask_mod
+from jax_core.masks.layout import check_layout
+from jax_core.masks.static import Mask, both, make_mask
+from jax_core.request.checks import check_operands
+from jax_core.request.choice import choose
+from jax_core.request.features import features
+from jax_core.request.options import ALONE, Options, Placement
+from jax_core.strategies.contract import Operands, RingSpec
+
+
+def make_spec(options: Options, operands: Operands, place: Placement = ALONE) -> tuple[RingSpec, Operands]:
+    """Checks everything, and returns the static spec with the operands completed: ids of the side that was left out, and the
+    arrays of the mask functions. ``operands`` are local shards."""
+    check_layout(options.layout)
+    if options.cfg is not None and not isinstance(options.cfg, RingAttentionConfig):
+        raise ValueError(f"cfg must be a jax_core.RingAttentionConfig or None, got {type(options.cfg).__name__}")
+    operands = both_sides(operands)
+    check_operands(operands, options.layout, place.size)
+    mask, predicates, arrays = _masks(options, operands, place)
+    scores = Scores(
+        mask=mask,
+        scale=_scale(options, operands.query.shape[-1]),
+        softcap=_softcap(options),
+        dropout_prob=_dropout_prob(options, operands),
+        predicates=predicates,
+        precision=options.precision,
+        logits_dtype=options.logits_dtype,
+    )
+    problem = _problem(options, operands, place, scores)
+    choice = choose(options, problem, place.torus)
+    spec = RingSpec(
+        scores=scores,
+        strategy=choice.strategy,
+        kernel=choice.kernel,
+        backend=problem.backend,
+        layout=options.layout,
+        axis_name=place.axis_name,
+        size=place.size,
+        fwd_params=choice.fwd_params,
+        bwd_params=choice.bwd_params,
+        fused_backward=options.fused_backward,
+        lse_gradient=options.lse_gradient,
+    )
+    return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
+
+
+def _problem(options: Options, operands: Operands, place: Placement, scores: Scores) -> Problem:
+    query, key, value = operands[:3]
+    return Problem(
+        scores=scores,
+        dtype=str(query.dtype).removeprefix("torch."),
+        batch=query.shape[0],
+        q_length=query.shape[1],
+        k_length=key.shape[1],
+        heads=query.shape[2],
+        kv_heads=key.shape[2],
+        dim=query.shape[3],
+        value_dim=value.shape[3],
+        layout=options.layout,
+        size=place.size,
+        features=features(options, scores, operands),
+        backend=place.backend or jax.default_backend(),
+    )
+
+
+def both_sides(operands: Operands) -> Operands:
+    """Ids given for one side serve the other too where queries and keys are the same tokens."""
+    pairs = (("q_segment_ids", "kv_segment_ids"), ("q_position_ids", "kv_position_ids"))
+    for q_name, k_name in pairs:
+        q_ids, k_ids = getattr(operands, q_name), getattr(operands, k_name)
+        if (q_ids is None) == (k_ids is None):
+            continue
+        if operands.query.shape[1] != operands.key.shape[1]:
+            raise ValueError(
+                f"{q_name} and {k_name} must come together when queries and keys differ in length "
+                f"({operands.query.shape[1]} and {operands.key.shape[1]}); only {k_name if q_ids is None else q_name} came"
+            )
+        ids = k_ids if q_ids is None else q_ids
+        operands = operands._replace(**{q_name: ids, k_name: ids})
+    return operands
+
+
+def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask, tuple[Predicate, ...], tuple]:
+    """The static mask, and the mask functions with their arrays."""
+    for name in ("mask_mod", "mask_builder"):
+        if getattr(options, name) is not None and not callable(getattr(options, name)):
+            raise ValueError(f"{name} must be a function, got {getattr(options, name)!r}")
+    mask = make_mask(options.causal, options.sliding_window, options.chunk_size)
+    made = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
+    if options.mask_builder is not None:
+        static = operands.q_position_ids is None  # a builder goes by the place in the sequence
+        built = _built(options.mask_builder, operands, place, static)
+        joined = both(mask, built.mask)
+        if joined is None:
+            joined, built = mask, _built(options.mask_builder, operands, place, static=False)
+        mask = joined
+        made += [] if built.predicate is None else [(built.predicate, built.arrays)]
+    return mask, options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
+
+
+def _built(mask_builder: Callable, operands: Operands, place: Placement, static: bool) -> Built:
+    lengths = operands.query.shape[1] * place.size, operands.key.shape[1] * place.size
+    heads, group = operands.query.shape[2], operands.query.shape[2] // operands.key.shape[2]
+    return build_mask(mask_builder, *lengths, heads * place.head_shards, group, static)
+
+
+def _scale(options: Options, dim: int) -> float:
+    if options.softmax_scale is None:
+        return 1 / math.sqrt(dim)
+    return _number("softmax_scale", options.softmax_scale)
+
+
+def _softcap(options: Options) -> float | None:
+    if options.logits_soft_cap is None:
+        return None
+    cap = _number("logits_soft_cap", options.logits_soft_cap)
+    if cap <= 0:
+        raise ValueError(f"logits_soft_cap must be positive, or None for no cap; got {cap}")
+    return cap
+
+
+def _dropout_prob(options: Options, operands: Operands) -> float:
+    prob = _number("dropout_prob", options.dropout_prob)
+    if not 0 <= prob < 1:
+        raise ValueError(f"dropout_prob must be in [0, 1), got {prob}")
+    if prob and operands.dropout_seed is None:
+        raise ValueError("dropout_prob > 0 needs a dropout_seed: an int, the same on all ranks; give a new one each step")
+    return prob
+
+
+def _number(name: str, value) -> float:
+    try:
+        number = float(value)
+    except Exception as error:
+        raise ValueError(f"{name} must be a Python number (it is compiled into the program), got {type(value).__name__}") from error
+    if not np.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number

@@ -1,0 +1,96 @@
+"""The contract between a request and a strategy: a spec and the local shards in, the attention of this rank's queries out.
+
+A strategy is a package with
+
+- ``HANDLES``: the features (``request.features``) that it handles, itself or by its kernel. A request for any other is refused;
+- ``IN_PLACE_OF_A_KERNEL``: those of them that its kernel need not handle, because the strategy sees to them;
+- ``OWN_PLATFORM``: None for a strategy that runs whatever kernel was chosen; the platform that its own kernel belongs to otherwise;
+- ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot do this with these parameters;
+- ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses where the caller gives none; its kernel completes them;
+- ``forward(spec, operands) -> (out, lse)``: attention of the local queries over the whole sequence. ``out [batch, q_length, heads,
+  value_dim]`` in the query's dtype; ``lse [batch, heads, q_length]``, natural log, float32 (float64 for float64 inputs), ``-inf``
+  where a row saw neither key nor sink (its ``out`` is 0);
+- ``backward(spec, operands, out, lse, dout, dlse=None) -> Operands``: the gradients of ``operands``, each in its operand's shape
+  and dtype; None for integer operands. ``out``, ``lse`` are what ``forward`` gave, ``dout``, ``dlse`` (may be None) their
+  cotangents. The gradient of an operand that ranks share (sinks, slopes) is this rank's part of the sum.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Kernel, Problem, Scores
+
+
+class Operands(NamedTuple):
+    """The arrays of one attention, as local shards; all but the first three may be None.
+
+    ``query [batch, q_length, heads, dim]``; ``key [batch, k_length, kv_heads, dim]``;
+    ``value [batch, k_length, kv_heads, value_dim]``; ``softmax_aux [heads] | [sinks] | [heads, sinks]``; ``bias`` (float) and
+    ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in the
+    sequence's own; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
+    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's in the ring
+    (None: JAX is asked); ``predicate_arrays`` as in :class:`Extras`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    softmax_aux: Any = None
+    bias: Any = None
+    mask: Any = None
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    q_position_ids: Any = None
+    kv_position_ids: Any = None
+    alibi_slopes: Any = None
+    dropout_seed: Any = None
+    origin: Any = None
+    rank: Any = None
+    predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class RingSpec:
+    """Everything static of one attention: equal specs and shapes are one compiled program.
+
+    ``kernel``: what computes a pair of shards; None for a strategy that has a kernel of its own. ``backend``: "cpu", "gpu", "tpu".
+    ``lse_gradient``: whether the LSE may have a cotangent; one that comes all the same is not looked at.
+    """
+
+    scores: Scores
+    strategy: "Strategy"
+    kernel: Kernel | None
+    backend: str
+    layout: str = "contiguous"
+    axis_name: str | tuple[str, ...] | None = None
+    size: int = 1
+    fwd_params: FwdParams = FwdParams()
+    bwd_params: BwdParams = BwdParams()
+    fused_backward: bool = False
+    lse_gradient: bool = True
+
+
+class Strategy(Protocol):
+    """What a strategy's module has."""
+
+    HANDLES: frozenset[str]
+    IN_PLACE_OF_A_KERNEL: frozenset[str]
+    OWN_PLATFORM: str | None
+
+    def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None: ...
+
+    def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]: ...
+
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]: ...
+
+    def backward(self, spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands: ...
+
+
+def row_delta(out, lse, dout, dlse):
+    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
+    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
+    return delta if dlse is None else delta - dlse.astype(lse.dtype)

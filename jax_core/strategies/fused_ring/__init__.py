@@ -1,0 +1,6 @@
+"""The ring fused into one Pallas kernel, for TPUs. The modules that load Pallas are imported where they are first used."""
+
+from jax_core.strategies.fused_ring.host import backward, forward
+from jax_core.strategies.fused_ring.limits import HANDLES, IN_PLACE_OF_A_KERNEL, OWN_PLATFORM, default_params, unsupported
+
+__all__ = ["HANDLES", "IN_PLACE_OF_A_KERNEL", "OWN_PLATFORM", "backward", "default_params", "forward", "unsupported"]

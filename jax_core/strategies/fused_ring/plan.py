@@ -1,0 +1,116 @@
+"""What a fused kernel is compiled for: everything static of a launch, as one constant.
+
+A shard travels as two halves, one each way round the ring, so that both links of a rank carry half of it. In zigzag the halves
+are its two runs, in the other layouts the first and the second half of its only run: a half is one run in every layout.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax_core.kernels.contract import Scores
+from jax_core.masks.layout import Run, runs
+from jax_core.masks.static import Mask, empty
+
+TRAVELLING = ("key", "value", "k_segments")
+SLOTS = 2  # places for each half: the one in use, and the one that arrives
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side's shard: two halves of ``lengths`` positions, each padded to ``blocks`` blocks of ``block`` positions."""
+
+    length: int
+    lengths: tuple[int, int]
+    block: int
+    blocks: int
+
+    @property
+    def padded(self) -> int:
+        return self.block * self.blocks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``axes``: the mesh axes of the ring and their sizes. ``directions``: which way each half goes (1: to the next rank), for
+    ``hops`` steps. ``without``: a wait to leave out ("credit", or a freight's name and
+    "arrival" or "departure"), for tests that a race is found then."""
+
+    q: Side
+    k: Side
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    layout: str
+    axes: tuple[tuple[str, int], ...]
+    directions: tuple[int, int]
+    hops: int
+    scores: Scores
+    segments: bool
+    without: str | None = None
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for _, length in self.axes:
+            size *= length
+        return size
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+def side(layout: str, size: int, length: int, block: int) -> Side:
+    first, second = halves(layout, 0, size, length)
+    return Side(length, (first.length, second.length), block, -(-first.length // block))
+
+
+def halves(layout: str, rank, size: int, length: int) -> tuple[Run, Run]:
+    """The positions of the two halves of ``rank``'s shard; the first is the longer one."""
+    held = runs(layout, rank, size, length)
+    if len(held) == 2:
+        return held[0], held[1]
+    (run,) = held
+    first = -(-run.length // 2)
+    return Run(run.start, run.stride, first), Run(run.start + first * run.stride, run.stride, run.length - first)
+
+
+def journey(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> tuple[tuple[int, int], int]:
+    """``(directions, hops)``: opposite ways where that is as short as any, else the way on which both halves soonest have been
+    wherever they are seen (behind a window that looks back, both follow the ranks)."""
+    seen = [_seen(mask, layout, size, q_length, k_length, half) for half in (0, 1)]
+
+    def hops(directions: tuple[int, int]) -> int:
+        return max((way * shift) % size for way, shifts in zip(directions, seen, strict=True) for shift in shifts)
+
+    best = min(((1, -1), (-1, 1), (1, 1), (-1, -1)), key=hops)
+    return best, hops(best)
+
+
+def _seen(mask: Mask, layout: str, size: int, q_length: int, k_length: int, half: int) -> list[int]:
+    """The shifts at which some rank sees the half that came from ``shift`` ranks before it; its own is always among them."""
+
+    def by_anyone(shift: int) -> bool:
+        return any(
+            not empty(mask, q_run, k_run)
+            for rank in range(size)
+            for k_run in [halves(layout, (rank - shift) % size, size, k_length)[half]]
+            for q_run in halves(layout, rank, size, q_length)
+            if q_run.length and k_run.length
+        )
+
+    return [shift for shift in range(size) if shift == 0 or by_anyone(shift)]
+
+
+class Shards(NamedTuple):
+    """``query [batch, heads, positions, dim]``, ``q_segments [batch, 1, positions]`` or None; of what travels
+    ``key [2, SLOTS, batch, kv_heads, positions of a half, dim]``, ``value`` likewise, ``k_segments [2, SLOTS, batch, 1, positions
+    of a half]`` or None, the rank's own in slot 0. Positions are padded to whole blocks, half by half."""
+
+    query: Any
+    key: Any
+    value: Any
+    q_segments: Any = None
+    k_segments: Any = None

@@ -1,0 +1,157 @@
+"""Every Triton kernel, with the parameters that the library gives it, compiles to machine code for Ampere, Hopper and Blackwell and
+fits there; no GPU is needed.
+
+`pytest -rP tests/jax_core/kernels/test_triton_compiles.py` shows what each uses.
+"""
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jax_core.kernels.triton import launch
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import make_spec
+from jax_core.strategies.contract import Operands
+
+triton = pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted: unset TRITON_INTERPRET"),
+    pytest.mark.slow,
+]
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program may have
+RING, BATCH, HEADS, KV_HEADS = 4, 2, 4, 2
+
+
+class Case(NamedTuple):
+    """``everything``: all that an attention may have at once, with lengths that are no multiple of a block. ``each_step``: the
+    kernels of all steps of a ring, and of a fused backward; otherwise each kernel once."""
+
+    dim: int
+    value_dim: int
+    dtype: str
+    everything: bool = False
+    each_step: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("everything", "each_step") if getattr(self, name)]
+        return "-".join([str(self.dim), str(self.value_dim), self.dtype, *flags])
+
+
+class Launch(NamedTuple):
+    """What jax-triton is asked for: a kernel, the dtypes of its arrays (results last), its constants and settings."""
+
+    kernel: Any
+    dtypes: tuple[str, ...]
+    plan: Any
+    num_warps: int
+    num_stages: int
+
+
+class Use(NamedTuple):
+    kernel: str
+    shared: int  # bytes of a program
+    tensor_memory: int  # columns of a program; only Blackwell has it
+    registers: int
+    spilled: int  # bytes of a thread
+
+
+# A row of the table of parameters each; then dims that are no power of two, and all kinds of step.
+EVERYWHERE = [Case(dim, dim, dtype) for dtype in ("bfloat16", "float32") for dim in (64, 128, 256)]
+EVERYWHERE += [Case(128, 128, "bfloat16", everything=True)]
+ON_HOPPER = [Case(80, 80, "float16"), Case(192, 128, "bfloat16"), Case(256, 256, "bfloat16", everything=True)]
+ON_HOPPER += [Case(64, 64, "bfloat16", everything=True, each_step=True)]
+CASES = [(capability, case) for capability in SHARED_MEMORY for case in EVERYWHERE] + [(90, case) for case in ON_HOPPER]
+
+
+@pytest.mark.parametrize(("capability", "case"), CASES, ids=[f"sm_{capability}-{case}" for capability, case in CASES])
+def test_kernels_compile_and_fit(capability, case, tmp_path):
+    asked = launches(case, capability, fused=False)
+    found = asked + launches(case, capability, fused=True) if case.each_step else {each.kernel: each for each in asked}.values()
+    uses = [use(each, capability, tmp_path) for each in dict.fromkeys(found)]
+    print(*uses, sep="\n")
+    assert {"forward_kernel", "keys_kernel", "queries_kernel"} <= {each.kernel for each in uses}
+    assert not [each for each in uses if each.shared > SHARED_MEMORY[capability]]
+    assert not [each for each in uses if each.tensor_memory > 512]  # Triton would emit a trap
+    assert not [each for each in uses if each.spilled > most_spilled(capability, case, each.kernel)]
+
+
+def most_spilled(capability: int, case: Case, name: str) -> int:
+    """Nothing where most calls spend their time; elsewhere a little, and more with float32, whose products take many registers."""
+    if case.dtype == "float32" or case.everything:
+        return 4096
+    common = capability == 90 and case.dim <= 128 and name in ("forward_kernel", "queries_kernel")
+    return 0 if common else 1024
+
+
+def launches(case: Case, capability: int, fused: bool) -> list[Launch]:
+    """What a zigzag ring launches with the library's parameters, forward and backward; nothing is compiled or run."""
+    asked: list[Launch] = []
+
+    def triton_call(*arrays, kernel, out_shape, plan, num_warps, num_stages, **_):
+        asked.append(Launch(kernel, tuple(x.dtype.name for x in (*arrays, *out_shape)), plan, num_warps, num_stages))
+        return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
+
+    def local(operands, out, lse):
+        options = everything if case.everything else Options(causal=True)
+        options = replace(options, platform="triton", layout="zigzag", fused_backward=fused)
+        spec, operands = make_spec(options, operands, Placement("ring", RING))
+        return spec.strategy.forward(spec, operands), spec.strategy.backward(spec, operands, out, lse, out)
+
+    everything = Options(causal=True, sliding_window=(300, 200), chunk_size=512, logits_soft_cap=30.0, dropout_prob=0.1)
+    mesh = jax.make_mesh((RING,), ("ring",), devices=jax.devices()[:RING], axis_types=(jax.sharding.AxisType.Auto,))
+    library = SimpleNamespace(__version_info__=(0, 3), triton_call=triton_call)
+    stand_ins = dict(jax_triton=lambda: library, capability=lambda: capability, missing=lambda: None)
+    with patch.multiple(launch, **stand_ins):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), *shards(case))
+    return asked
+
+
+def shards(case: Case) -> tuple[Operands, Any, Any]:
+    """A rank's operands, output and LSE."""
+    length = 1000 if case.everything else 1024
+    shape = jax.ShapeDtypeStruct
+    query, key = (shape((BATCH, length, heads, case.dim), case.dtype) for heads in (HEADS, KV_HEADS))
+    value, out = (shape((BATCH, length, heads, case.value_dim), case.dtype) for heads in (KV_HEADS, HEADS))
+    lse, ids = shape((BATCH, HEADS, length), jnp.float32), shape((BATCH, length), jnp.int32)
+    if not case.everything:
+        return Operands(query, key, value), out, lse
+    extras = dict(
+        bias=shape((1, HEADS, length, RING * length), case.dtype),
+        mask=shape((BATCH, 1, length, RING * length), jnp.bool_),
+        q_segment_ids=ids,
+        q_position_ids=ids,
+        alibi_slopes=shape((HEADS,), jnp.float32),
+        dropout_seed=shape((2,), jnp.uint32),
+        origin=shape((2,), jnp.int32),
+    )
+    return Operands(query, key, value, **extras), out, lse
+
+
+_TRITON_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32"}
+
+
+def use(asked: Launch, capability: int, folder: Path) -> Use:
+    """Compiles to machine code."""
+    names = [name for name in asked.kernel.arg_names if name != "plan"]
+    signature = {name: f"*{_TRITON_NAMES[dtype]}" for name, dtype in zip(names, asked.dtypes, strict=True)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names))}
+    source = triton.compiler.ASTSource(asked.kernel, signature | {"plan": "constexpr"}, {"plan": asked.plan}, aligned)
+    options = dict(num_warps=asked.num_warps, num_stages=asked.num_stages, enable_fp_fusion=True)
+    program = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32), options=options)
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(program.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL"))
+    tensor_memory = getattr(program.metadata, "tmem_size", None) or 0
+    return Use(asked.kernel.__name__, program.metadata.shared, tensor_memory, registers, stack + local)

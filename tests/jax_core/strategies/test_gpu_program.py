@@ -1,0 +1,175 @@
+"""The ring as XLA schedules it for eight GPUs, compiled ahead of time on a machine that has none.
+
+No time is measured here. What the schedule shows: that a kernel runs while a rotation travels, what is copied besides, and how much
+memory a rank holds. Needs XLA's compiler for GPUs; `make test-gpu-aot` brings it.
+"""
+
+import atexit
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo import Op, Program, beside, computations, gathers, runs
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_core.kernels.cudnn import calls
+from jax_core.kernels.triton import launch
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import make_spec
+from jax_core.strategies.contract import Operands
+from torch_bridge.compiled import ONE_ROTATION
+
+pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for GPUs is not installed: make test-gpu-aot")
+triton = import_module("triton")  # where that is installed, its absence is a fault
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted: unset TRITON_INTERPRET")
+
+SIZE, SHARD, HEADS, KV_HEADS, DIM = 8, 4096, 32, 8, 128
+KV_BYTES = 2 * SHARD * KV_HEADS * DIM * 2
+BOTH = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+PLATFORMS = pytest.mark.parametrize("platform", ["triton", "cuda"])
+LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+
+
+@cache
+def compiled(backward: bool, layout: str = "zigzag", size: int = SIZE, platform: str = "triton"):
+    """The forward or the backward alone, causal, for ``size`` GPUs of ``SHARD`` tokens each."""
+    mesh, place = topologies.make_mesh(gpus(size), (size,), ("ring",)), Placement("ring", size)
+    options = Options(platform=platform, layout=layout, causal=True, lse_gradient=False)
+
+    def local(*arrays):
+        spec, operands = make_spec(options, Operands(*arrays[:3]), place)
+        spec = replace(spec, backend="gpu")  # as where JAX runs on GPUs
+        return spec.strategy.backward(spec, operands, *arrays[3:])[:3] if backward else spec.strategy.forward(spec, operands)[0]
+
+    rows, lse_rows = P(None, "ring"), P(None, None, "ring")
+    query, key = (shard((1, size * SHARD, heads, DIM), jnp.bfloat16, mesh, rows) for heads in (HEADS, KV_HEADS))
+    lse = shard((1, HEADS, size * SHARD), jnp.float32, mesh, lse_rows)
+    arrays = [query, key, key] + ([query, lse, query] if backward else [])
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=tuple(array.sharding.spec for array in arrays), out_specs=rows))
+    with hopper():
+        lowered = function.trace(*arrays).lower(lowering_platforms=("cuda",))
+    return lowered.compile(compiler_options={"xla_gpu_cuda_data_dir": toolkit(), **ONE_ROTATION})
+
+
+@contextmanager
+def hopper() -> Iterator[None]:
+    """Answers for the GPU and its cuDNN that the kernels ask about."""
+    with ExitStack() as stack:
+        for module, name, answer in (
+            (launch, "missing", None),
+            (launch, "capability", 90),
+            (calls, "missing", None),
+            (calls, "capability", 90),
+            (calls._private(), "check_cudnn_version", 91900),
+        ):
+            stack.enter_context(patch.object(module, name, lambda answer=answer: answer))
+        yield
+
+
+def shard(shape, dtype, mesh, spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+@cache
+def gpus(size: int):
+    target = (Path(__file__).parents[2] / "support" / "data" / "gpu_target.textproto").read_text()
+    return topologies.get_topology_desc(platform="cuda", topology_name="h100", target_config=target, topology=f"1x1x{size}")
+
+
+@cache
+def toolkit() -> str:
+    """A folder laid out like CUDA's, with the two files of it that XLA compiles with: Triton brings its own."""
+    folder = Path(tempfile.mkdtemp(prefix="cuda-of-triton-"))
+    atexit.register(shutil.rmtree, folder)
+    libdevice = Path(triton.__file__).parent / "backends" / "nvidia" / "lib" / "libdevice.10.bc"
+    for name, file in (("bin/ptxas", triton.knobs.nvidia.ptxas_blackwell.path), ("nvvm/libdevice/libdevice.10.bc", libdevice)):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).symlink_to(file)
+    return str(folder)
+
+
+def is_kernel(program: Program, op: Op) -> bool:
+    """An attention kernel, alone or fused with the slices of a packet that it reads."""
+    if op.kind == "fusion":
+        return any(is_kernel(program, inner) for inner in program[op.called("calls")])
+    return bool(re.search(r'custom_call_target="(triton_kernel_call|__cudnn\$fmha)', op.text))
+
+
+_PASSES = ("fusion", "copy", "concatenate", "slice", "convert", "transpose", "broadcast")
+
+
+def written(program: Program, op: Op) -> float:
+    """What a pass over memory besides kernels and rotations writes, in K/V shards."""
+    if op.kind not in _PASSES or is_kernel(program, op):
+        return 0
+    arrays = re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", op.types)
+    return sum(int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n) for bits, dims in arrays) / KV_BYTES
+
+
+class Rotation(NamedTuple):
+    times: int
+    kernels: int  # launched while it travels
+    text: str
+
+
+def rotations(program: Program) -> list[Rotation]:
+    return [
+        Rotation(times, sum(is_kernel(program, other) for other in beside(ops, i)), f"{name}: {op.text.strip()[:150]}")
+        for name, times, ops in runs(program)
+        for i, op in enumerate(ops)
+        if op.is_rotation
+    ]
+
+
+@BOTH
+@LAYOUTS
+@PLATFORMS
+def test_number_of_rotations(backward, layout, platform):
+    """Forward N - 1; backward the same with dK/dV in all but the first, then dK/dV alone twice, the second time home."""
+    program = computations(compiled(backward, layout, platform=platform).as_text())
+    assert sum(rotation.times for rotation in rotations(program)) == SIZE - 1 + 2 * backward
+    assert gathers(program) == []
+
+
+@BOTH
+@LAYOUTS
+@PLATFORMS
+def test_a_kernel_runs_while_a_rotation_travels(backward, layout, platform):
+    """But for the last one of the backward, which brings dK/dV home: nothing is left to compute."""
+    program = computations(compiled(backward, layout, platform=platform).as_text())
+    alone = [rotation for rotation in rotations(program) if rotation.kernels == 0]
+    last = [rotation for rotation in rotations(program) if rotation.text.startswith("ENTRY")][-1]
+    assert alone in ([], [last] if backward else [])
+
+
+@pytest.mark.parametrize(("backward", "shards"), [(False, 0), (True, 2)], ids=["forward", "backward"])
+def test_what_a_step_writes_besides(backward, shards):
+    """In the loop, in units of a K/V shard, for each rotation. Forward: nothing; a kernel reads what arrived where it lies, and
+    changes the running output in place. Backward: the arrived dK/dV and the step's are added, in float32."""
+    program = computations(compiled(backward).as_text())
+    name, _, ops = list(runs(program))[1]
+    passes = {op.name: written(program, op) for op in ops if written(program, op) > 0.01}
+    assert sum(passes.values()) <= 1.01 * shards * sum(op.is_rotation for op in ops), (name, passes)
+
+
+@pytest.mark.parametrize(("backward", "shards"), [(False, 6), (True, 10)], ids=["forward", "backward"])
+def test_memory_does_not_grow_with_the_ring(backward, shards):
+    """In units of a K/V shard, besides operands and results. Forward: the running output (4), K/V in use and arriving (2).
+    Backward: dQ (4), K/V in use and arriving (2), dK/dV that leave and arrive (4), where XLA finds room for the step's own."""
+    used = {size: compiled(backward, size=size).memory_analysis().temp_size_in_bytes / KV_BYTES for size in (4, 8)}
+    assert used[8] <= 1.01 * used[4], used
+    assert used[8] <= 1.02 * shards, used

@@ -1,0 +1,129 @@
+"""A kernel against the XLA kernel in float64 on one pair of shards: what the ring asks of it, without a ring."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels import xla
+from jax_core.kernels.contract import Extras, Grads, Partial, Rows, Scores
+from jax_core.masks.layout import runs
+from jax_core.masks.static import make_mask
+
+CAUSAL = make_mask(True)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Rank ``rank``'s queries and the keys of rank ``source`` in a ring of ``size``; lengths are those of a shard."""
+
+    queries: int
+    keys: int
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 32
+    value_dim: int | None = None
+    dtype: str = "float32"
+    batch: int = 1
+    layout: str = "contiguous"
+    rank: int = 0
+    source: int = 0
+    size: int = 1
+    scores: Scores = field(default_factory=lambda: Scores(CAUSAL, 0.3))
+    carry: bool = False
+    last: bool = False  # the output is asked for in the inputs' dtype
+    fused: bool = False
+
+
+SMALL = FwdParams(16, 16), BwdParams(16, 32)
+PAIRS = {
+    "own shard of a zigzag": Pair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
+    "a later shard of a zigzag": Pair(40, 40, layout="zigzag", rank=0, source=1, size=2, carry=True),
+    "a shard that is not seen": Pair(40, 33, rank=0, source=1, size=2, carry=True),
+    "nothing seen yet": Pair(40, 33, rank=0, source=1, size=2),
+    "striped": Pair(37, 50, layout="striped", rank=1, source=2, size=3, carry=True, fused=True),
+    "window of two sides, striped": Pair(33, 50, layout="striped", rank=1, size=3, scores=Scores(make_mask(False, (25, 13)), 0.3)),
+    "chunks, zigzag": Pair(50, 50, layout="zigzag", rank=1, source=0, size=2, scores=Scores(make_mask(True, None, 30), 0.3)),
+    "dims that are no power of two": Pair(20, 20, dim=80, value_dim=24, kv_heads=2),
+}  # fmt: skip
+
+
+def inputs(pair: Pair) -> tuple[tuple, Any, Any, Any]:
+    """``((q, k, v), dout, carry, dq)``, in float64 numbers that the pair's dtype holds exactly."""
+    rng = np.random.default_rng(0)
+    value_dim = pair.value_dim or pair.dim
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(jnp.dtype(pair.dtype)).astype(np.float64)
+
+    q = normal(pair.batch, pair.queries, pair.heads, pair.dim)
+    k, v = (normal(pair.batch, pair.keys, pair.kv_heads, dim) for dim in (pair.dim, value_dim))
+    dout = normal(pair.batch, pair.queries, pair.heads, value_dim)
+    before = rng.standard_normal(dout.shape).astype(np.float32).astype(np.float64)
+    lse = rng.standard_normal((pair.batch, pair.heads, pair.queries)).astype(np.float32).astype(np.float64)
+    dq = rng.standard_normal(q.shape).astype(np.float32).astype(np.float64)
+    return (q, k, v), dout, Partial(before, lse), dq
+
+
+def run(kernel, pair: Pair, params: tuple[FwdParams, BwdParams], dtype: str) -> tuple[Partial, Grads]:
+    """Forward and backward of the pair by ``kernel`` in ``dtype``; the backward takes the float64 result of the forward."""
+    wide = jnp.float64 if dtype == "float64" else jnp.float32
+    qkv, dout, carry, dq = inputs(pair)
+    q_runs, k_runs = (
+        runs(pair.layout, rank, pair.size, length) for rank, length in ((pair.rank, pair.queries), (pair.source, pair.keys))
+    )
+    diagonal = pair.rank == pair.source
+
+    @jax.jit
+    def both(qkv, dout, carry, dq, rows):
+        settings: dict[str, Any] = dict(diagonal=diagonal, scores=pair.scores, extras=Extras())
+        result = kernel.forward(
+            *qkv,
+            q_runs,
+            k_runs,
+            **settings,
+            carry=carry if pair.carry else None,
+            out_dtype=qkv[0].dtype if pair.last else wide,
+            config=params[0],
+        )
+        rows = rows or Rows(None, dout, result.lse, (result.out * dout).sum(-1).swapaxes(1, 2))
+        rows = rows._replace(out=result.out.astype(dout.dtype) if rows.out is None else rows.out)
+        settings |= dict(dq=dq if pair.carry else None, fused=pair.fused, config=params[1])
+        return result, kernel.backward(*qkv, rows, q_runs, k_runs, **settings), rows
+
+    with jax.enable_x64(True):
+        exact = both(qkv, dout, carry, dq, None) if dtype == "float64" else None
+        if exact is not None:
+            return exact
+        rows = both_in_float64(pair)[2]
+    cast = lambda tree, to: jax.tree.map(lambda x: jnp.asarray(np.asarray(x), to), tree)  # noqa: E731
+    rows = Rows(cast(rows.out, dtype), cast(rows.dout, dtype), cast(rows.lse, wide), cast(rows.delta, wide))
+    return both(cast(qkv, dtype), cast(dout, dtype), cast(carry, wide), cast(dq, wide), rows)
+
+
+def both_in_float64(pair: Pair):
+    return run(xla, pair, (FwdParams(64, 64), BwdParams(64, 64)), "float64")
+
+
+def check(kernel, pair: Pair, params: tuple[FwdParams, BwdParams]) -> None:
+    """Each result within a few roundings of the inputs' dtype, relative to its size; empty rows exactly empty."""
+    (out, lse), gradients, _ = run(kernel, pair, params, pair.dtype)
+    exact, wanted, _ = both_in_float64(pair)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(exact.lse))
+    named = {"out": (out, exact.out), "lse": (lse, exact.lse)}
+    named |= {name: (getattr(gradients, name), getattr(wanted, name)) for name in ("dq", "dk", "dv")}
+    for name, (got, want) in named.items():
+        got, want = (np.where(np.isneginf(x), 0, x) for x in (np.asarray(got, np.float64), np.asarray(want)))
+        assert np.isfinite(got).all(), name
+        size, error = np.sqrt(np.mean(want**2)), np.sqrt(np.mean((got - want) ** 2))
+        assert error <= allowed(pair.dtype, name) * size, f"{name}: error {error:.2e} of {size:.2e}"
+
+
+def allowed(dtype: str, name: str) -> float:
+    """In root mean squares. Weights and their gradients are rounded to the inputs' dtype before the matrix products, once each."""
+    if dtype == "float32" or name == "lse":
+        return 4e-6
+    return float(jnp.finfo(dtype).eps)

@@ -1,0 +1,62 @@
+"""Two processes use a ring and end in the way of the first argument; test_runtime.py says what each must show."""
+
+import sys
+import threading
+import time
+
+import jax
+import torch
+import torch.distributed as dist
+from rings import run
+
+from torch_bridge import mesh, runtime
+
+
+def start_from_many_threads() -> None:
+    """start() is idempotent, whoever calls it."""
+    threads = [threading.Thread(target=runtime.start, args=(mesh.resolve(),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    runtime.start()
+    runtime.start(mesh.resolve("local"))
+
+
+def early(rank: int) -> None:
+    """Rank 0, beside which JAX's service runs, ends first, and the process group is destroyed."""
+    dist.destroy_process_group()
+    time.sleep(2.0 * rank)
+
+
+def late(rank: int) -> None:
+    """Rank 0 ends last; nobody destroys anything."""
+    time.sleep(2.0 * (1 - rank))
+
+
+def early_exit_status(rank: int) -> None:
+    """Rank 1 leaves by sys.exit while rank 0 is in a step."""
+    if rank == 1:
+        sys.exit(5)
+    run(mesh.resolve(), torch.ones(3))
+
+
+def user_error(rank: int) -> None:
+    """Rank 1 fails while rank 0 computes something of its own for long."""
+    if rank == 1:
+        raise ZeroDivisionError("a mistake of the user")
+    time.sleep(3.0)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    out = run(mesh.resolve(), torch.full((2, 2), float(rank)))
+    assert out.tolist() == [[1.0 - rank] * 2] * 2
+    assert (jax.process_index(), jax.process_count()) == (rank, 2)
+    start_from_many_threads()
+    globals()[sys.argv[1]](rank)
+
+
+if __name__ == "__main__":
+    main()

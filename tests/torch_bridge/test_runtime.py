@@ -1,0 +1,331 @@
+"""JAX beside torch in real processes: the start, rings of a mesh, the end, and the death of a peer."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from torch_bridge import coordinator, mesh, peers, runtime
+from torch_bridge.mesh import Ring, jax_mesh, resolve, to_global, to_local
+
+WORKERS = Path(__file__).parents[1] / "support" / "workers"
+PEER_TIMEOUT = 12.0  # what killed_peer.py gives to start()
+NOISE = re.compile(r"Traceback|Check failure|grpc|CANCELLED|UNAVAILABLE|coordination|Error|Warning")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one process ended, and when."""
+
+    status: int
+    out: str
+    err: str
+    at: float
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without the eight devices of conftest.py, as a user's shell has it, and without GPUs."""
+    unset = ("XLA_FLAGS", "JAX_PLATFORMS")
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(WORKERS.parents[2]), "OMP_NUM_THREADS": "1", **more}
+
+
+def processes(world: int, script: str, *arguments: str, timeout: float = 90.0) -> list[Ended]:
+    """Start the script as every rank of a world, without torchrun, which would end the survivors of a death itself."""
+    port = str(free_port())
+    own_ports = {f"OWN_PORT_{rank}": str(free_port()) for rank in range(world)}
+    running = []
+    for rank in range(world):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        own = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **own_ports}
+        command = [sys.executable, str(WORKERS / script), *arguments]
+        running.append(
+            subprocess.Popen(command, env=environment(**ranks, **own), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    return [_end(process, timeout) for process in running]
+
+
+def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"a process did not end within {timeout} s\n{out}\n{err}")
+    return Ended(process.returncode, out, err, time.time())
+
+
+@pytest.mark.slow
+def test_rings_of_a_2d_mesh_run_at_the_same_time_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(WORKERS / "rings.py")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank} is done" in done.stdout for rank in range(4))
+    assert not NOISE.search(done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("way", [pytest.param("early", marks=pytest.mark.slow), "late"])
+def test_a_clean_end_is_quiet(way):
+    for ended in processes(2, "ends.py", way):
+        assert ended.status == 0, ended.err
+        assert not NOISE.search(ended.err), ended.err
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_ends_it_at_once_and_leaves_the_others_alone():
+    fine, failed = processes(2, "ends.py", "user_error")
+    assert (fine.status, fine.err) == (0, "")
+    assert failed.status == 1
+    assert failed.err.strip().endswith("ZeroDivisionError: a mistake of the user")
+    assert failed.err.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_a_step_whose_peer_has_left_does_not_hang():
+    left_alone, left = processes(2, "ends.py", "early_exit_status")
+    assert (left.status, left.err) == (5, "")
+    assert left_alone.status == 1
+    assert re.search(r"PeerFailure: the ring of global ranks \[0, 1\] lost a member in forward step 2", left_alone.err)
+
+
+@pytest.mark.parametrize(
+    ("victim", "survivors"),
+    [
+        pytest.param(2, "leave", id="killed"),
+        pytest.param(0, "linger", id="rank 0 killed, others catch the error", marks=pytest.mark.slow),
+    ],
+)
+def test_the_death_of_a_peer_ends_the_others_with_the_ring_and_the_step(victim, survivors):
+    ended = processes(4, "killed_peer.py", str(victim), survivors)
+    died = re.search(r"dies at ([\d.]+)", ended[victim].out)
+    assert died, ended[victim].err
+    for rank, survivor in enumerate(ended):
+        if rank == victim:
+            continue
+        assert survivor.status > 0, survivor.err  # neither success, nor a signal such as JAX's abort
+        assert re.search(r"the ring of global ranks \[0, 1, 2, 3\] lost a member in (forward|backward) step 1[56]", survivor.err)
+        assert f"{victim} (died)" in survivor.err
+        assert "Check failure" not in survivor.err
+    noticed = max(survivor.at for survivor in ended) - float(died[1])
+    assert noticed < PEER_TIMEOUT + 6 * (survivors == "linger")  # those who linger sleep on after they have caught it
+    if survivors == "linger":
+        opposite = ended[2]
+        assert opposite.status == runtime.EXIT_PEER_FAILURE  # no connection of its own broke: the watchdog ended it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("local_first", "its backend was already running in this process"),
+        ("other_world", r"jax.distributed must have the torch world: process {rank} of 2; .* as process 0 of 1"),
+        ("many_devices", r"exactly one device in each of torch's 2 processes, but has 8 on rank {rank}"),
+    ],
+)
+def test_a_start_that_cannot_work_is_refused(way, message):
+    for rank, ended in enumerate(processes(2, "starts.py", way)):
+        assert ended.status == 0, ended.err
+        assert re.search("refused: .*" + message.format(rank=rank), ended.out), ended.out
+
+
+@pytest.mark.slow
+def test_a_world_that_the_program_has_started_rightly_is_used():
+    for ended in processes(2, "starts.py", "right_world"):
+        assert ended.status == 0, ended.err
+        assert "started" in ended.out
+
+
+@pytest.mark.slow
+def test_a_death_during_the_start_does_not_hang():
+    survivor, _ = processes(2, "starts.py", "death")
+    assert survivor.status == runtime.EXIT_PEER_FAILURE, survivor.err
+    assert "the ring of global ranks [0, 1] lost a member in start step 1, on global rank 0: global rank 1 (died)" in survivor.err
+
+
+@pytest.mark.parametrize("where", ["ring", 3, 1.5, ["cp"]], ids=str)
+def test_only_meshes_groups_and_local_are_places(where):
+    with pytest.raises(ValueError, match=r'mesh must be a DeviceMesh, a ProcessGroup, "local" or None, got'):
+        resolve(where)
+
+
+@pytest.mark.parametrize("where", [None, "local"])
+def test_without_torch_distributed_there_is_a_ring_of_one(where):
+    ring = resolve(where)
+    assert (ring, ring.size, ring.group) == (Ring((0,), 0), 1, None)
+    local = jnp.ones((2, 3))
+    assert to_global(ring, local) is local
+    assert to_local(local).unsafe_buffer_pointer() == local.unsafe_buffer_pointer()
+    assert jax_mesh(ring).shape == {"ring": 1}
+    with pytest.raises(ValueError, match="mesh_dim chooses a dimension of a DeviceMesh, got mesh_dim='cp'"):
+        resolve(where, "cp")
+
+
+class OtherArray:
+    """An array of a JAX whose constructor takes something else."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype, self.ndim = array, array.shape, array.dtype, array.ndim
+
+
+@pytest.mark.parametrize("wrap", [lambda array: array, OtherArray], ids=["this JAX", "another"])
+def test_global_arrays_after_the_first_are_like_it(wrap, monkeypatch):
+    checked, check = [], jax.make_array_from_single_device_arrays
+
+    def spy(shape, sharding, arrays):
+        checked.append(shape)
+        return check(shape, sharding, [getattr(array, "array", array) for array in arrays])
+
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", spy)
+    alone = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("ring",)), jax.sharding.PartitionSpec("ring"))
+    join, local = mesh._Joiner(1, alone), jnp.arange(6.0).reshape(3, 2)
+    first, second = join(wrap(local)), join(wrap(local))
+    assert (first.aval, first.sharding, first.committed) == (second.aval, second.sharding, second.committed)
+    assert first.unsafe_buffer_pointer() == second.unsafe_buffer_pointer() == local.unsafe_buffer_pointer()
+    assert checked == [(3, 2)] * (1 if wrap(local) is local else 2)
+    with pytest.raises(ValueError, match="got a scalar"):
+        join(jnp.float32(0))
+
+
+def test_a_ring_whose_processes_jax_does_not_see_is_refused():
+    with pytest.raises(RuntimeError, match=r"has none of ranks \[1\]; call torch_bridge.runtime.start"):
+        jax_mesh(Ring((0, 1), 0))
+
+
+def test_one_process_needs_no_torch_distributed():
+    ring = Ring((0,), 0)
+    runtime.start(ring)
+    runtime.start()
+    with runtime.watch(ring, "forward") as call:
+        assert call.call == 0  # nobody to watch
+
+
+@pytest.fixture
+def running_jax(monkeypatch):
+    """A program that has used JAX on a GPU before it came here, with no setting of its own."""
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(runtime, "_backends_started", lambda: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.usefixtures("running_jax")
+def test_a_program_whose_jax_has_taken_the_gpu_is_told_once():
+    with pytest.warns(RuntimeWarning, match=r"has taken its share .* XLA_PYTHON_CLIENT_PREALLOCATE=false"):
+        runtime._settings_before_jax(None)
+    runtime._settings_before_jax(None)
+
+
+@pytest.mark.usefixtures("running_jax")
+@pytest.mark.parametrize("setting", [("PREALLOCATE", "true"), ("PREALLOCATE", "false"), ("ALLOCATOR", "platform")])
+def test_what_the_user_has_set_stays(setting, monkeypatch):
+    name = f"XLA_PYTHON_CLIENT_{setting[0]}"
+    monkeypatch.setenv(name, setting[1])
+    runtime._settings_before_jax(None)
+    assert os.environ[name] == setting[1]
+
+
+def test_jax_takes_no_memory_ahead(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    runtime._settings_before_jax(None)
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
+def test_errors_of_the_program_pass_through_a_watch():
+    with pytest.raises(ValueError, match="shapes"), runtime.watch(Ring((0, 1), 0), "forward"):
+        raise ValueError("shapes do not fit")
+
+
+class Event:
+    """Stands for the event behind it: complete when the peers have done their part."""
+
+    complete = False
+
+    def query(self):
+        return self.complete
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """The state of a process that knows nothing of its peers yet."""
+    state = peers._Peers(timeout=0.08)
+    monkeypatch.setattr(peers, "_peers", state)
+    return state
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_launched_call_is_watched_until_its_stream_is_past_it():
+    event = Event()
+    with runtime.watch(Ring((0, 1), 0), "backward") as call:
+        call.event = event
+    assert peers._unfinished() == [call]
+    event.complete = True
+    assert peers._unfinished() == []
+
+
+def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(fresh):
+    call = runtime.watch(Ring((0, 1), 0), "backward")
+    fresh.gone[7] = False
+    assert not call.overdue()
+    fresh.gone[1] = False
+    assert not call.overdue()  # it has a while to end by itself
+    time.sleep(0.03)
+    assert call.overdue()
+
+
+def test_after_a_good_end_of_a_peer_gloo_decides_and_nccl_has_more_time(fresh):
+    call = runtime.watch(Ring((0, 1), 0), "backward")
+    fresh.gone[1] = True
+    assert call._grace() == pytest.approx(0.24)
+    peers.trust_collectives()
+    assert call._grace() is None
+    assert not call.overdue()
+
+
+def test_a_new_step_of_a_ring_that_lost_a_member_fails_at_once(fresh):
+    fresh.gone[3] = True
+    with pytest.raises(runtime.PeerFailure, match=r"ranks \[2, 3\] .* forward step 1, on global rank 2: global rank 3 \(ended\)"):
+        runtime.watch(Ring((2, 3), 0), "forward").__enter__()
+    with runtime.watch(Ring((0, 1), 0), "forward"):
+        pass
+
+
+def test_the_coordinator_ignores_strangers_and_ends_with_the_last_rank():
+    endpoint = coordinator.launch(2, 30.0)
+    address = ("localhost", endpoint.liveness_port)
+    stranger, first, second = (socket.create_connection(address, timeout=10) for _ in range(3))
+    stranger.sendall(b'{"token": "", "rank": 0}\n')
+    assert stranger.recv(1) == b""
+    for rank, connection in enumerate((first, second)):
+        connection.sendall(f'{{"token": "{endpoint.token}", "rank": {rank}}}\n'.encode())
+    first.sendall(b'{"bye": true}\n')
+    first.close()
+    assert second.makefile().readline() == '{"gone": 0, "clean": true}\n'
+    second.shutdown(socket.SHUT_RDWR)
+    for connection in (stranger, second):
+        connection.close()
+    assert _refuses(address)
+
+
+def _refuses(address: tuple[str, int]) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(address, timeout=1).close()
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
