@@ -23,7 +23,7 @@ from jax_core.masks.layout import (
     shard_multiple,
 )
 from jax_core.masks.static import Mask, empty, full, make_mask, visible
-from jax_core.strategies.ring.schedule import shifts
+from jax_core.strategies.ring.schedule import visible_shifts as shifts
 
 brute_force = settings(deadline=None, derandomize=True, max_examples=200)
 
