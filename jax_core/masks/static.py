@@ -26,7 +26,9 @@ class Mask:
     chunk: int | None = None
 
 
-def make_mask(causal: bool = False, window: int | tuple[int | None, int | None] | None = None, chunk: int | None = None) -> Mask:
+def make_mask(
+    causal: bool = False, window: int | tuple[int | None, int | None] | list[int | None] | None = None, chunk: int | None = None
+) -> Mask:
     """Checks the arguments and folds them together: a causal mask is a window whose right side is 0."""
     left, right = _window_sides(window)
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
