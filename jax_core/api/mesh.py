@@ -1,6 +1,6 @@
 """Global arrays on a mesh: from PartitionSpecs to ``shard_map`` over local shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -56,18 +56,30 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
     operands = _in_global_shape(operands)
     given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
 
+    def whole(*arrays):
+        return result(_named(given, arrays))
+
     def local(*arrays):
-        shards = Operands(**{"key": None, "value": None, "query": None} | dict(zip(given, arrays, strict=True)))
-        shards = shards._replace(origin=_origin(plan, shards))
-        where = _backend(plan.mesh), is_ring(plan.mesh, axis_names(plan.sequence))
-        out, lse = local_attention(options, shards, plan.sequence, plan.size(plan.heads), *where)
+        shards = _named(given, arrays)
+        torus = is_ring(plan.mesh, axis_names(plan.sequence))
+        where = plan.sequence, plan.size(plan.heads), _backend(plan.mesh), torus
+        return result(shards._replace(origin=_origin(plan, shards)), *where)
+
+    def result(shards: Operands, *where):
+        out, lse = local_attention(options, shards, *where)
         return (out, lse) if plan.return_lse else out
 
     in_specs = tuple(operand_spec(plan, operands, name) for name in given)
     for (name, array), spec in zip(given.items(), in_specs, strict=True):
         check_divides(plan, name, array.shape, spec)
+    if 0 in (*operands.query.shape, *operands.key.shape):  # XLA cannot split what is empty
+        return whole, tuple(given.values())
     mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
     return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
+
+
+def _named(names: Iterable[str], arrays: Sequence[Array]) -> Operands:
+    return Operands(**{"key": None, "value": None, "query": None} | dict(zip(names, arrays, strict=True)))  # type: ignore[arg-type]
 
 
 def _backend(mesh: Mesh | AbstractMesh) -> str | None:
