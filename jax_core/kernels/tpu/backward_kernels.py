@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.tpu.plan import FIRST, LAST, Plan, visit, when_it_runs
-from jax_core.kernels.tpu.scores import At, Tile, column, dropped, logit_gradient, make_tile, product
+from jax_core.kernels.tpu.products import column, product
+from jax_core.kernels.tpu.scores import At, Tile, dropped, logit_gradient, make_tile
 
 
 class _Gradients(NamedTuple):
@@ -27,7 +28,7 @@ def _gradients(plan: Plan, at: At, shards, beside, masked: bool, turned: bool) -
     lse, delta = (x[...] if turned else column(x[...]) for x in (shards.lse, shards.delta))
     weights = jnp.exp(tile.logits - lse)
     dout, value = shards.dout[...], shards.v[...]
-    dweights = product(value, dout, (1, 1), plan) if turned else product(dout, value, (1, 1), plan)
+    dweights = product(value, dout, (1, 1), plan.scores) if turned else product(dout, value, (1, 1), plan.scores)
     return _Gradients(tile, weights, *logit_gradient(plan, tile, weights, dweights, delta))
 
 
@@ -44,7 +45,7 @@ def queries_kernel(plan: Plan, size: tuple[int, int], words, numbers, shards, be
     def update(masked: bool) -> None:
         found = _gradients(plan, at, shards, beside, masked, turned=False)
         key = shards.k[...]
-        sum_dq[...] += product(found.dproducts.astype(key.dtype), key, (1, 0), plan)
+        sum_dq[...] += product(found.dproducts.astype(key.dtype), key, (1, 0), plan.scores)
 
     when_it_runs(flags, update)
 
@@ -81,8 +82,8 @@ def keys_kernel(plan: Plan, size: tuple[int, int], words, numbers, shards, besid
         found = _gradients(plan, at, shards, beside, masked, turned=True)
         query, dout = shards.q[...], shards.dout[...]
         dproducts = found.dproducts.astype(query.dtype)
-        sums.dk[...] += product(dproducts, query, (1, 0), plan)
-        sums.dv[...] += product(dropped(plan, found.tile, found.weights).astype(dout.dtype), dout, (1, 0), plan)
+        sums.dk[...] += product(dproducts, query, (1, 0), plan.scores)
+        sums.dv[...] += product(dropped(plan, found.tile, found.weights).astype(dout.dtype), dout, (1, 0), plan.scores)
         if dslopes is not None:
             sums.dslopes[member] -= (found.dlogits * found.tile.distance).sum(0, keepdims=True)
         if dq is not None:
@@ -101,7 +102,7 @@ def _add_block(place, dproducts, key, plan: Plan, block, arrived, left) -> None:
     """Adds a turned tile's share of dQ to ``place``. The copy back is waited for: the next visit may be to the same block."""
     copy_in, copy_out = pltpu.make_async_copy(place, block, arrived), pltpu.make_async_copy(block, place, left)
     copy_in.start()
-    share = product(dproducts, key, (0, 0), plan)
+    share = product(dproducts, key, (0, 0), plan.scores)
     copy_in.wait()
     block[...] += share
     copy_out.start()

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import BlockPairs, out_of_blocks
 from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Rows, Scores
-from jax_core.kernels.tpu import costs, launch, params
+from jax_core.kernels.tpu import costs, launch, limits, params
 from jax_core.kernels.tpu.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from jax_core.kernels.tpu.forward_kernel import forward_kernel
 from jax_core.kernels.tpu.plan import (
@@ -33,11 +33,8 @@ from jax_core.kernels.tpu.plan import (
 from jax_core.kernels.tpu.specs import Specs
 from jax_core.masks.layout import Run
 
-LANES = 128  # positions of a block are a multiple of it
-_WIDEST = 256
 _LISTED = 250_000  # of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
-_PRECISIONS = ("default", "fastest", "bfloat16", "highest", "float32")
 HANDLES = frozenset(
     "causal left right chunk softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids alibi_slopes dropout_seed origin "
@@ -46,23 +43,18 @@ HANDLES = frozenset(
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-    if max(problem.dim, problem.value_dim) > _WIDEST:
-        return f"head dims are at most {_WIDEST}, got {problem.dim} and {problem.value_dim}"
     if problem.scores.logits_dtype not in (None, *_DTYPES):
         return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
-    if problem.scores.precision_name not in (None, *_PRECISIONS):
-        return f"the Pallas kernels multiply in one of the precisions {', '.join(_PRECISIONS)}, got {problem.scores.precision}"
-    return launch.missing(problem.backend) or _params_reason(problem, forward, backward)
+    reason = limits.problem_reason(problem) or launch.missing(problem.backend)
+    reason = reason or limits.params_reason("fwd_params", forward) or limits.params_reason("bwd_params", backward)
+    return reason or _list_reason(problem, forward, backward)
 
 
-def _params_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+def _list_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
     per_entry = problem.features & {"q_segment_ids", "q_position_ids", "mask"} or problem.scores.predicates
     for name, part in (("fwd_params", forward), ("bwd_params", backward)):
-        if part.num_stages is not None or part.num_warps is not None:
-            return f"{name}: the Pallas kernels have no stages or warps; leave num_stages and num_warps None"
-        if any(size % LANES for size in _blocks(part)):
-            return f"{name}: block sizes must be multiples of {LANES}, got {' x '.join(map(str, _blocks(part)))}"
-        q, k = (-(-length // size) + 1 for length, size in zip((problem.q_length, problem.k_length), _blocks(part), strict=True))
+        lengths = problem.q_length, problem.k_length
+        q, k = (-(-length // size) + 1 for length, size in zip(lengths, limits.block_sizes(part), strict=True))
         pairs = q * k * (problem.batch if per_entry else 1)
         if pairs > _LISTED:
             return f"{name}: a TPU's scalar memory lists {_LISTED} pairs of blocks, got {pairs}; give larger blocks"
@@ -71,7 +63,7 @@ def _params_reason(problem: Problem, forward: FwdParams, backward: BwdParams) ->
 
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     if launch.missing(problem.backend):
-        return FwdParams(LANES, LANES), BwdParams(LANES, LANES)  # not used: unsupported() says why
+        return FwdParams(limits.LANES, limits.LANES), BwdParams(limits.LANES, limits.LANES)  # not used: unsupported() says why
     return params.default_params(problem, launch.generation())
 
 
@@ -269,12 +261,7 @@ def _slope_gradient(dslopes, slopes):
     return dslopes if slopes.shape[0] == dslopes.shape[0] else dslopes.sum(0, keepdims=True)
 
 
-def _blocks(config: FwdParams) -> tuple[int, int]:
-    return config.q_blocksize, config.kv_blocksize  # type: ignore[return-value]  # complete by now
-
-
 def _fitting(config: FwdParams, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> tuple[int, int]:
     """The blocks, no longer than a run asks for."""
-    runs = q_runs[0].length, k_runs[0].length
-    q, k = (min(size, -(-length // LANES) * LANES) for size, length in zip(_blocks(config), runs, strict=True))
-    return q, k
+    q, k = limits.block_sizes(config)
+    return limits.fitting(q, q_runs[0].length), limits.fitting(k, k_runs[0].length)

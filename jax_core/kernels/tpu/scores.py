@@ -10,6 +10,7 @@ from jax import lax
 
 from jax_core.kernels.blocks import Side
 from jax_core.kernels.tpu.plan import Beside, Plan, remainder
+from jax_core.kernels.tpu.products import column, product, scaled, through_softcap
 from jax_core.masks.dropout import threefry_2x32, threshold
 from jax_core.masks.functions import Predicate
 from jax_core.masks.static import visible
@@ -34,24 +35,12 @@ class Tile(NamedTuple):
     distance: Any
 
 
-def product(a, b, axes: tuple[int, int], plan: Plan):
-    """A matrix product over one axis of each, in float32; float32 inputs are multiplied in full unless asked otherwise."""
-    precision = plan.scores.precision
-    if precision is None and a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST
-    contract = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
-
-
 def make_tile(plan: Plan, at: At, q, k, beside: Beside, masked: bool, turned: bool) -> Tile:
     scores = plan.scores
-    x = product(k, q, (1, 1), plan) if turned else product(q, k, (1, 1), plan)
+    x = product(k, q, (1, 1), scores) if turned else product(q, k, (1, 1), scores)
     if scores.logits_dtype is not None:
         x = x.astype(scores.logits_dtype).astype(jnp.float32)
-    x, tanh, distance = x * scores.scale, None, None
-    if scores.softcap is not None:
-        tanh = jnp.tanh(x / scores.softcap)
-        x = tanh * scores.softcap
+    (x, tanh), distance = scaled(scores, x), None
     if beside.bias is not None:
         x = x + _turn(beside.bias[...].astype(jnp.float32), turned)
     places = _places(plan, at, x.shape, turned)
@@ -98,11 +87,6 @@ def _positions(places: _Places, beside: Beside, turned: bool):
 def sides(q_row, k_row, turned: bool):
     """Two rows of numbers so that they broadcast over a tile."""
     return (q_row[...], column(k_row[...])) if turned else (column(q_row[...]), k_row[...])
-
-
-def column(row):
-    """``[1, n] -> [n, 1]``"""
-    return jnp.expand_dims(row[0], -1)
 
 
 def _turn(x, turned: bool):
@@ -153,5 +137,4 @@ def dropped(plan: Plan, tile: Tile, x):
 def logit_gradient(plan: Plan, tile: Tile, weights, dweights, delta):
     """Of the logits, and of the products of queries and keys."""
     dlogits = weights * (dropped(plan, tile, dweights) - delta)
-    dproducts = dlogits * plan.scores.scale
-    return dlogits, dproducts if tile.tanh is None else dproducts * (1 - tile.tanh * tile.tanh)
+    return dlogits, through_softcap(dlogits * plan.scores.scale, tile.tanh)

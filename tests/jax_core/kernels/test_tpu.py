@@ -13,12 +13,13 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from oracle_assertions import assert_like_the_oracle
 from pairs import PAIRS, SMALL, Pair, check
+from tpu_interpreter import kernels_interpreted
 
 import jax_core
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import tpu as pallas
 from jax_core.kernels.contract import Problem, Scores
-from jax_core.kernels.tpu import kernel, launch
+from jax_core.kernels.tpu import limits
 from jax_core.masks.static import make_mask
 
 # One of each feature; every layout, ring size and way of calling is run with the xla kernel already.
@@ -34,11 +35,9 @@ FUSED = ("grouped heads", "slopes per sequence", "packed with padding", "causal 
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda backend: None)
-    monkeypatch.setattr(launch, "generation", lambda: "TPU v5e")
-    monkeypatch.setattr(launch, "interpret", lambda: True)
-    monkeypatch.setattr(kernel, "LANES", 8)  # small blocks, for many of them in a small shard
+def interpreter():
+    with kernels_interpreted(lanes=8):
+        yield
 
 
 def in_pallas(case: Case, **settings) -> Case:
@@ -154,7 +153,7 @@ def test_long_lists_of_blocks_are_refused():
     ],
 )
 def test_what_it_refuses(settings, dtype, dim, message, monkeypatch):
-    monkeypatch.setattr(kernel, "LANES", 16)
+    monkeypatch.setattr(limits, "LANES", 16)
     x = jnp.ones((1, 16, 2, dim), dtype)
     with pytest.raises((NotImplementedError, ValueError), match=message.replace("of 8", "of 16")):
         jax_core.ring_attention(x, x, x, platform="pallas", **settings)
