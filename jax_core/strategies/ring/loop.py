@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_core.kernels.contract import Extras, Grads, Kernel, Rows, accumulation_dtype
+from jax_core.kernels.contract import Extras, Grads, Kernel, Residuals, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
 from jax_core.masks.layout import Run, runs
 from jax_core.strategies.contract import Operands, RingSpec, row_delta
@@ -70,7 +70,7 @@ def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> O
     """
     kernel = _kernel(spec)
     operands, to_given_shape = _in_full_shape(spec, operands)
-    rows = Rows(out, dout, lse, row_delta(out, lse, dout, dlse if spec.lse_gradient else None))
+    residuals = Residuals(out, dout, lse, row_delta(out, lse, dout, dlse if spec.lse_gradient else None))
     own, word, moves = _travellers(operands), word_type(operands.key.dtype, packed=spec.backend == "cpu"), _moves(spec, operands)
 
     def step(state, move: _Move):
@@ -84,7 +84,7 @@ def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> O
             q,
             k,
             v,
-            rows,
+            residuals,
             q_runs,
             k_runs,
             diagonal=not move.came,
@@ -101,10 +101,10 @@ def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> O
         return landed[0] if move.onward else words, shift + move.onward, dkv, _accumulate(sums, grads, k_runs)
 
     # The first rotation must not run beside the forward's, nor be shared with it, which would hold its result until now.
-    words = after(pack(own, word), rows.delta) if len(moves) > 1 else None
+    words = after(pack(own, word), residuals.delta) if len(moves) > 1 else None
     _, _, dkv, sums = _walk(spec, step, (words, jnp.int32(0), None, _no_sums(operands, lse.dtype)), moves)
     dk, dv = _send_home(spec, dkv, word, sum(move.onward for move in moves))
-    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, rows.delta)
+    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta)
     floats = to_given_shape(_Floats(dsinks, sums.dbias, sums.dalibi_slopes))
     query, key, value = (x.astype(operand.dtype) for x, operand in zip((sums.dq, dk, dv), operands[:3], strict=True))
     nothing = jax.tree.map(lambda _: None, operands)
