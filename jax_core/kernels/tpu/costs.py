@@ -2,7 +2,7 @@
 
 from jax.experimental import pallas as pl
 
-from jax_core.kernels.blocks import Side
+from jax_core.kernels.blocks import BlockLayout
 from jax_core.kernels.tpu.plan import Plan
 
 
@@ -41,7 +41,7 @@ def _estimate(plan: Plan, products: tuple[int, ...], memory: float) -> pl.CostEs
     return pl.CostEstimate(flops=int(2 * pairs * sum(products)), transcendentals=int(pairs), bytes_accessed=int(memory))
 
 
-def _length(side: Side) -> int:
+def _length(side: BlockLayout) -> int:
     return side.runs * side.length
 
 

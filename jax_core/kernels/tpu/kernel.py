@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.blocks import BlockPairs, out_of_blocks
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Rows, Scores
+from jax_core.kernels.blocks import BlockSparsity, out_of_blocks
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
 from jax_core.kernels.tpu import costs, launch, limits, params
 from jax_core.kernels.tpu.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from jax_core.kernels.tpu.forward_kernel import forward_kernel
@@ -99,18 +99,30 @@ def forward(
 
 
 def backward(
-    q, k, v, rows: Rows, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+    q,
+    k,
+    v,
+    residuals: Residuals,
+    q_runs,
+    k_runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    dq,
+    fused: bool,
+    config: BwdParams,
 ) -> Grads:
     del diagonal
     plan = make_plan((q, k, v), q_runs, k_runs, scores, extras, _fitting(config, q_runs, k_runs))
     beside = make_beside(plan, (q, k, v), q_runs, k_runs, extras)
     pairs = make_pairs(plan, q_runs, k_runs, extras, beside)
     # A row that saw no key, or stands for padding, has an infinite LSE here: its weights are exp(-inf) = 0.
-    lse = jnp.where(jnp.isneginf(rows.lse), jnp.inf, rows.lse)
+    lse = jnp.where(jnp.isneginf(residuals.lse), jnp.inf, residuals.lse)
     shards = _shards(plan, q, k, v)._replace(
-        dout=rows_of(rows.dout.astype(q.dtype), plan.q),
+        dout=rows_of(residuals.dout.astype(q.dtype), plan.q),
         lse=numbers_of(lse, plan.q, jnp.inf),
-        delta=numbers_of(rows.delta, plan.q),
+        delta=numbers_of(residuals.delta, plan.q),
     )
     run = _Backward(plan, shards, beside, pairs, where_and_seed(q_runs, k_runs, extras))
     before = None if dq is None else rows_of(dq, plan.q)
@@ -131,7 +143,7 @@ def backward(
 class _Backward:
     """The launches of a backward pass over one pair of shards."""
 
-    def __init__(self, plan: Plan, shards: Shards, beside: Beside, pairs: BlockPairs, numbers):
+    def __init__(self, plan: Plan, shards: Shards, beside: Beside, pairs: BlockSparsity, numbers):
         self.plan, self.shards, self.beside, self.pairs, self.numbers = plan, shards, beside, pairs, numbers
 
     def queries(self, before):

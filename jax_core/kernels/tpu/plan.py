@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_core.kernels.blocks import BlockPairs, Side, block_pairs, dense_mask, in_blocks, same_rows, side
+from jax_core.kernels.blocks import BlockLayout, BlockSparsity, block_layout, block_sparsity, dense_mask, in_blocks, same_rows
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.functions import Predicate
 
@@ -26,8 +26,8 @@ _FLAGS = 16
 class Plan:
     """The constants of a launch."""
 
-    q: Side
-    k: Side
+    q: BlockLayout
+    k: BlockLayout
     batch: int
     heads: int
     kv_heads: int
@@ -77,16 +77,16 @@ class Visits(NamedTuple):
 def make_plan(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int]) -> Plan:
     q, k, v = shards
     inside = tuple(predicate for predicate in scores.predicates if predicate.elementwise)
-    sides = side(q_runs, blocks[0]), side(k_runs, blocks[1])
+    sides = block_layout(q_runs, blocks[0]), block_layout(k_runs, blocks[1])
     return Plan(*sides, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], scores, inside)
 
 
-def rows_of(x, where: Side, fill=0):
+def rows_of(x, where: BlockLayout, fill=0):
     """``[batch, length, heads, dim] -> [batch, heads, length in blocks, dim]``"""
     return in_blocks(jnp.swapaxes(x, 1, 2), 2, where, fill)
 
 
-def numbers_of(x, where: Side, fill=0):
+def numbers_of(x, where: BlockLayout, fill=0):
     """``[batch, heads, length] -> [batch, heads, 1, length in blocks]``"""
     return in_blocks(x, 2, where, fill)[:, :, None]
 
@@ -114,7 +114,7 @@ def _on_tpu(bias):
     return bias.astype(jnp.float32) if bias is not None and bias.dtype == jnp.float16 else bias
 
 
-def _ids(ids, where: Side):
+def _ids(ids, where: BlockLayout):
     return None if ids is None else in_blocks(ids, 1, where)[:, None].astype(jnp.int32)
 
 
@@ -134,9 +134,9 @@ def where_and_seed(q_runs, k_runs, extras: Extras):
     return jnp.concatenate([jnp.stack([jnp.asarray(x, jnp.int32) for x in starts + origin]), words])
 
 
-def make_pairs(plan: Plan, q_runs, k_runs, extras: Extras, beside: Beside) -> BlockPairs:
+def make_pairs(plan: Plan, q_runs, k_runs, extras: Extras, beside: Beside) -> BlockSparsity:
     """Which pairs of blocks to visit, of which what is visible altogether needs no mask."""
-    pairs = block_pairs(plan.q, plan.k, q_runs, k_runs, plan.scores, extras)
+    pairs = block_sparsity(plan.q, plan.k, q_runs, k_runs, plan.scores, extras)
     if plan.inside:
         pairs = pairs._replace(whole=jnp.zeros_like(pairs.whole))
     if beside.mask is None:
@@ -145,15 +145,15 @@ def make_pairs(plan: Plan, q_runs, k_runs, extras: Extras, beside: Beside) -> Bl
     tiles = beside.mask.reshape(
         *beside.mask.shape[:2], -1 if rows > 1 else 1, plan.q.block if rows > 1 else 1, columns, plan.k.block
     )
-    return BlockPairs(pairs.visible & (tiles != 0).any((1, 3, 5)), pairs.whole & (tiles != 0).all((1, 3, 5)))
+    return BlockSparsity(pairs.visible & (tiles != 0).any((1, 3, 5)), pairs.whole & (tiles != 0).all((1, 3, 5)))
 
 
-def kinds(pairs: BlockPairs):
+def kinds(pairs: BlockSparsity):
     """The flags that say what a pair of blocks needs."""
     return jnp.where(pairs.visible, RUNS, 0) | jnp.where(pairs.whole, 0, MASKED)
 
 
-def list_visits(pairs: BlockPairs, by_columns: bool = False) -> Visits:
+def list_visits(pairs: BlockSparsity, by_columns: bool = False) -> Visits:
     """Row after row of query blocks, or column after column of key blocks. A row without a visible pair has one visit that
     computes nothing, so that its result is written."""
     visible, whole = (jnp.swapaxes(x, 1, 2) if by_columns else x for x in pairs)
@@ -161,7 +161,7 @@ def list_visits(pairs: BlockPairs, by_columns: bool = False) -> Visits:
     visits = visible | (~visible.any(-1, keepdims=True) & (jnp.arange(columns) == 0))
     number = jnp.cumsum(visits, -1)
     flags = jnp.where(number == 1, FIRST, 0) | jnp.where(number == visits.sum(-1, keepdims=True), LAST, 0)
-    flags = flags | kinds(BlockPairs(visible, whole))
+    flags = flags | kinds(BlockSparsity(visible, whole))
     at = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)
     if by_columns:
         at = jnp.arange(columns) * rows + jnp.arange(rows)[:, None]

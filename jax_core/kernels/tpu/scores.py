@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jax_core.kernels.blocks import Side
+from jax_core.kernels.blocks import BlockLayout
 from jax_core.kernels.tpu.plan import Beside, Plan, remainder
 from jax_core.kernels.tpu.products import column, product, scaled, through_softcap
 from jax_core.masks.dropout import threefry_2x32, threshold
@@ -72,7 +72,7 @@ def _places(plan: Plan, at: At, shape, turned: bool) -> _Places:
     return _Places(q, k, real)
 
 
-def _places_of(where: Side, block, numbers, first: int, shape, axis: int):
+def _places_of(where: BlockLayout, block, numbers, first: int, shape, axis: int):
     in_run = remainder(block, where.blocks_per_run) * where.block + lax.broadcasted_iota(jnp.int32, shape, axis)
     start = numbers[first] if where.runs == 1 else jnp.where(block < where.blocks_per_run, numbers[first], numbers[first + 1])
     return start + where.stride * in_run, None if where.even else in_run < where.length

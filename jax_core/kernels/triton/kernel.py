@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import same_rows
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Rows, Scores
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
 from jax_core.kernels.triton import launch, params
-from jax_core.kernels.triton.plan import Plan, make_plan
+from jax_core.kernels.triton.plan import LaunchConstants, make_plan
 from jax_core.kernels.triton.tables import Tables, make_tables
 
 _WIDEST = 256
@@ -85,14 +85,26 @@ def forward(
 
 
 def backward(
-    q, k, v, rows: Rows, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+    q,
+    k,
+    v,
+    residuals: Residuals,
+    q_runs,
+    k_runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    dq,
+    fused: bool,
+    config: BwdParams,
 ) -> Grads:
     from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 
     del diagonal
 
     extras = _prepared(extras)
-    arrays = [q, k, v, rows.dout.astype(q.dtype), rows.lse, rows.delta, *_positional(q_runs, k_runs, scores, extras)]
+    arrays = [q, k, v, residuals.dout.astype(q.dtype), residuals.lse, residuals.delta, *_positional(q_runs, k_runs, scores, extras)]
     over_queries = _make_pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
 
     before = dq
@@ -122,7 +134,7 @@ def backward(
 class _Pass(NamedTuple):
     """A pair of shards, cut into blocks of one size."""
 
-    make_plan: Callable[..., Plan]
+    make_plan: Callable[..., LaunchConstants]
     tables: Tables
     arrays: list[Any]
     params: BwdParams

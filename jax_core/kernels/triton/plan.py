@@ -5,19 +5,19 @@ The kernels read it as ``plan.name``; its fields are numbers, strings, None or f
 
 from dataclasses import dataclass
 
-from jax_core.kernels.blocks import Side, side
+from jax_core.kernels.blocks import BlockLayout, block_layout
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.dropout import threshold
 from jax_core.masks.static import Mask
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchConstants:
     """The constants of a launch. ``q`` and ``k`` are the two sides; names ending in ``_block`` are powers of two that hold a
     dim."""
 
-    q: Side
-    k: Side
+    q: BlockLayout
+    k: BlockLayout
     batch: int
     heads: int
     kv_heads: int
@@ -51,13 +51,13 @@ class Plan:
     fused: bool = False
 
 
-def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int], **more) -> Plan:
+def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int], **more) -> LaunchConstants:
     """``arrays``: q, k, v. ``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
     q, k, v = arrays
     bias, rows = extras.bias, (lambda x: 0 if x is None else x.shape[0])
-    return Plan(
-        q=side(q_runs, blocks[0]),
-        k=side(k_runs, blocks[1]),
+    return LaunchConstants(
+        q=block_layout(q_runs, blocks[0]),
+        k=block_layout(k_runs, blocks[1]),
         batch=q.shape[0],
         heads=q.shape[2],
         kv_heads=k.shape[2],

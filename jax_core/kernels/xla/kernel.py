@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Rows, Scores, accumulation_dtype
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import (
     Keys,
     Queries,
@@ -133,14 +133,27 @@ class _Shares(NamedTuple):
 
 
 def backward(
-    q, k, v, rows: Rows, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+    q,
+    k,
+    v,
+    residuals: Residuals,
+    q_runs,
+    k_runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    dq,
+    fused: bool,
+    config: BwdParams,
 ) -> Grads:
     del diagonal, fused  # positions say it; always
     queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
-    lse = jnp.where(jnp.isneginf(rows.lse), jnp.inf, rows.lse)  # exp(x - inf) is 0: a row that saw no key, or stands for padding
+    # exp(x - inf) is 0: a row that saw no key, or stands for padding
+    lse = jnp.where(jnp.isneginf(residuals.lse), jnp.inf, residuals.lse)
     in_blocks = partial(split_heads, kv_heads=kv_heads, size=size)
-    block_rows = _Rows(split_rows(rows.dout, kv_heads, size), in_blocks(lse, fill=jnp.inf), in_blocks(rows.delta, fill=0))
+    block_rows = _Rows(split_rows(residuals.dout, kv_heads, size), in_blocks(lse, fill=jnp.inf), in_blocks(residuals.delta, fill=0))
     columns = jax.tree.map(lambda tile: jnp.swapaxes(tile, 0, 1), tiles)
     dtype = accumulation_dtype(q.dtype)
     zero = partial(_zero_shares, queries, keys, tiles, rest, dtype)

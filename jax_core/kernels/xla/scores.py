@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_core.kernels.contract import Scores, accumulation_dtype
-from jax_core.kernels.xla.blocks import Keys, Queries, Rest, Side, Tiles
+from jax_core.kernels.xla.blocks import BlockPositions, Keys, Queries, Rest, Tiles
 from jax_core.masks.dropout import keep_mask
 from jax_core.masks.functions import Predicate
 from jax_core.masks.static import visible
@@ -34,7 +34,7 @@ def logits(scores: Scores, rest: Rest, query: Queries, key: Keys, tile: Tiles):
     return jnp.where(_visible(scores, rest, query.side, key.side, tile), x, -jnp.inf), tanh
 
 
-def _visible(scores: Scores, rest: Rest, q: Side, k: Side, tile: Tiles):
+def _visible(scores: Scores, rest: Rest, q: BlockPositions, k: BlockPositions, tile: Tiles):
     """Broadcasts to ``[b, h, g, q, k]``."""
     seen = visible(scores.mask, _over_queries(q.position), _over_keys(k.position))
     if q.segment is not None:
@@ -49,7 +49,7 @@ def _visible(scores: Scores, rest: Rest, q: Side, k: Side, tile: Tiles):
     return seen
 
 
-def _evaluate(predicate: Predicate, arrays, rest: Rest, q: Side, k: Side):
+def _evaluate(predicate: Predicate, arrays, rest: Rest, q: BlockPositions, k: BlockPositions):
     """The predicate on every element: mapped over keys, queries, the two head dimensions and the batch."""
     q_at, k_at = (q.position, k.position) if predicate.over == "position" else (q.index[None], k.index[None])
     count = rest.batch.shape[0]

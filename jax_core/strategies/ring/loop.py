@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_core.kernels.contract import Extras, Grads, Kernel, Rows, accumulation_dtype
+from jax_core.kernels.contract import Extras, Grads, Kernel, Residuals, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
 from jax_core.masks.layout import Run, runs
 from jax_core.strategies.contract import Operands, RingSpec, row_delta
+from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
 from jax_core.strategies.ring.columns import put_columns, take_columns
 from jax_core.strategies.ring.schedule import shifts
 from jax_core.strategies.ring.transfer import Load, after, depart, land, pack, unpack, word_type
@@ -30,7 +31,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     float32 (float64 for float64 inputs), ``-inf`` where a row saw neither key nor sink.
     """
     kernel = _kernel(spec)
-    operands, _ = _in_full_shape(spec, operands)
+    operands, _ = _in_full_shape(spec, clear_values(operands))
     own = _travellers(operands)
     moves = _moves(spec, operands)
     # Sinks join after the last pair; without them the last pair gives the output as it leaves.
@@ -69,8 +70,9 @@ def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> O
     ranks share (sinks, slopes) is this rank's part of the sum.
     """
     kernel = _kernel(spec)
-    operands, to_given_shape = _in_full_shape(spec, operands)
-    rows = Rows(out, dout, lse, row_delta(out, lse, dout, dlse if spec.lse_gradient else None))
+    operands, to_given_shape = _in_full_shape(spec, clear_operands(operands))
+    dout, dlse = clear_cotangents(operands, dout, dlse)
+    residuals = Residuals(out, dout, lse, row_delta(out, lse, dout, dlse if spec.lse_gradient else None))
     own, word, moves = _travellers(operands), word_type(operands.key.dtype, packed=spec.backend == "cpu"), _moves(spec, operands)
 
     def step(state, move: _Move):
@@ -84,7 +86,7 @@ def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> O
             q,
             k,
             v,
-            rows,
+            residuals,
             q_runs,
             k_runs,
             diagonal=not move.came,
@@ -101,10 +103,10 @@ def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> O
         return landed[0] if move.onward else words, shift + move.onward, dkv, _accumulate(sums, grads, k_runs)
 
     # The first rotation must not run beside the forward's, nor be shared with it, which would hold its result until now.
-    words = after(pack(own, word), rows.delta) if len(moves) > 1 else None
+    words = after(pack(own, word), residuals.delta) if len(moves) > 1 else None
     _, _, dkv, sums = _walk(spec, step, (words, jnp.int32(0), None, _no_sums(operands, lse.dtype)), moves)
     dk, dv = _send_home(spec, dkv, word, sum(move.onward for move in moves))
-    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, rows.delta)
+    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta)
     floats = to_given_shape(_Floats(dsinks, sums.dbias, sums.dalibi_slopes))
     query, key, value = (x.astype(operand.dtype) for x, operand in zip((sums.dq, dk, dv), operands[:3], strict=True))
     nothing = jax.tree.map(lambda _: None, operands)
@@ -232,7 +234,8 @@ def _meeting(spec: RingSpec, operands: Operands, here: _Travellers, shift):
         origin=operands.origin,
         predicate_arrays=operands.predicate_arrays,
     )
-    return (operands.query, here.key, here.value, q_runs, k_runs), extras
+    key, value = (clear_hidden(x, extras.mask) for x in (here.key, here.value))
+    return (operands.query, key, value, q_runs, k_runs), extras
 
 
 def _rank(spec: RingSpec, operands: Operands):

@@ -12,7 +12,7 @@ from attention_cases import CASES, Case, make_cotangents, make_inputs, ring_resu
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from oracle_assertions import assert_like_the_oracle
-from pairs import PAIRS, SMALL, Pair, check
+from pairs import PAIRS, SMALL, ShardPair, check
 from tpu_interpreter import kernels_interpreted
 
 import jax_core
@@ -86,9 +86,9 @@ def test_splash_masks_of_several_heads():
 
 
 MORE_PAIRS = {
-    "rounded logits": Pair(20, 20, scores=Scores(make_mask(), 0.3, logits_dtype="bfloat16"), dtype="bfloat16"),
-    "fused, grouped": Pair(50, 40, heads=4, kv_heads=2, carry=True, fused=True),
-    "the last pair in 16 bits": Pair(40, 40, carry=True, last=True, dtype="bfloat16"),
+    "rounded logits": ShardPair(20, 20, scores=Scores(make_mask(), 0.3, logits_dtype="bfloat16"), dtype="bfloat16"),
+    "fused, grouped": ShardPair(50, 40, heads=4, kv_heads=2, carry=True, fused=True),
+    "the last pair in 16 bits": ShardPair(40, 40, carry=True, last=True, dtype="bfloat16"),
 }
 
 
