@@ -11,10 +11,12 @@ from jax_core.kernels.tpu.limits import block_sizes
 from jax_core.strategies.contract import Operands, RingSpec, row_delta
 from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
 from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
+from jax_core.strategies.padding import clear_cotangents, clear_operands, clear_values
 
 
 def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     """As the contract says."""
+    operands = clear_values(operands)
     const = make_constants(spec, operands, spec.fwd_params)
     out, lse = forward_kernel.forward(const, _rank(spec), _shards(const, operands))
     found = Partial(_whole(const.q, out).transpose(0, 3, 1, 2), _whole(const.q, lse)[:, :, 0])
@@ -25,6 +27,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
 
 def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
     """As the contract says."""
+    operands, (dout, dlse) = clear_operands(operands), clear_cotangents(operands, dout, dlse)
     const = make_constants(spec, operands, spec.bwd_params)
     delta = row_delta(out, lse, dout, dlse if spec.lse_gradient else None)
     # exp(x - inf) is 0: no weight where a row saw nothing, nor where rows are padding.

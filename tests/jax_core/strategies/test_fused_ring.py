@@ -26,15 +26,18 @@ from attention_cases import (
     ring_output,
     ring_results,
     seed,
+    segments,
 )
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle_assertions import assert_like_the_oracle
+from poison import PADDED, assert_padding_holds_anything
 from tpu_interpreter import tpus_interpreted
 
 import jax_core
+from jax_core.masks.layout import LAYOUTS
 from jax_core.masks.static import make_mask
 from jax_core.request.topology import are_rings, is_ring
 from jax_core.strategies.fused_ring import frame
@@ -78,6 +81,18 @@ def test_against_the_oracle(case: Case, capsys):
     assert_like_the_oracle(case, got, inputs, cotangents)
     assert "RACE DETECTED" not in said
     assert "non-zero count" not in said  # of a semaphore, when a kernel ends
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_may_hold_anything(layout: str):
+    with tpus_interpreted(pltpu.InterpretParams()):
+        assert_padding_holds_anything(case("padding", ring=2, queries=12, layout=layout, options=CAUSAL, arrays=PADDED | SINKS))
+
+
+def test_padding_of_one_side_may_hold_anything():
+    arrays = {"q_segment_ids": segments("q"), "kv_segment_ids": segments("kv", padding=0.3)}
+    with tpus_interpreted(pltpu.InterpretParams()):
+        assert_padding_holds_anything(case("padded keys", queries=10, keys=14, arrays=arrays))
 
 
 # ------------------------------------------------------------------------------------------------------------------ races
