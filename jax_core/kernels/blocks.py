@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.functions import Predicate, depends_on
 from jax_core.masks.layout import Run
-from jax_core.masks.static import empty, full
+from jax_core.masks.static import Mask, empty, full
 from jax_core.varying import vary, varying_axes
 
 
@@ -69,6 +71,14 @@ def index(runs: tuple[Run, ...]):
 def positions(ids, runs):
     """``[batch|1, length]``: the ids, or the places where there are none."""
     return index(runs)[None] if ids is None else ids
+
+
+def distance(mask: Mask, q_pos: Array, k_pos: Array, dtype: DTypeLike) -> Array:
+    """``|q - k|`` of positions that broadcast, in a floating ``dtype``."""
+    if not mask.any_position:
+        return jnp.abs(q_pos - k_pos).astype(dtype)
+    between = (jnp.maximum(q_pos, k_pos) - jnp.minimum(q_pos, k_pos)).astype(dtype)
+    return jnp.where(between < 0, between + 2.0**32, between)  # what has no place in 32 bits came as a negative number
 
 
 def in_blocks(x, axis: int, where: BlockLayout, fill=None):

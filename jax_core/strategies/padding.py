@@ -1,7 +1,7 @@
 """What is padding may hold anything, NaN and infinities included: the strategies clear it once a pass, before the first step.
 
 Masks make the logits of padding ``-inf`` and so its weights 0, but a kernel multiplies those zeros by what padding holds, and
-``0 * NaN`` is NaN: by values in the forward; by queries, keys and cotangents in the backward. Clearing these operands once costs one
+``0 * NaN`` is NaN: by values in the forward; by queries, keys and cotangents in the backward. Clearing these once costs one
 elementwise pass, which XLA fuses with what makes or packs them, and only where a call has segment ids or a boolean mask; a select
 in every product of every kernel would be paid at each step.
 """

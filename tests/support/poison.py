@@ -1,4 +1,4 @@
-"""Anything in what is padding: a case's results with finite padding and with NaN, infinities and huge numbers there, bit for bit."""
+"""What is padding may hold anything: a case's results with finite padding and with NaN and infinities there, bit for bit."""
 
 import numpy as np
 from attention_cases import Arrays, Case, make_cotangents, make_inputs, ring_results, segments

@@ -36,7 +36,7 @@ from jax_core.masks.layout import Run
 _LISTED = 250_000  # of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 HANDLES = frozenset(
-    "causal left right chunk softcap dropout_prob predicates precision logits_dtype "
+    "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids alibi_slopes dropout_seed origin "
     "lse_gradient fused_backward bfloat16 float32".split()
 )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_core.kernels.blocks import BlockLayout
+from jax_core.kernels.blocks import distance as block_distance
 from jax_core.kernels.tpu.plan import Beside, Plan, remainder
 from jax_core.kernels.tpu.products import column, product, scaled, through_softcap
 from jax_core.masks.dropout import threefry_2x32, threshold
@@ -46,7 +47,7 @@ def make_tile(plan: Plan, at: At, q, k, beside: Beside, masked: bool, turned: bo
     places = _places(plan, at, x.shape, turned)
     positions = _positions(places, beside, turned)
     if beside.slopes is not None:
-        distance = jnp.abs(positions[0] - positions[1]).astype(jnp.float32)
+        distance = block_distance(scores.mask, *positions, jnp.float32)
         x = x - _slope(plan, at, beside) * distance
     if masked:
         x = jnp.where(_seen(plan, at, places, positions, beside, turned), x, -jnp.inf)

@@ -3,7 +3,7 @@
 The kernels read it as ``plan.name``; its fields are numbers, strings, None or frozen dataclasses of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_core.kernels.blocks import BlockLayout, block_layout
 from jax_core.kernels.contract import Extras, Scores
@@ -27,8 +27,7 @@ class LaunchConstants:
     dim_block: int
     value_dim_block: int
     mask: Mask
-    left: int | None  # the mask's window, no wider than positions reach, so that sums with it stay in 32 bits
-    right: int | None
+    reach: Mask  # the same, its window no wider than positions reach, so that sums with it stay in 32 bits
     scale: float
     softcap: float | None
     dropout_threshold: int | None  # of 32 random bits: below it, a weight is dropped
@@ -67,8 +66,7 @@ def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tu
         dim_block=padded_dim(q.shape[3]),
         value_dim_block=padded_dim(v.shape[3]),
         mask=scores.mask,
-        left=_reachable(scores.mask.left),
-        right=_reachable(scores.mask.right),
+        reach=_reachable(scores.mask),
         scale=scores.scale,
         softcap=scores.softcap,
         dropout_threshold=threshold(scores.dropout_prob) if scores.dropout_prob else None,
@@ -85,8 +83,9 @@ def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tu
     )
 
 
-def _reachable(side: int | None) -> int | None:
-    return None if side is None else min(side, 2**30)
+def _reachable(mask: Mask) -> Mask:
+    left, right = (None if side is None else min(side, 2**30) for side in (mask.left, mask.right))
+    return replace(mask, left=left, right=right, chunk=None if mask.chunk is None else min(mask.chunk, 2**30))
 
 
 def padded_dim(dim: int) -> int:

@@ -32,7 +32,7 @@ from jax_core.kernels.xla.scores import distance, dropout_factor, logits, produc
 from jax_core.varying import vary, varying_axes
 
 HANDLES = frozenset(
-    "causal left right chunk softcap dropout_prob predicates precision logits_dtype "
+    "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
     "lse_gradient fused_backward float16 bfloat16 float32 float64".split()
 )
@@ -210,10 +210,11 @@ def _shares(scores: Scores, rest, query: Queries, row: _Rows, key: Keys, tile: T
     dproducts = dlogits * scores.scale
     if tanh is not None:
         dproducts = dproducts * (1 - tanh * tanh)
+    dslopes = None if rest.slopes is None else sum_to(-dlogits * distance(scores, query, key, dlogits.dtype), rest.slopes.shape)
     return _Shares(
         dq=product("bhgqk,bhkd->bhgqd", dproducts, key.k, scores),
         dk=product("bhgqk,bhgqd->bhkd", dproducts, query.q, scores),
         dv=product("bhgqk,bhgqd->bhkd", weights * factor, row.dout, scores),
         dbias=None if tile.bias is None else sum_to(dlogits, tile.bias.shape),
-        dalibi_slopes=None if rest.slopes is None else sum_to(-dlogits * distance(query, key), rest.slopes.shape),
+        dalibi_slopes=dslopes,
     )

@@ -8,8 +8,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
+from jax_core.kernels.blocks import distance as block_distance
 from jax_core.kernels.contract import Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import BlockPositions, Keys, Queries, Rest, Tiles
 from jax_core.masks.dropout import keep_mask
@@ -30,7 +32,7 @@ def logits(scores: Scores, rest: Rest, query: Queries, key: Keys, tile: Tiles):
     if tile.bias is not None:
         x = x + tile.bias.astype(x.dtype)
     if rest.slopes is not None:
-        x = x - rest.slopes.astype(x.dtype) * distance(query, key).astype(x.dtype)
+        x = x - rest.slopes.astype(x.dtype) * distance(scores, query, key, x.dtype)
     return jnp.where(_visible(scores, rest, query.side, key.side, tile), x, -jnp.inf), tanh
 
 
@@ -75,8 +77,9 @@ def dropout_factor(scores: Scores, rest: Rest, query: Queries, key: Keys, dtype)
     return kept.astype(dtype) / (1 - scores.dropout_prob)
 
 
-def distance(query: Queries, key: Keys):
-    return jnp.abs(_over_queries(query.side.position) - _over_keys(key.side.position))
+def distance(scores: Scores, query: Queries, key: Keys, dtype: DTypeLike) -> Array:
+    """``|q - k|`` of positions."""
+    return block_distance(scores.mask, _over_queries(query.side.position), _over_keys(key.side.position), dtype)
 
 
 def _over_queries(x):
