@@ -4,17 +4,18 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from jax_core.kernels.tpu import softmax
-from jax_core.kernels.tpu.plan import FIRST, LAST, Plan, visit, when_it_runs
+from jax_core.kernels.tpu.constants import TileConstants
 from jax_core.kernels.tpu.products import column, product, row
-from jax_core.kernels.tpu.scores import At, dropped, make_tile
+from jax_core.kernels.tpu.scores import TileIndex, dropped, make_tile
 from jax_core.kernels.tpu.softmax import SoftmaxState
+from jax_core.kernels.tpu.visits import FIRST, LAST, update_if_visible, visit
 
 
-def forward_kernel(plan: Plan, size: tuple[int, int], words, numbers, shards, beside, before, out, lse, *scratch):
+def forward_kernel(const: TileConstants, size: tuple[int, int], words, scalars, shards, blocked, before, out, lse, *scratch):
     """``before``: the partial result so far, or None. ``size``: of the visits' list."""
     batch, head, number = (pl.program_id(axis) for axis in range(3))
-    q, k, flags = visit(plan, size, words, batch, number)
-    at, state = At(batch, head, q, k, numbers), SoftmaxState(*scratch)
+    q, k, flags = visit(const, size, words, batch, number)
+    at, state = TileIndex(batch, head, q, k, scalars), SoftmaxState(*scratch)
 
     @pl.when(flags & FIRST != 0)
     def start():
@@ -24,15 +25,15 @@ def forward_kernel(plan: Plan, size: tuple[int, int], words, numbers, shards, be
             softmax.resume(state, before[0], column(before[1][...]))
 
     def update(masked: bool) -> None:
-        tile = make_tile(plan, at, shards.q[...], shards.k[...], beside, masked, turned=False)
+        tile = make_tile(const, at, shards.q[...], shards.k[...], blocked, masked, transposed=False)
 
         def weigh(weights: Array) -> Array:
             value = shards.v[...]
-            return product(dropped(plan, tile, weights).astype(value.dtype), value, (1, 0), plan.scores)
+            return product(dropped(const, tile, weights).astype(value.dtype), value, (1, 0), const.scores)
 
         softmax.update(state, tile.logits, 1, weigh)
 
-    when_it_runs(flags, update)
+    update_if_visible(flags, update)
 
     @pl.when(flags & LAST != 0)
     def finish():
