@@ -155,8 +155,8 @@ def ring_attention(
         fused_backward: True demands a kernel that makes dQ, dK and dV in one sweep over the scores (xla does), and is an error
             with one that cannot; False leaves it to the kernel.
         platform: "xla", "triton", "cuda", "pallas", or "auto"/None to choose. A named one runs or the error says why not.
-        strategy: "ring" (K/V travel between calls of a kernel), "fused" (on TPUs: one kernel sends them while it computes; on a CPU
-            it is interpreted), or "auto": fused with a ``mesh`` on which the ring's devices are neighbours on the TPUs' torus, if
+        strategy: "ring" (K/V travel between calls of a kernel), "fused" (on TPUs: one kernel sends them while it
+            computes), or "auto": fused with a ``mesh`` on which the ring's devices are neighbours on the TPUs' torus, if
             no platform is named and it can. Fused takes no bias, mask, mask function, position ids, ALiBi or dropout.
         cfg: :class:`RingAttentionConfig`.
         mesh: a ``jax.sharding.Mesh``.

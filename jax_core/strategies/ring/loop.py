@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Grads, Kernel, Rows, accumulation_dtype
+from jax_core.kernels.contract import Extras, Grads, Kernel, Residuals, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient
 from jax_core.masks.layout import Run, runs
 from jax_core.strategies.contract import Operands, RingSpec, row_delta
+from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
 from jax_core.strategies.ring.columns import put_columns, take_columns
 from jax_core.strategies.ring.schedule import Step, steps, visible_shifts
 from jax_core.strategies.ring.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, wire_dtype
@@ -27,7 +28,7 @@ from jax_core.varying import vary, varying_axes
 def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     """As the contract says."""
     kernel = _kernel(spec)
-    operands, _ = in_full_shape(spec, operands)
+    operands, _ = in_full_shape(spec, clear_values(operands))
     local_kv, plan = _kv_shard(operands), _plan(spec, operands)
     # Sinks join after the last step; without them the last step gives the output as it is returned.
     wide, final = accumulation_dtype(operands.query.dtype), operands.query.dtype
@@ -61,8 +62,9 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
 def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
     """As the contract says."""
     kernel = _kernel(spec)
-    operands, to_given_shape = in_full_shape(spec, operands)
-    rows = Rows(out, dout, lse, row_delta(out, lse, dout, dlse if spec.lse_gradient else None))
+    operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
+    dout, dlse = clear_cotangents(operands, dout, dlse)
+    residuals = Residuals(out, dout, lse, row_delta(out, lse, dout, dlse if spec.lse_gradient else None))
     local_kv, word, plan = _kv_shard(operands), _wire_dtype(spec, operands), _plan(spec, operands)
 
     def run_step(state, step: Step):
@@ -78,7 +80,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
             q,
             k,
             v,
-            rows,
+            residuals,
             q_runs,
             k_runs,
             diagonal=not step.hop_in,
@@ -95,10 +97,10 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
         return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, _accumulate(sums, grads, k_runs)
 
     # The first rotation must not run beside the forward's, nor be shared with it, which would hold its result until now.
-    buffer = ordered_after(pack(local_kv, word), rows.delta) if len(plan) > 1 else None
+    buffer = ordered_after(pack(local_kv, word), residuals.delta) if len(plan) > 1 else None
     _, _, dkv, sums = _run_steps(spec, run_step, (buffer, jnp.int32(0), None, _no_gradients(operands, lse.dtype)), plan)
     dk, dv = _return_to_owner(spec, dkv, word, sum(step.hop_out for step in plan))
-    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, rows.delta)
+    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta)
     small = to_given_shape(SmallOperands(dsinks, sums.dbias, sums.dalibi_slopes))
     query, key, value = (x.astype(operand.dtype) for x, operand in zip((sums.dq, dk, dv), operands[:3], strict=True))
     nothing = jax.tree.map(lambda _: None, operands)
@@ -166,7 +168,8 @@ def _step_inputs(spec: RingSpec, operands: Operands, here: _KVShard, shift):
         origin=operands.origin,
         predicate_arrays=operands.predicate_arrays,
     )
-    return (operands.query, here.key, here.value, q_runs, k_runs), extras
+    key, value = (clear_hidden(x, extras.mask) for x in (here.key, here.value))
+    return (operands.query, key, value, q_runs, k_runs), extras
 
 
 def _rank(spec: RingSpec, operands: Operands):
