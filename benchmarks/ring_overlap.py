@@ -77,18 +77,18 @@ def ring() -> bridge.Ring:
 def programs(run: "Run", arrays: list[jax.Array], moving: bool) -> tuple[Any, Any]:
     """The forward and the backward of local shards, jitted over the ring; traced at their first call."""
     size = run.team.size
-    query, key, value = (jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype) for array in arrays[:3])
-    shards = core.Operands(query, key, value)
+    shapes: list[Any] = [jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype) for array in arrays[:3]]
+    shards = core.Operands(*shapes)
     options = Options(causal=True, layout="zigzag", platform=run.options.platform)
     spec, _ = make_spec(options, shards, Placement(bridge.AXIS if size > 1 else None, size))
 
     def forward(q, k, v):
         with rotation(moving):
-            return core.spec.strategy.forward(spec, core.Operands(q, k, v))
+            return spec.strategy.forward(spec, core.Operands(q, k, v))
 
     def backward(q, k, v, out, lse, dout):
         with rotation(moving):
-            found = core.spec.strategy.backward(spec, core.Operands(q, k, v), out, lse, dout)
+            found = spec.strategy.backward(spec, core.Operands(q, k, v), out, lse, dout)
         return found.query, found.key, found.value
 
     return on_ring(forward), on_ring(backward)
@@ -102,15 +102,15 @@ def on_ring(function: Any) -> Any:
 
 @contextmanager
 def rotation(moving: bool) -> Iterator[None]:
-    """While a pass is traced: as it is, or with every packet staying where it is."""
+    """While a pass is traced: as it is, or with every buffer staying where it is."""
     if moving:
         yield
         return
     module: Any = core
-    kept = module.depart, module.land
-    module.depart = lambda loads, axis_name, size: [load.words for load in loads]
-    module.land = lambda buffers, loads: list(buffers)
+    kept = module.start_transfers, module.finish_transfers
+    module.start_transfers = lambda transfers, axis_name, size: [transfer.buffer for transfer in transfers]
+    module.finish_transfers = lambda buffers, transfers: list(buffers)
     try:
         yield
     finally:
-        module.depart, module.land = kept
+        module.start_transfers, module.finish_transfers = kept

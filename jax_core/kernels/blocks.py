@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.functions import Predicate, depends_on
 from jax_core.masks.layout import Run
-from jax_core.masks.static import empty, full
+from jax_core.masks.static import Mask, empty, full
 from jax_core.varying import vary, varying_axes
 
 
 @dataclass(frozen=True)
-class Side:
+class BlockLayout:
     """One side's shard: ``runs`` (1 or 2) runs of ``length`` positions each, ``stride`` apart, in blocks of ``block`` that never
     cross from one run to the next."""
 
@@ -31,12 +33,12 @@ class Side:
     even: bool  # every block is whole
 
 
-def side(runs: tuple[Run, ...], block: int) -> Side:
+def block_layout(runs: tuple[Run, ...], block: int) -> BlockLayout:
     per_run = -(-runs[0].length // block)
-    return Side(len(runs), runs[0].length, runs[0].stride, block, per_run, per_run * len(runs), runs[0].length % block == 0)
+    return BlockLayout(len(runs), runs[0].length, runs[0].stride, block, per_run, per_run * len(runs), runs[0].length % block == 0)
 
 
-class BlockPairs(NamedTuple):
+class BlockSparsity(NamedTuple):
     """bool ``[batch|1, query blocks, key blocks]``: which pairs have a visible pair of positions, as far as bounds tell, and which
     are visible altogether."""
 
@@ -44,7 +46,7 @@ class BlockPairs(NamedTuple):
     whole: Any
 
 
-def block_pairs(q: Side, k: Side, q_runs, k_runs, scores: Scores, extras: Extras) -> BlockPairs:
+def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs, k_runs, scores: Scores, extras: Extras) -> BlockSparsity:
     """From the static mask, segment ids and position ids; masks and mask functions may hide more."""
     q_low, q_high = _bounds(positions(extras.q_position_ids, q_runs), q)
     k_low, k_high = _bounds(positions(extras.kv_position_ids, k_runs), k)
@@ -58,7 +60,7 @@ def block_pairs(q: Side, k: Side, q_runs, k_runs, scores: Scores, extras: Extras
         whole = whole & (a == b) & (c == d) & (a == c) & (a >= 0)
     whole = whole & (_whole_blocks(q)[:, None] & _whole_blocks(k)[None, :])
     visible, whole = jnp.broadcast_arrays(visible, whole)
-    return BlockPairs(visible, whole & visible)
+    return BlockSparsity(visible, whole & visible)
 
 
 def index(runs: tuple[Run, ...]):
@@ -71,7 +73,15 @@ def positions(ids, runs):
     return index(runs)[None] if ids is None else ids
 
 
-def in_blocks(x, axis: int, where: Side, fill=None):
+def distance(mask: Mask, q_pos: Array, k_pos: Array, dtype: DTypeLike) -> Array:
+    """``|q - k|`` of positions that broadcast, in a floating ``dtype``."""
+    if not mask.any_position:
+        return jnp.abs(q_pos - k_pos).astype(dtype)
+    between = (jnp.maximum(q_pos, k_pos) - jnp.minimum(q_pos, k_pos)).astype(dtype)
+    return jnp.where(between < 0, between + 2.0**32, between)  # what has no place in 32 bits came as a negative number
+
+
+def in_blocks(x, axis: int, where: BlockLayout, fill=None):
     """The axis, ``runs * length`` long, filled up so that every run is whole blocks; None: with each run's last value."""
     axis %= x.ndim
     if where.even:
@@ -83,7 +93,7 @@ def in_blocks(x, axis: int, where: Side, fill=None):
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def out_of_blocks(x, axis: int, where: Side):
+def out_of_blocks(x, axis: int, where: BlockLayout):
     """Undoes :func:`in_blocks`."""
     axis %= x.ndim
     if where.even:
@@ -115,13 +125,13 @@ def dense_mask(shards, q_runs, k_runs, predicates: list[tuple[Predicate, Any]], 
     return seen
 
 
-def _bounds(ids, where: Side):
+def _bounds(ids, where: BlockLayout):
     """``[rows, length]`` ids -> the least and the greatest of every block, ``[rows, blocks]`` each."""
     blocks = in_blocks(ids, 1, where).reshape(ids.shape[0], where.blocks, where.block)
     return blocks.min(-1), blocks.max(-1)
 
 
-def _whole_blocks(where: Side):
+def _whole_blocks(where: BlockLayout):
     last = jnp.arange(where.blocks) % where.blocks_per_run == where.blocks_per_run - 1
     return where.even | ~last
 

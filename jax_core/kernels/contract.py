@@ -8,7 +8,7 @@ A kernel is a module with
 - ``forward(q, k, v, q_runs, k_runs, *, diagonal, scores, extras, carry, out_dtype, config) -> Partial``: attention of the query
   shard over the key shard, continuing the online softmax from ``carry``, the partial so far, or None at the first pair; ``out`` in
   ``out_dtype``;
-- ``backward(q, k, v, rows, q_runs, k_runs, *, diagonal, scores, extras, dq, fused, config) -> Grads``: the pair's share of the
+- ``backward(q, k, v, residuals, q_runs, k_runs, *, diagonal, scores, extras, dq, fused, config) -> Grads``: the pair's share of the
   gradients, given what is final of the query rows. ``dq`` is the query gradient so far, or None, which the result's ``dq``
   includes; ``fused`` demands dQ, dK and dV in one sweep over the scores.
 
@@ -100,7 +100,7 @@ class Partial(NamedTuple):
     lse: jax.Array
 
 
-class Rows(NamedTuple):
+class Residuals(NamedTuple):
     """What the backward knows of the query rows: the final ``out`` in the query's dtype, its cotangent, the final ``lse``, and
     ``delta = rowsum(out * dout) - dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes
     the LSE output differentiable)."""
@@ -152,7 +152,7 @@ class Kernel(Protocol):
         q,
         k,
         v,
-        rows: Rows,
+        residuals: Residuals,
         q_runs,
         k_runs,
         *,

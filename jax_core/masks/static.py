@@ -1,4 +1,4 @@
-"""The static mask: a predicate on positions, and the same predicate on whole tiles.
+"""The static mask: a predicate on positions, the interval of positions that it leaves to one, and the predicate on whole tiles.
 
 Written once with operators only (``&``, ``|``, comparisons, ``//``), so that one source serves Python ints, NumPy arrays, traced
 JAX values and the scalars of a kernel language.
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jax_core.masks.layout import Run
 
-_FARTHEST = 2**31 - 1  # no two int32 positions are further apart: a wider window has no bound, a longer chunk no end
+_FARTHEST = 2**31 - 1  # a wider window has no bound, a longer chunk no end, unless positions are ids: see check_reach
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,21 @@ class Mask:
     ``causal``: ``k <= q``. ``left``/``right``: a sliding window ``q - left <= k <= q + right`` (None: no bound on that side).
     ``chunk``: Llama-4's chunked attention, causal within ``q // chunk == k // chunk``.
     Positions are absolute: with fewer queries than keys, query 0 stands at position 0 unless position ids say otherwise.
+    ``any_position``: they are ids, which may be anywhere in their integer type, so that a difference of two may not fit into it.
+    Without ids they are not negative and below ``2**30``.
     """
 
     causal: bool = False
     left: int | None = None
     right: int | None = None
     chunk: int | None = None
+    any_position: bool = False
 
 
-def make_mask(causal: bool = False, window: int | tuple[int | None, int | None] | None = None, chunk: int | None = None) -> Mask:
+Window = int | tuple[int | None, int | None] | list[int | None] | None
+
+
+def make_mask(causal: bool = False, window: Window = None, chunk: int | None = None) -> Mask:
     """Checks the arguments and folds them together: a causal mask is a window whose right side is 0."""
     left, right = _window_sides(window)
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
@@ -35,6 +41,14 @@ def make_mask(causal: bool = False, window: int | tuple[int | None, int | None] 
     if causal and right is not None:
         right = None  # k <= q is the tighter bound
     return Mask(causal, left, right, chunk if chunk is not None and chunk <= _FARTHEST else None)
+
+
+def check_reach(window, chunk: int | None) -> None:
+    """Position ids may be further apart than an int32 says: a window or chunk that wide cannot be told from none."""
+    sides = window if isinstance(window, (tuple, list)) else (window,)
+    wide = [side for side in (*sides, chunk) if side is not None and _FARTHEST < side < 2 * _FARTHEST + 1]
+    if wide:
+        raise ValueError(f"with position ids, sliding_window and chunk_size must be below 2**31 (or None), got {wide[0]}")
 
 
 def _window_sides(window) -> tuple[int | None, int | None]:
@@ -63,13 +77,54 @@ def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an 
     seen = (q_pos == q_pos) & (k_pos == k_pos)
     if mask.causal:
         seen = seen & (k_pos <= q_pos)
-    if mask.left is not None:
-        seen = seen & (q_pos - k_pos <= mask.left)
-    if mask.right is not None:
-        seen = seen & (k_pos - q_pos <= mask.right)
-    if mask.chunk is not None:
-        seen = seen & (q_pos // mask.chunk == k_pos // mask.chunk)
+    if mask.any_position:
+        # Sums with one position, of which it is known when they wrap; and a quotient rounded down also where // rounds towards 0.
+        if mask.left is not None:
+            first = q_pos - mask.left
+            seen = seen & ((first <= k_pos) | (first > q_pos))
+        if mask.right is not None:
+            last = q_pos + mask.right
+            seen = seen & ((k_pos <= last) | (last < q_pos))
+        if mask.chunk is not None:
+            q_chunk = q_pos // mask.chunk - (q_pos % mask.chunk < 0)
+            k_chunk = k_pos // mask.chunk - (k_pos % mask.chunk < 0)
+            seen = seen & (q_chunk == k_chunk)
+    else:
+        if mask.left is not None:
+            seen = seen & (q_pos - k_pos <= mask.left)
+        if mask.right is not None:
+            seen = seen & (k_pos - q_pos <= mask.right)
+        if mask.chunk is not None:
+            seen = seen & (q_pos // mask.chunk == k_pos // mask.chunk)
     return seen
+
+
+def seen_from(mask, position, low, high, of_keys, minimum, maximum):  # Triton compiles this too
+    """``(low, high)``: the interval within ``low .. high`` of the keys that a query at ``position`` sees (``of_keys``), or of the
+    queries that see a key there; empty where ``low > high``. Exactly what is :func:`visible`, for positions that are no ids.
+
+    Both ends never fall as ``position`` grows. So from ``first`` to ``last``, some see ``low(first) .. high(last)`` (and nothing
+    outside), and all see ``low(last) .. high(first)``.
+    """
+    if of_keys:
+        if mask.causal:
+            high = minimum(high, position)
+        if mask.left is not None:
+            low = maximum(low, position - mask.left)
+        if mask.right is not None:
+            high = minimum(high, position + mask.right)
+    else:
+        if mask.causal:
+            low = maximum(low, position)
+        if mask.left is not None:
+            high = minimum(high, position + mask.left)
+        if mask.right is not None:
+            low = maximum(low, position - mask.right)
+    if mask.chunk is not None:
+        start = position // mask.chunk * mask.chunk
+        low = maximum(low, start)
+        high = minimum(high, start + (mask.chunk - 1))
+    return low, high
 
 
 def empty(mask: Mask, q_run: Run, k_run: Run):
@@ -82,9 +137,9 @@ def empty(mask: Mask, q_run: Run, k_run: Run):
     if mask.causal:
         none = none | (k_first > q_last)
     if mask.left is not None:
-        none = none | (q_first - k_last > mask.left)
+        none = none | _further(mask, q_first, k_last, mask.left)
     if mask.right is not None:
-        none = none | (k_first - q_last > mask.right)
+        none = none | _further(mask, k_first, q_last, mask.right)
     if mask.chunk is not None:
         none = none | (k_last // mask.chunk < q_first // mask.chunk) | (k_first // mask.chunk > q_last // mask.chunk)
     return none
@@ -97,12 +152,26 @@ def full(mask: Mask, q_run: Run, k_run: Run):
     if mask.causal:
         every = every & (k_last <= q_first)
     if mask.left is not None:
-        every = every & (q_last - k_first <= mask.left)
+        every = every & _within(mask, q_last, k_first, mask.left)
     if mask.right is not None:
-        every = every & (k_last - q_first <= mask.right)
+        every = every & _within(mask, k_last, q_first, mask.right)
     if mask.chunk is not None:
         every = every & (q_first // mask.chunk == k_last // mask.chunk) & (q_last // mask.chunk == k_first // mask.chunk)
     return every
+
+
+def _further(mask: Mask, a, b, side: int):
+    """``a - b > side``, also where the difference does not fit into the positions' type."""
+    if not mask.any_position:
+        return a - b > side
+    return (a - side > b) & (a - side <= a)
+
+
+def _within(mask: Mask, a, b, side: int):
+    """``a - b <= side``, likewise."""
+    if not mask.any_position:
+        return a - b <= side
+    return (a - side <= b) | (a - side > a)
 
 
 def _ends(run: Run):

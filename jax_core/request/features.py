@@ -27,6 +27,7 @@ _WORDS = {
     "left": "a sliding window",
     "right": "a sliding window that looks ahead",
     "chunk": "chunk_size",
+    "any_position": "position ids",
     "softcap": "logits_soft_cap",
     "dropout_prob": "dropout",
     "predicates": "mask functions",

@@ -5,6 +5,7 @@ Only shapes and dtypes are read, so the same checks serve JAX arrays and torch t
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
-from jax_core.masks.static import Mask, both, make_mask
+from jax_core.masks.static import Mask, both, check_reach, make_mask
 from jax_core.request.checks import check_operands
 from jax_core.request.choice import choose
 from jax_core.request.features import features
@@ -109,6 +110,9 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
             joined, built = mask, _built(options.mask_builder, operands, place, static=False)
         mask = joined
         made += [] if built.predicate is None else [(built.predicate, built.arrays)]
+    if operands.q_position_ids is not None:
+        check_reach(options.sliding_window, options.chunk_size)
+        mask = replace(mask, any_position=True)
     return mask, options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
 
 

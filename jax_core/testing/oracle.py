@@ -62,7 +62,8 @@ def reference_attention(
     (sinks shared by the heads) or [H, n]; bias and mask [B|1, H|1, T, S]; segment ids [B, T] and [B, S] (negative: padding);
     position ids [B, T] or [T]; alibi_slopes [H] or [B, H]; dropout_seed uint32[2].
     Everything is computed in ``dtype`` and both results come back in it: float64 when x64 is on, otherwise float32.
-    A row that sees no key gives out 0, lse -inf (or the logsumexp of its sinks) and gradients 0.
+    A row that sees no key gives out 0, lse -inf (or the logsumexp of its sinks) and gradients 0. The cotangents of padded rows, of
+    out and of lse, count for nothing: a loss may leave anything there.
 
     Raises ValueError for float64 without x64 and for ids given on one side only when the lengths differ.
     """
@@ -81,7 +82,8 @@ def reference_attention(
     seen = seen & _visible_by_segment(q_segment_ids, kv_segment_ids, sizes)
     seen = seen & _visible_by_mask(mask, mask_mod, mask_builder, q_pos, k_pos, sizes)
     keep = _keep(dropout_prob, dropout_seed, sizes)
-    return _softmax_average(logits, seen, _sinks(softmax_aux, sizes.heads, number), keep, value)
+    found = _softmax_average(logits, seen, _sinks(softmax_aux, sizes.heads, number), keep, value)
+    return _without_cotangents_of_padding(found, q_segment_ids, kv_segment_ids, sizes)
 
 
 def _number(dtype: Any) -> Any:
@@ -98,8 +100,8 @@ def _positions(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes) -> tu
         q_ids, kv_ids = jnp.arange(sizes.queries), jnp.arange(sizes.keys)
     q_ids, kv_ids = _both_sides(q_ids, kv_ids, sizes, "position")
     return (
-        jnp.broadcast_to(jnp.asarray(q_ids), (sizes.batch, sizes.queries)),
-        jnp.broadcast_to(jnp.asarray(kv_ids), (sizes.batch, sizes.keys)),
+        jnp.broadcast_to(jnp.asarray(q_ids, int), (sizes.batch, sizes.queries)),  # int64 with x64: distances take 33 bits
+        jnp.broadcast_to(jnp.asarray(kv_ids, int), (sizes.batch, sizes.keys)),
     )
 
 
@@ -115,6 +117,14 @@ def _logits(query: jax.Array, key: jax.Array, scale: float | None, cap: float | 
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = scale * jnp.einsum("bqhd,bkhd->bhqk", query, key, precision=jax.lax.Precision.HIGHEST)
     return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _without_cotangents_of_padding(found: ReferenceOutput, q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes):
+    if q_ids is None and kv_ids is None:
+        return found
+    real = jnp.broadcast_to(jnp.asarray(_both_sides(q_ids, kv_ids, sizes, "segment")[0]), (sizes.batch, sizes.queries)) >= 0
+    lse = jnp.where(real[:, None], found.lse, jax.lax.stop_gradient(found.lse))
+    return ReferenceOutput(jnp.where(real[..., None, None], found.out, jax.lax.stop_gradient(found.out)), lse)
 
 
 def _visible_by_position(

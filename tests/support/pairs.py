@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import xla
-from jax_core.kernels.contract import Extras, Grads, Partial, Rows, Scores
+from jax_core.kernels.contract import Extras, Grads, Partial, Residuals, Scores
 from jax_core.masks.layout import runs
 from jax_core.masks.static import make_mask
 
@@ -17,7 +17,7 @@ CAUSAL = make_mask(True)
 
 
 @dataclass(frozen=True)
-class Pair:
+class ShardPair:
     """Rank ``rank``'s queries and the keys of rank ``source`` in a ring of ``size``; lengths are those of a shard."""
 
     queries: int
@@ -40,18 +40,20 @@ class Pair:
 
 SMALL = FwdParams(16, 16), BwdParams(16, 32)
 PAIRS = {
-    "own shard of a zigzag": Pair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
-    "a later shard of a zigzag": Pair(40, 40, layout="zigzag", rank=0, source=1, size=2, carry=True),
-    "a shard that is not seen": Pair(40, 33, rank=0, source=1, size=2, carry=True),
-    "nothing seen yet": Pair(40, 33, rank=0, source=1, size=2),
-    "striped": Pair(37, 50, layout="striped", rank=1, source=2, size=3, carry=True, fused=True),
-    "window of two sides, striped": Pair(33, 50, layout="striped", rank=1, size=3, scores=Scores(make_mask(False, (25, 13)), 0.3)),
-    "chunks, zigzag": Pair(50, 50, layout="zigzag", rank=1, source=0, size=2, scores=Scores(make_mask(True, None, 30), 0.3)),
-    "dims that are no power of two": Pair(20, 20, dim=80, value_dim=24, kv_heads=2),
+    "own shard of a zigzag": ShardPair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
+    "a later shard of a zigzag": ShardPair(40, 40, layout="zigzag", rank=0, source=1, size=2, carry=True),
+    "a shard that is not seen": ShardPair(40, 33, rank=0, source=1, size=2, carry=True),
+    "nothing seen yet": ShardPair(40, 33, rank=0, source=1, size=2),
+    "striped": ShardPair(37, 50, layout="striped", rank=1, source=2, size=3, carry=True, fused=True),
+    "window of two sides, striped": ShardPair(
+        33, 50, layout="striped", rank=1, size=3, scores=Scores(make_mask(False, (25, 13)), 0.3)
+    ),
+    "chunks, zigzag": ShardPair(50, 50, layout="zigzag", rank=1, source=0, size=2, scores=Scores(make_mask(True, None, 30), 0.3)),
+    "dims that are no power of two": ShardPair(20, 20, dim=80, value_dim=24, kv_heads=2),
 }  # fmt: skip
 
 
-def inputs(pair: Pair) -> tuple[tuple, Any, Any, Any]:
+def inputs(pair: ShardPair) -> tuple[tuple, Any, Any, Any]:
     """``((q, k, v), dout, carry, dq)``, in float64 numbers that the pair's dtype holds exactly."""
     rng = np.random.default_rng(0)
     value_dim = pair.value_dim or pair.dim
@@ -68,7 +70,7 @@ def inputs(pair: Pair) -> tuple[tuple, Any, Any, Any]:
     return (q, k, v), dout, Partial(before, lse), dq
 
 
-def run(kernel, pair: Pair, params: tuple[FwdParams, BwdParams], dtype: str) -> tuple[Partial, Grads]:
+def run(kernel, pair: ShardPair, params: tuple[FwdParams, BwdParams], dtype: str) -> tuple[Partial, Grads]:
     """Forward and backward of the pair by ``kernel`` in ``dtype``; the backward takes the float64 result of the forward."""
     wide = jnp.float64 if dtype == "float64" else jnp.float32
     qkv, dout, carry, dq = inputs(pair)
@@ -78,7 +80,7 @@ def run(kernel, pair: Pair, params: tuple[FwdParams, BwdParams], dtype: str) -> 
     diagonal = pair.rank == pair.source
 
     @jax.jit
-    def both(qkv, dout, carry, dq, rows):
+    def both(qkv, dout, carry, dq, residuals):
         settings: dict[str, Any] = dict(diagonal=diagonal, scores=pair.scores, extras=Extras())
         result = kernel.forward(
             *qkv,
@@ -89,27 +91,29 @@ def run(kernel, pair: Pair, params: tuple[FwdParams, BwdParams], dtype: str) -> 
             out_dtype=qkv[0].dtype if pair.last else wide,
             config=params[0],
         )
-        rows = rows or Rows(None, dout, result.lse, (result.out * dout).sum(-1).swapaxes(1, 2))
-        rows = rows._replace(out=result.out.astype(dout.dtype) if rows.out is None else rows.out)
+        residuals = residuals or Residuals(None, dout, result.lse, (result.out * dout).sum(-1).swapaxes(1, 2))
+        residuals = residuals._replace(out=result.out.astype(dout.dtype) if residuals.out is None else residuals.out)
         settings |= dict(dq=dq if pair.carry else None, fused=pair.fused, config=params[1])
-        return result, kernel.backward(*qkv, rows, q_runs, k_runs, **settings), rows
+        return result, kernel.backward(*qkv, residuals, q_runs, k_runs, **settings), residuals
 
     with jax.enable_x64(True):
         exact = both(qkv, dout, carry, dq, None) if dtype == "float64" else None
         if exact is not None:
             return exact
-        rows = both_in_float64(pair)[2]
+        residuals = both_in_float64(pair)[2]
     cast = lambda tree, to: jax.tree.map(lambda x: jnp.asarray(np.asarray(x), to), tree)  # noqa: E731
-    rows = Rows(cast(rows.out, dtype), cast(rows.dout, dtype), cast(rows.lse, wide), cast(rows.delta, wide))
-    return both(cast(qkv, dtype), cast(dout, dtype), cast(carry, wide), cast(dq, wide), rows)
+    residuals = Residuals(
+        cast(residuals.out, dtype), cast(residuals.dout, dtype), cast(residuals.lse, wide), cast(residuals.delta, wide)
+    )
+    return both(cast(qkv, dtype), cast(dout, dtype), cast(carry, wide), cast(dq, wide), residuals)
 
 
-def both_in_float64(pair: Pair):
+def both_in_float64(pair: ShardPair):
     return run(xla, pair, (FwdParams(64, 64), BwdParams(64, 64)), "float64")
 
 
-def check(kernel, pair: Pair, params: tuple[FwdParams, BwdParams]) -> None:
-    """Each result within a few roundings of the inputs' dtype, relative to its size; empty rows exactly empty."""
+def check(kernel, pair: ShardPair, params: tuple[FwdParams, BwdParams]) -> None:
+    """Each result within a few roundings of the inputs' dtype, relative to its size; empty residuals exactly empty."""
     (out, lse), gradients, _ = run(kernel, pair, params, pair.dtype)
     exact, wanted, _ = both_in_float64(pair)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(exact.lse))

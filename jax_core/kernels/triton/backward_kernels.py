@@ -14,6 +14,7 @@ from jax_core.kernels.triton.scores import (
     LOG2E,
     bias_block,
     bits_block,
+    distance,
     dropout_key,
     head_slope,
     kept,
@@ -123,7 +124,7 @@ def _over_queries(sums, b_k, b_v, k_side, pointers, rest, number, spans, p_order
             b_s, b_dp, b_lse[None, :], b_delta[None, :], q_side, k_side, p_bias_block, p_bits_block, slope, key, plan, masked
         )
         if plan.alibi > 0:
-            b_dslope -= tl.sum(b_dlogits * tl.abs(q_side[3] - k_side[4]).to(tl.float32), 1)
+            b_dslope -= tl.sum(b_dlogits * distance(q_side[3], k_side[4], plan), 1)
         b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=plan.input_precision)
         b_dst = b_ds.to(b_q.dtype)
         b_dk = tl.dot(b_dst, b_q, b_dk, input_precision=plan.input_precision)

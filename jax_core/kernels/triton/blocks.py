@@ -7,6 +7,8 @@ the whole sequence.
 import triton
 import triton.language as tl
 
+from jax_core.kernels.triton.scores import seen_from
+
 
 @triton.jit
 def place(i_block, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
@@ -34,13 +36,19 @@ def place(i_block, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
 
 
 @triton.jit
+def least(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def greatest(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
     """``(low, high, full_low, full_high)``: which blocks of a run of the other side have a pair that is visible from positions
     ``first`` to ``last``, and which of them are visible altogether. ``low <= full_low <= full_high <= high``."""
-    causal: tl.constexpr = plan.mask.causal
-    left: tl.constexpr = plan.left
-    right: tl.constexpr = plan.right
-    chunk: tl.constexpr = plan.mask.chunk
     if of_keys:
         length: tl.constexpr = plan.k.length
         stride: tl.constexpr = plan.k.stride
@@ -51,39 +59,14 @@ def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys
         stride: tl.constexpr = plan.q.stride
         block: tl.constexpr = plan.q.block
         start = tl.load(p_where + i_run)
-    # The other side's positions relative to the run's start: some are visible in [some_low, some_high], all in [all_low, all_high].
-    some_low = 0
-    all_low = 0
-    some_high = stride * (length - 1)
-    all_high = some_high
-    first -= start
-    last -= start
-    if of_keys:
-        if causal:
-            some_high = tl.minimum(some_high, last)
-            all_high = tl.minimum(all_high, first)
-        if left is not None:
-            some_low = tl.maximum(some_low, first - left)
-            all_low = tl.maximum(all_low, last - left)
-        if right is not None:
-            some_high = tl.minimum(some_high, last + right)
-            all_high = tl.minimum(all_high, first + right)
-        if chunk is not None:
-            some_low = tl.maximum(some_low, (first + start) // chunk * chunk - start)
-            all_low = tl.maximum(all_low, (last + start) // chunk * chunk - start)
-    else:
-        if causal:
-            some_low = tl.maximum(some_low, first)
-            all_low = tl.maximum(all_low, last)
-        if left is not None:
-            some_high = tl.minimum(some_high, last + left)
-            all_high = tl.minimum(all_high, first + left)
-        if right is not None:
-            some_low = tl.maximum(some_low, first - right)
-            all_low = tl.maximum(all_low, last - right)
-        if chunk is not None:
-            some_high = tl.minimum(some_high, (last + start) // chunk * chunk + (chunk - 1) - start)
-            all_high = tl.minimum(all_high, (first + start) // chunk * chunk + (chunk - 1) - start)
+    # The other side's positions that are visible to some of these and to all of these, relative to the run's start.
+    end = start + stride * (length - 1)
+    of_first = seen_from(tl.constexpr(plan.reach), first, start, end, of_keys, least, greatest)
+    of_last = seen_from(tl.constexpr(plan.reach), last, start, end, of_keys, least, greatest)
+    some_low = of_first[0] - start
+    some_high = of_last[1] - start
+    all_low = of_last[0] - start
+    all_high = of_first[1] - start
     # From positions to rows (an end before the run's start is row -1, so that the ranges are empty), from rows to blocks.
     low = (some_low + stride - 1) // stride // block
     high = tl.maximum((some_high + stride) // stride + block - 1, 0) // block

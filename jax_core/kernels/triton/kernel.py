@@ -9,16 +9,16 @@ import jax.numpy as jnp
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import same_rows
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Rows, Scores
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
 from jax_core.kernels.triton import launch, params
-from jax_core.kernels.triton.plan import Plan, make_plan
+from jax_core.kernels.triton.plan import LaunchConstants, make_plan
 from jax_core.kernels.triton.tables import Tables, make_tables
 
 _WIDEST = 256
 _GRID = 65535  # programs along the second and third dimension of a launch
 _DTYPES = ("float16", "bfloat16", "float32")
 HANDLES = frozenset(
-    "causal left right chunk softcap dropout_prob predicates precision logits_dtype "
+    "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
     "lse_gradient fused_backward float16 bfloat16 float32".split()
 )
@@ -85,14 +85,26 @@ def forward(
 
 
 def backward(
-    q, k, v, rows: Rows, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+    q,
+    k,
+    v,
+    residuals: Residuals,
+    q_runs,
+    k_runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    dq,
+    fused: bool,
+    config: BwdParams,
 ) -> Grads:
     from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 
     del diagonal
 
     extras = _prepared(extras)
-    arrays = [q, k, v, rows.dout.astype(q.dtype), rows.lse, rows.delta, *_positional(q_runs, k_runs, scores, extras)]
+    arrays = [q, k, v, residuals.dout.astype(q.dtype), residuals.lse, residuals.delta, *_positional(q_runs, k_runs, scores, extras)]
     over_queries = _make_pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
 
     before = dq
@@ -122,7 +134,7 @@ def backward(
 class _Pass(NamedTuple):
     """A pair of shards, cut into blocks of one size."""
 
-    make_plan: Callable[..., Plan]
+    make_plan: Callable[..., LaunchConstants]
     tables: Tables
     arrays: list[Any]
     params: BwdParams
@@ -160,17 +172,8 @@ def _positional(q_runs, k_runs, scores: Scores, extras: Extras) -> list[Any]:
     starts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
     origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
     where = jnp.stack([jnp.asarray(number, jnp.int32) for number in starts + origin])
-    positions = extras.q_position_ids, extras.kv_position_ids
-    if scores.mask.chunk is not None and positions[0] is not None:
-        positions = _not_negative(positions, scores.mask.chunk)
-    ids = extras.q_segment_ids, extras.kv_segment_ids, *positions
+    ids = extras.q_segment_ids, extras.kv_segment_ids, extras.q_position_ids, extras.kv_position_ids
     return [where, *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
-
-
-def _not_negative(positions, chunk: int):
-    """Moved by whole chunks, which changes neither distances nor chunks: a GPU's division rounds towards 0."""
-    lowest = jnp.minimum(0, jnp.minimum(*(x.min() for x in positions)))
-    return tuple(x - lowest // chunk * chunk for x in positions)
 
 
 def _prepared(extras: Extras) -> Extras:

@@ -3,21 +3,21 @@
 The kernels read it as ``plan.name``; its fields are numbers, strings, None or frozen dataclasses of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jax_core.kernels.blocks import Side, side
+from jax_core.kernels.blocks import BlockLayout, block_layout
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.dropout import threshold
 from jax_core.masks.static import Mask
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchConstants:
     """The constants of a launch. ``q`` and ``k`` are the two sides; names ending in ``_block`` are powers of two that hold a
     dim."""
 
-    q: Side
-    k: Side
+    q: BlockLayout
+    k: BlockLayout
     batch: int
     heads: int
     kv_heads: int
@@ -27,8 +27,7 @@ class Plan:
     dim_block: int
     value_dim_block: int
     mask: Mask
-    left: int | None  # the mask's window, no wider than positions reach, so that sums with it stay in 32 bits
-    right: int | None
+    reach: Mask  # the same, its window no wider than positions reach, so that sums with it stay in 32 bits
     scale: float
     softcap: float | None
     dropout_threshold: int | None  # of 32 random bits: below it, a weight is dropped
@@ -51,13 +50,13 @@ class Plan:
     fused: bool = False
 
 
-def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int], **more) -> Plan:
+def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int], **more) -> LaunchConstants:
     """``arrays``: q, k, v. ``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
     q, k, v = arrays
     bias, rows = extras.bias, (lambda x: 0 if x is None else x.shape[0])
-    return Plan(
-        q=side(q_runs, blocks[0]),
-        k=side(k_runs, blocks[1]),
+    return LaunchConstants(
+        q=block_layout(q_runs, blocks[0]),
+        k=block_layout(k_runs, blocks[1]),
         batch=q.shape[0],
         heads=q.shape[2],
         kv_heads=k.shape[2],
@@ -67,8 +66,7 @@ def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tu
         dim_block=padded_dim(q.shape[3]),
         value_dim_block=padded_dim(v.shape[3]),
         mask=scores.mask,
-        left=_reachable(scores.mask.left),
-        right=_reachable(scores.mask.right),
+        reach=_reachable(scores.mask),
         scale=scores.scale,
         softcap=scores.softcap,
         dropout_threshold=threshold(scores.dropout_prob) if scores.dropout_prob else None,
@@ -85,8 +83,9 @@ def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tu
     )
 
 
-def _reachable(side: int | None) -> int | None:
-    return None if side is None else min(side, 2**30)
+def _reachable(mask: Mask) -> Mask:
+    left, right = (None if side is None else min(side, 2**30) for side in (mask.left, mask.right))
+    return replace(mask, left=left, right=right, chunk=None if mask.chunk is None else min(mask.chunk, 2**30))
 
 
 def padded_dim(dim: int) -> int:

@@ -12,12 +12,17 @@ from jax_core.masks import static as static_mask
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# The one definition of the mask, compiled; under Triton's interpreter, called.
 if isinstance(triton.jit(static_mask.visible), triton.JITFunction):
-    visible = triton.jit(static_mask.visible)  # the one definition of the mask, compiled
+    visible = triton.jit(static_mask.visible)
+    seen_from = triton.jit(static_mask.seen_from)
 else:
 
-    def visible(mask, q_pos, k_pos):  # under Triton's interpreter
+    def visible(mask, q_pos, k_pos):
         return static_mask.visible(mask.value, q_pos, k_pos)
+
+    def seen_from(mask, *span):
+        return static_mask.seen_from(mask.value, *span)
 
 
 @triton.jit
@@ -102,12 +107,22 @@ def logits(b_s, q, k, p_bias, p_bits, slope, plan: tl.constexpr, masked: tl.cons
         b_bias = tl.load(p_bias + q[0] * stride + k[0], mask=q[1] & k[1], other=0.0)
         x += b_bias.to(tl.float32) * LOG2E
     if plan.alibi > 0:
-        x -= tl.abs(q[3] - k[4]).to(tl.float32) * (slope * LOG2E)
+        x -= distance(q[3], k[4], plan) * (slope * LOG2E)
     if masked:
         x = tl.where(seen(q, k, p_bits, plan), x, float("-inf"))
     elif plan.fused and not plan.k.even:
         x = tl.where(k[1], x, float("-inf"))  # padding's weights, which may be infinite, would enter dQ
     return x, t
+
+
+@triton.jit
+def distance(q_pos, k_pos, plan: tl.constexpr):
+    """``|q - k|`` in float32, also where the difference of two ids has no place in 32 bits and comes as one that is negative."""
+    if plan.mask.any_position:
+        b_distance = (tl.maximum(q_pos, k_pos) - tl.minimum(q_pos, k_pos)).to(tl.float32)
+        return tl.where(b_distance < 0, b_distance + 4294967296.0, b_distance)
+    else:
+        return tl.abs(q_pos - k_pos).to(tl.float32)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_core.config import FwdParams
-from jax_core.kernels.blocks import Side, block_pairs, dense_mask, in_blocks, side
+from jax_core.kernels.blocks import BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.kernels.triton import launch
 
@@ -46,7 +46,7 @@ class Tables(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ListsPlan:
+class ListsConstants:
     """What the kernel that makes the lists is compiled for."""
 
     columns: int
@@ -59,7 +59,7 @@ def list_blocks(kinds):
     from jax_core.kernels.triton.lists_kernel import lists_kernel
 
     *rows, columns = kinds.shape
-    plan = ListsPlan(columns, min(1024, 1 << (columns - 1).bit_length()))
+    plan = ListsConstants(columns, min(1024, 1 << (columns - 1).bit_length()))
     results = [jax.ShapeDtypeStruct((*rows, length), jnp.int32) for length in (columns + 1, 2)]
     params = FwdParams(num_stages=1, num_warps=4)
     return launch.launch(lists_kernel, [kinds], [], results, plan=plan, grid=(math.prod(rows),), params=params)
@@ -69,8 +69,8 @@ def make_tables(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: 
     """``shards``: q, k, v. ``blocks``: of queries and keys."""
     if extras.q_segment_ids is None and extras.q_position_ids is None and extras.mask is None and not scores.predicates:
         return Tables(None, None, None)
-    q, k = side(q_runs, blocks[0]), side(k_runs, blocks[1])
-    visible, whole = (table[:, None] for table in block_pairs(q, k, q_runs, k_runs, scores, extras))
+    q, k = block_layout(q_runs, blocks[0]), block_layout(k_runs, blocks[1])
+    visible, whole = (table[:, None] for table in block_sparsity(q, k, q_runs, k_runs, scores, extras))
     predicates = list(zip(scores.predicates, extras.predicate_arrays, strict=True))
     seen = dense_mask(shards, q_runs, k_runs, predicates, extras)
     if seen is None:
@@ -80,7 +80,7 @@ def make_tables(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: 
     return Tables(bits, visible & (tiles != 0).any((3, 5)), whole & (tiles == -1).all((3, 5)))
 
 
-def _bits(seen, q: Side, k: Side):
+def _bits(seen, q: BlockLayout, k: BlockLayout):
     seen = jnp.broadcast_to(seen, (*seen.shape[:2], q.runs * q.length, seen.shape[3]))
     seen = in_blocks(in_blocks(seen, 3, k, False), 2, q, False)
     words = seen.reshape(*seen.shape[:3], -1, _WORD)

@@ -15,7 +15,7 @@ from jax_core.masks.static import empty
 from jax_core.varying import vary, varying_axes
 
 
-class Side(NamedTuple):
+class BlockPositions(NamedTuple):
     """What the masks need to know of one side's positions, in blocks."""
 
     index: Any  # [n, q] in the whole sequence
@@ -26,13 +26,13 @@ class Side(NamedTuple):
 
 class Queries(NamedTuple):
     q: Any  # [n, b, h, g, q, d]
-    side: Side
+    side: BlockPositions
 
 
 class Keys(NamedTuple):
     k: Any  # [m, b, h, k, d]
     v: Any
-    side: Side
+    side: BlockPositions
 
 
 class Tiles(NamedTuple):
@@ -86,16 +86,16 @@ def _block_size(runs: tuple[Run, ...], wanted: int | None) -> int:
     return min(wanted, runs[0].length)
 
 
-def _side(runs: tuple[Run, ...], size: int, position_ids, segment_ids) -> Side:
+def _side(runs: tuple[Run, ...], size: int, position_ids, segment_ids) -> BlockPositions:
     index = jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
     length = index.shape[0]
     position = index[None] if position_ids is None else position_ids
     real = None if length % size == 0 else _split(jnp.arange(length) >= 0, 0, size, False)
     segment = None if segment_ids is None else _split(segment_ids, 1, size)
-    return Side(_split(index, 0, size), _split(position, 1, size), segment, real)
+    return BlockPositions(_split(index, 0, size), _split(position, 1, size), segment, real)
 
 
-def _empty(scores: Scores, q: Side, k: Side):
+def _empty(scores: Scores, q: BlockPositions, k: BlockPositions):
     """``[n, m]``: no pair of the blocks is visible, as far as positions and segments bound them."""
     q_run, k_run = _bounds(q.position), _bounds(k.position)
     none = empty(scores.mask, _expand(q_run, 1), _expand(k_run, 0))

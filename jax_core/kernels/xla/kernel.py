@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Rows, Scores, accumulation_dtype
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import (
     Keys,
     Queries,
@@ -32,7 +32,7 @@ from jax_core.kernels.xla.scores import distance, dropout_factor, logits, produc
 from jax_core.varying import vary, varying_axes
 
 HANDLES = frozenset(
-    "causal left right chunk softcap dropout_prob predicates precision logits_dtype "
+    "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
     "lse_gradient fused_backward float16 bfloat16 float32 float64".split()
 )
@@ -133,14 +133,27 @@ class _Shares(NamedTuple):
 
 
 def backward(
-    q, k, v, rows: Rows, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, dq, fused: bool, config: BwdParams
+    q,
+    k,
+    v,
+    residuals: Residuals,
+    q_runs,
+    k_runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    dq,
+    fused: bool,
+    config: BwdParams,
 ) -> Grads:
     del diagonal, fused  # positions say it; always
     queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
-    lse = jnp.where(jnp.isneginf(rows.lse), jnp.inf, rows.lse)  # exp(x - inf) is 0: a row that saw no key, or stands for padding
+    # exp(x - inf) is 0: a row that saw no key, or stands for padding
+    lse = jnp.where(jnp.isneginf(residuals.lse), jnp.inf, residuals.lse)
     in_blocks = partial(split_heads, kv_heads=kv_heads, size=size)
-    block_rows = _Rows(split_rows(rows.dout, kv_heads, size), in_blocks(lse, fill=jnp.inf), in_blocks(rows.delta, fill=0))
+    block_rows = _Rows(split_rows(residuals.dout, kv_heads, size), in_blocks(lse, fill=jnp.inf), in_blocks(residuals.delta, fill=0))
     columns = jax.tree.map(lambda tile: jnp.swapaxes(tile, 0, 1), tiles)
     dtype = accumulation_dtype(q.dtype)
     zero = partial(_zero_shares, queries, keys, tiles, rest, dtype)
@@ -197,10 +210,11 @@ def _shares(scores: Scores, rest, query: Queries, row: _Rows, key: Keys, tile: T
     dproducts = dlogits * scores.scale
     if tanh is not None:
         dproducts = dproducts * (1 - tanh * tanh)
+    dslopes = None if rest.slopes is None else sum_to(-dlogits * distance(scores, query, key, dlogits.dtype), rest.slopes.shape)
     return _Shares(
         dq=product("bhgqk,bhkd->bhgqd", dproducts, key.k, scores),
         dk=product("bhgqk,bhgqd->bhkd", dproducts, query.q, scores),
         dv=product("bhgqk,bhgqd->bhkd", weights * factor, row.dout, scores),
         dbias=None if tile.bias is None else sum_to(dlogits, tile.bias.shape),
-        dalibi_slopes=None if rest.slopes is None else sum_to(-dlogits * distance(query, key), rest.slopes.shape),
+        dalibi_slopes=dslopes,
     )

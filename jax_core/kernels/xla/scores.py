@@ -8,10 +8,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
+from jax_core.kernels.blocks import distance as block_distance
 from jax_core.kernels.contract import Scores, accumulation_dtype
-from jax_core.kernels.xla.blocks import Keys, Queries, Rest, Side, Tiles
+from jax_core.kernels.xla.blocks import BlockPositions, Keys, Queries, Rest, Tiles
 from jax_core.masks.dropout import keep_mask
 from jax_core.masks.functions import Predicate
 from jax_core.masks.static import visible
@@ -30,11 +32,11 @@ def logits(scores: Scores, rest: Rest, query: Queries, key: Keys, tile: Tiles):
     if tile.bias is not None:
         x = x + tile.bias.astype(x.dtype)
     if rest.slopes is not None:
-        x = x - rest.slopes.astype(x.dtype) * distance(query, key).astype(x.dtype)
+        x = x - rest.slopes.astype(x.dtype) * distance(scores, query, key, x.dtype)
     return jnp.where(_visible(scores, rest, query.side, key.side, tile), x, -jnp.inf), tanh
 
 
-def _visible(scores: Scores, rest: Rest, q: Side, k: Side, tile: Tiles):
+def _visible(scores: Scores, rest: Rest, q: BlockPositions, k: BlockPositions, tile: Tiles):
     """Broadcasts to ``[b, h, g, q, k]``."""
     seen = visible(scores.mask, _over_queries(q.position), _over_keys(k.position))
     if q.segment is not None:
@@ -49,7 +51,7 @@ def _visible(scores: Scores, rest: Rest, q: Side, k: Side, tile: Tiles):
     return seen
 
 
-def _evaluate(predicate: Predicate, arrays, rest: Rest, q: Side, k: Side):
+def _evaluate(predicate: Predicate, arrays, rest: Rest, q: BlockPositions, k: BlockPositions):
     """The predicate on every element: mapped over keys, queries, the two head dimensions and the batch."""
     q_at, k_at = (q.position, k.position) if predicate.over == "position" else (q.index[None], k.index[None])
     count = rest.batch.shape[0]
@@ -75,8 +77,9 @@ def dropout_factor(scores: Scores, rest: Rest, query: Queries, key: Keys, dtype)
     return kept.astype(dtype) / (1 - scores.dropout_prob)
 
 
-def distance(query: Queries, key: Keys):
-    return jnp.abs(_over_queries(query.side.position) - _over_keys(key.side.position))
+def distance(scores: Scores, query: Queries, key: Keys, dtype: DTypeLike) -> Array:
+    """``|q - k|`` of positions."""
+    return block_distance(scores.mask, _over_queries(query.side.position), _over_keys(key.side.position), dtype)
 
 
 def _over_queries(x):

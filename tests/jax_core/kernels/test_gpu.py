@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attention_cases import CASES, Case, make_cotangents, make_inputs, ring_results
 from oracle_assertions import assert_like_the_oracle
-from pairs import Pair, check
+from pairs import ShardPair, check
 
 import jax_core
 from jax_core.kernels import triton
@@ -52,7 +52,7 @@ def test_triton_with_its_own_blocks(dims, dtype):
     """Lengths of many blocks, with a rest; a pair in the middle of a ring."""
     number = DIMS.index(dims)
     layout, size = LAYOUTS[number % 3], 4
-    pair = Pair(
+    pair = ShardPair(
         1000, 1200 if layout == "contiguous" else 1000, 4, 2, *dims, dtype, layout=layout, rank=2, source=number % 4, size=size
     )
     window = make_mask(True, 900 if number % 2 else None)
@@ -60,7 +60,7 @@ def test_triton_with_its_own_blocks(dims, dtype):
     check(triton, pair, defaults(pair))
 
 
-def defaults(pair: Pair):
+def defaults(pair: ShardPair):
     sizes = pair.batch, pair.queries, pair.keys, pair.heads, pair.kv_heads, pair.dim, pair.value_dim or pair.dim
     return triton.default_params(Problem(pair.scores, pair.dtype, *sizes))
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import triton_interpreter
-from attention_cases import CASES, CAUSAL, Case, make_cotangents, make_inputs, ring_results
+from attention_cases import CASES, CAUSAL, Case, make_cotangents, make_inputs, normal, ring_results
+from far_positions import FAR
 from oracle_assertions import assert_like_the_oracle
 from pairs import PAIRS, SMALL, check
+from poison import HIDING, PADDED, assert_padding_holds_anything
 
 import jax_core
 from jax_core.config import BwdParams, FwdParams
@@ -90,6 +92,22 @@ def test_mask_functions_see_the_positions_as_they_came():
     ids = {"q_position_ids": lambda rng, case: np.arange(40, dtype=np.int32) - 20}
     options = {"chunk_size": 16, "mask_mod": lambda batch, head, q, k: k >= -5}
     against_the_oracle(in_triton(Case("negative positions", queries=40, options=options, arrays=ids)))
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_positions_anywhere_among_32_bits(name: str):
+    against_the_oracle(in_triton(FAR[name]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_padding_holds_anything(fused: bool):
+    arrays = PADDED | {"alibi_slopes": normal("H"), "bias": normal(1, "H", "T", "S")}
+    case = Case("padding", ring=2, layout="zigzag", queries=20, options=CAUSAL, arrays=arrays)
+    assert_padding_holds_anything(in_triton(case, fused_backward=fused))
+
+
+def test_keys_that_a_mask_hides_hold_anything():
+    assert_padding_holds_anything(in_triton(Case("hidden keys", queries=40, kv_heads=2, arrays={"mask": HIDING("H")})))
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -1,16 +1,19 @@
 """Static masks, by brute force over small random tiles: every tile is judged pair by pair."""
 
+from dataclasses import fields
 from itertools import product
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from brute_force import brute_force, masks, positions_of, seen_by, tiles, two_bounds_meet
 from hypothesis import given
+from hypothesis import strategies as st
 
 from jax_core.masks.layout import LAYOUTS, Run, runs
-from jax_core.masks.static import Mask, empty, full, make_mask, visible
+from jax_core.masks.static import Mask, check_reach, empty, full, make_mask, seen_from, visible
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,65 @@ def test_tiles_of_stride_one_are_judged_exactly(mask: Mask, q_run: Run, k_run: R
     assert full(mask, q_run, k_run) == seen.all()
     if not two_bounds_meet(mask):
         assert empty(mask, q_run, k_run) == (not seen.any())
+
+
+@brute_force
+@given(masks, st.integers(0, 15), st.booleans())
+def test_the_interval_seen_from_a_position_is_what_is_visible(mask: Mask, position: int, of_keys: bool):
+    low, high = seen_from(mask, position, 2, 13, of_keys, min, max)
+    pairs = ((position, other) if of_keys else (other, position) for other in range(2, 14))
+    assert [low <= other <= high for other in range(2, 14)] == [plainly_visible(mask, q, k) for q, k in pairs]
+
+
+@brute_force
+@given(masks, st.integers(0, 15), st.integers(0, 6), st.booleans())
+def test_the_intervals_seen_from_a_span(mask: Mask, first: int, more: int, of_keys: bool):
+    """Within ``low(first) .. high(last)`` lies all that is visible to some; ``low(last) .. high(first)`` is visible to all."""
+    last, others = first + more, range(24)
+    (some_low, all_high), (all_low, some_high) = (seen_from(mask, at, 0, 23, of_keys, min, max) for at in (first, last))
+    seen = seen_by(mask, range(first, last + 1), others) if of_keys else seen_by(mask, others, range(first, last + 1)).T
+    np.testing.assert_array_equal(seen.all(0), [all_low <= other <= all_high for other in others])
+    assert not [other for other in others if seen[:, other].any() and not some_low <= other <= some_high]
+
+
+def test_every_field_of_a_mask_is_tried():
+    """A field that is new must be known to the masks above, and so to `visible`, its interval and its tiles."""
+    tried = {"causal", "left", "right", "chunk"} | {"any_position"}  # masks, and far_masks
+    assert {field.name for field in fields(Mask)} == tried
+
+
+LEAST, GREATEST = -(2**31), 2**31 - 1
+anywhere = st.sampled_from([LEAST, LEAST + 1, LEAST + 6, -8, -7, -1, 0, 5, 7, GREATEST - 6, GREATEST - 1, GREATEST])
+far_sides = st.none() | st.sampled_from([0, 3, 2**30, GREATEST - 1, GREATEST])
+far_masks = st.builds(
+    Mask, st.booleans(), far_sides, far_sides, st.none() | st.sampled_from([1, 7, 2**30, GREATEST]), any_position=st.just(True)
+)
+
+
+@brute_force
+@given(far_masks, st.lists(anywhere, min_size=1), st.lists(anywhere, min_size=1))
+def test_ids_anywhere_among_32_bits(mask: Mask, q_ids: list[int], k_ids: list[int]):
+    """No sum, difference or quotient of positions goes wrong in 32 bits, and tiles are judged soundly."""
+    expected = np.array([[plainly_visible(mask, q, k) for k in k_ids] for q in q_ids])
+    q, k = np.array(q_ids, np.int32), np.array(k_ids, np.int32)
+    np.testing.assert_array_equal(seen_by(mask, q_ids, k_ids), expected)  # in 64 bits
+    np.testing.assert_array_equal(seen_by(mask, q, k), expected)
+    np.testing.assert_array_equal(visible(mask, jnp.asarray(q)[:, None], jnp.asarray(k)[None]), expected)
+    tiles = (Run(ids.min(), ids.max(keepdims=True) - ids.min(), 2) for ids in (q, k))
+    q_run, k_run = (tile._replace(start=np.atleast_1d(tile.start)) for tile in tiles)
+    assert not (empty(mask, q_run, k_run).any() and expected.any())
+    assert not (full(mask, q_run, k_run).any() and not expected.all())
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(2**31, None), ((3, 2**32 - 2), None), (None, 2**31)])
+def test_windows_and_chunks_that_ids_could_reach_beyond(window: Any, chunk: Any):
+    with pytest.raises(ValueError, match=r"sliding_window and chunk_size must be below 2\*\*31 \(or None\), got "):
+        check_reach(window, chunk)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (2**31 - 1, 5), ((-1, 2**32), None), (10**12, 10**12)])
+def test_windows_and_chunks_that_ids_cannot_reach_beyond(window: Any, chunk: Any):
+    check_reach(window, chunk)
 
 
 @pytest.mark.parametrize(

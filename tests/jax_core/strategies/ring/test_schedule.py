@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jax_core.masks.layout import shard_indices
 from jax_core.masks.static import Mask, make_mask
-from jax_core.strategies.ring.schedule import shifts
+from jax_core.strategies.ring.schedule import visible_shifts
 
 
 @brute_force
@@ -16,7 +16,7 @@ from jax_core.strategies.ring.schedule import shifts
 @example(make_mask(True, 3), "striped", 4, 1, 3)
 def test_the_schedule_has_every_meeting_that_sees_anything(mask: Mask, layout: str, size: int, q_half: int, k_half: int):
     """With as many, more and fewer keys than queries; and nothing else but shift 0, where the shards' strides are 1."""
-    chosen = shifts(mask, layout, size, 2 * q_half, 2 * k_half)
+    chosen = visible_shifts(mask, layout, size, 2 * q_half, 2 * k_half)
     q_shards, k_shards = ([shard_indices(layout, rank, size, 2 * half * size) for rank in range(size)] for half in (q_half, k_half))
     needed = {
         (rank - source) % size
@@ -30,8 +30,8 @@ def test_the_schedule_has_every_meeting_that_sees_anything(mask: Mask, layout: s
 
 
 def test_a_window_on_contiguous_shards_needs_only_neighbours():
-    assert shifts(make_mask(causal=True, window=4), "contiguous", 8, 4, 4) == (0, 1)
-    assert shifts(make_mask(causal=True, window=5), "contiguous", 8, 4, 4) == (0, 1, 2)
-    assert shifts(make_mask(window=1), "contiguous", 8, 4, 4) == (0, 1, 7)
-    assert shifts(make_mask(chunk=4), "contiguous", 8, 4, 4) == (0,)
-    assert shifts(make_mask(), "contiguous", 4, 4, 4) == (0, 1, 2, 3)
+    assert visible_shifts(make_mask(causal=True, window=4), "contiguous", 8, 4, 4) == (0, 1)
+    assert visible_shifts(make_mask(causal=True, window=5), "contiguous", 8, 4, 4) == (0, 1, 2)
+    assert visible_shifts(make_mask(window=1), "contiguous", 8, 4, 4) == (0, 1, 7)
+    assert visible_shifts(make_mask(chunk=4), "contiguous", 8, 4, 4) == (0,)
+    assert visible_shifts(make_mask(), "contiguous", 4, 4, 4) == (0, 1, 2, 3)

@@ -1,0 +1,48 @@
+"""What is padding may hold anything, NaN and infinities included: the strategies clear it once a pass, before the first step.
+
+Masks make the logits of padding ``-inf`` and so its weights 0, but a kernel multiplies those zeros by what padding holds, and
+``0 * NaN`` is NaN: by values in the forward; by queries, keys and cotangents in the backward. Clearing these once costs one
+elementwise pass, which XLA fuses with what makes or packs them, and only where a call has segment ids or a boolean mask; a select
+in every product of every kernel would be paid at each step.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jax_core.strategies.contract import Operands
+
+
+def clear_values(operands: Operands) -> Operands:
+    """For the forward: the values of padded keys are 0. (What padded queries and keys hold stays in logits that are masked.)"""
+    return operands._replace(value=_cleared(operands.value, operands.kv_segment_ids))
+
+
+def clear_operands(operands: Operands) -> Operands:
+    """For the backward: padded queries, keys and values are 0."""
+    query = _cleared(operands.query, operands.q_segment_ids)
+    return clear_values(operands)._replace(query=query, key=_cleared(operands.key, operands.kv_segment_ids))
+
+
+def clear_cotangents(operands: Operands, dout: Array, dlse: Array | None) -> tuple[Array, Array | None]:
+    """``dout [batch, q_length, heads, value_dim]`` and ``dlse [batch, heads, q_length]`` (or None), 0 in padded rows."""
+    ids = operands.q_segment_ids
+    return _cleared(dout, ids), None if dlse is None else jnp.swapaxes(_cleared(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
+
+
+def clear_hidden(x: Array, mask: Array | None) -> Array:
+    """Keys or values ``x [batch, k_length, kv_heads, dim]``, 0 where ``mask`` (bool ``[batch|1, heads|1, rows|1, k_length]``, or
+    None) hides the key from every query of the shard and every head of the key's group."""
+    if mask is None:
+        return x
+    seen = mask.any(2)
+    if seen.shape[1] > 1:
+        seen = seen.reshape(seen.shape[0], x.shape[2], -1, seen.shape[2]).any(2)
+    return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], x, jnp.zeros((), x.dtype))
+
+
+def _cleared(x: Array, segment_ids: Array | None) -> Array:
+    """``x [batch, length, ...]`` with 0 where the ids, ``[length]`` or ``[batch|1, length]``, are negative."""
+    if segment_ids is None:
+        return x
+    real = jnp.atleast_2d(segment_ids) >= 0
+    return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
