@@ -15,7 +15,6 @@ On a CPU, where there are no streams, what is left of it runs at a small size.
 
 import argparse
 import gc
-import os
 import random
 import sys
 import time
@@ -23,14 +22,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before anything imports jax: the card is shared with torch
-
 import torch
-import torch.distributed as dist
 
 import ring_attn
-from report import versions
-from ring_team import ALONE, ON_GPU, start
+from team import ON_GPU, Team, hardware, software
 from torch_bridge import crossing
 from torch_bridge.dlpack import DEFAULT_STREAM
 
@@ -85,18 +80,18 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Stress:
-    def __init__(self, options: argparse.Namespace, device: torch.device):
-        self.device, self.platform = device, options.platform
-        self.cases = make_cases(options.tokens, device)
+    def __init__(self, options: argparse.Namespace, team: Team):
+        self.rank, self.device, self.platform = team.rank, team.device, options.platform
+        self.cases = make_cases(options.tokens, team.device)
         self.quiet = [results(case, "both", self.platform) for case in self.cases]
         self.streams = [torch.cuda.Stream() for _ in range(3)] if ON_GPU else [None]
         self.reader = torch.cuda.Stream() if ON_GPU else None
-        self.wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(len(self.streams) + 1)]
+        self.wrong = [torch.zeros((), dtype=torch.int64, device=team.device) for _ in range(len(self.streams) + 1)]
         if ON_GPU:
             torch.cuda.synchronize()
 
     def run(self, iterations: int) -> int:
-        same, own = random.Random(0), random.Random(os.environ.get("RANK", "0"))  # what ranks must agree in, and what not
+        same, own = random.Random(0), random.Random(self.rank)  # what ranks must agree in, and what not
         for number in range(iterations):
             case, which = same.randrange(len(self.cases)), PASSES[number % len(PASSES)]
             self.one(number % len(self.streams), case, which, own)
@@ -163,13 +158,6 @@ def choose_memory(results: str) -> None:
         crossing._OnGpu._settle = shared  # type: ignore[method-assign]
 
 
-def in_all(wrong: int) -> int:
-    total = torch.tensor([wrong])
-    if not ALONE:
-        dist.all_reduce(total)
-    return int(total)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=1000 if ON_GPU else 100)
@@ -177,21 +165,17 @@ def main() -> None:
     parser.add_argument("--platform", default="auto")
     parser.add_argument("--results", choices=("in_place", "copied", "shared"), default="in_place")
     options = parser.parse_args()
-    device = start()
+    team = Team()
     choose_memory(options.results)
     begin = time.monotonic()
-    stress = Stress(options, device)
+    stress = Stress(options, team)
     prepared = time.monotonic()
-    wrong = in_all(stress.run(options.iterations))
-    if ALONE or dist.get_rank() == 0:
-        size = 1 if ALONE else dist.get_world_size()
-        print(f"{size} x {torch.cuda.get_device_name() if ON_GPU else 'CPU'}, {', '.join(map(' '.join, versions().items()))}")
-        print(f"quiet run {prepared - begin:.0f} s, stress {time.monotonic() - prepared:.0f} s")
-        print(
-            f"{options.iterations} iterations on {size} process(es), results {options.results}: {wrong} differ from the quiet run"
-        )
-    if not ALONE:
-        dist.destroy_process_group()
+    wrong = team.total(stress.run(options.iterations))
+    team.say(f"{team.size} x {hardware()}; {software()}")
+    team.say(f"quiet run {prepared - begin:.0f} s, stress {time.monotonic() - prepared:.0f} s")
+    work = f"{options.iterations} iterations on {team.size} process(es), results {options.results}"
+    team.say(f"{work}: {wrong} differ from the quiet run")
+    team.close()
     sys.exit(wrong > 0)
 
 
