@@ -52,7 +52,7 @@ class Run:
         return Case(name, tokens, heads, kv_heads, dim)
 
     def shards(self, tokens: int) -> Inputs:
-        """This rank's, of ``tokens`` each."""
+        """This rank's, of as many tokens."""
         return make_inputs(self.case("", tokens), self.team.device, seed=self.team.rank)
 
     def prepare(

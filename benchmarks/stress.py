@@ -91,30 +91,30 @@ class Stress:
             torch.cuda.synchronize()
 
     def run(self, iterations: int) -> int:
-        same, own = random.Random(0), random.Random(self.rank)  # what ranks must agree in, and what not
+        shared, local = random.Random(0), random.Random(self.rank)  # what ranks must agree on, and what they need not
         for number in range(iterations):
-            case, which = same.randrange(len(self.cases)), PASSES[number % len(PASSES)]
-            self.one(number % len(self.streams), case, which, own)
+            case, which = shared.randrange(len(self.cases)), PASSES[number % len(PASSES)]
+            self.one(number % len(self.streams), case, which, local)
             if number % 40 == 39:
                 gc.collect()
             if ON_GPU and number % 100 == 99:
                 torch.cuda.empty_cache()
         return int(sum(wrong.cpu() for wrong in self.wrong))
 
-    def one(self, turn: int, case: int, which: str, own: random.Random) -> None:
+    def one(self, turn: int, case: int, which: str, local: random.Random) -> None:
         stream = self.streams[turn]
         with torch.cuda.stream(stream) if stream else nullcontext():
-            if ON_GPU and own.random() < 0.3:
-                torch.cuda._sleep(own.randrange(LATE))
+            if ON_GPU and local.random() < 0.3:
+                torch.cuda._sleep(local.randrange(LATE))
             found = results(self.cases[case], which, self.platform)
             self.fill_what_is_free(case)
             if which == "dropped":
                 return
-            if self.reader and own.random() < 0.5:
-                self.read_late(found, case, own)
+            if self.reader and local.random() < 0.5:
+                self.read_late(found, case, local)
             else:
                 self.compare(found, case, self.wrong[turn])
-        if own.random() < 0.3:
+        if local.random() < 0.3:
             self.fill_in_jax()
 
     def fill_what_is_free(self, case: int) -> None:
@@ -132,14 +132,14 @@ class Stress:
         for _ in range(3):
             jnp.full(largest, jnp.nan, jnp.bfloat16)
 
-    def read_late(self, found: list[torch.Tensor], case: int, own: random.Random) -> None:
+    def read_late(self, found: list[torch.Tensor], case: int, local: random.Random) -> None:
         """As torch's rules have it: the other stream waits for this one, and the allocator is told of it."""
         assert self.reader
         self.reader.wait_stream(torch.cuda.current_stream())
         for tensor in found:
             tensor.record_stream(self.reader)
         with torch.cuda.stream(self.reader):
-            torch.cuda._sleep(own.randrange(LATE))
+            torch.cuda._sleep(local.randrange(LATE))
             self.compare(found, case, self.wrong[-1])
 
     def compare(self, found: list[torch.Tensor], case: int, wrong: torch.Tensor) -> None:

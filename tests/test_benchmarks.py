@@ -97,6 +97,7 @@ def test_a_picture_of_streams_is_drawn(tmp_path: Path):
     assert (tmp_path / "timeline.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_nothing_travels_in_what_overlap_compares_with():
     case = Case("", 64, heads=4, kv_heads=2, dim=8)
     for axis in (ring_overlap.ROTATING, ring_overlap.STILL):
