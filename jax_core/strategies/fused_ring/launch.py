@@ -34,7 +34,8 @@ def launch(
     fixed = [name for name in arrays if name not in ROTATING]
     moving = [name for name in arrays if name in ROTATING]
     # What neighbours write into must be in HBM: XLA would put small results into VMEM.
-    pinned = [pltpu.HBM(x.shape, x.dtype) for x in (*(arrays[name] for name in moving), *results.values())]
+    written: list[Array | jax.ShapeDtypeStruct] = [*(arrays[name] for name in moving), *results.values()]
+    pinned = [pltpu.HBM(x.shape, x.dtype) for x in written]
 
     def body(rank_ref, *refs):
         inputs, outputs = refs[: len(fixed)], refs[len(arrays) :]  # of what is written in place, the outputs
