@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Kernel, Problem, Scores
+from jax_core.kernels.contract import Kernel, Problem, Scores, make_residuals
 
 
 class Operands(NamedTuple):
@@ -92,5 +91,4 @@ class Strategy(Protocol):
 
 def row_delta(out, lse, dout, dlse):
     """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
-    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
-    return delta if dlse is None else delta - dlse.astype(lse.dtype)
+    return make_residuals(out, lse, dout, dlse).delta

@@ -125,11 +125,9 @@ def backward(
     plan = make_plan((q, k, v), q_runs, k_runs, scores, extras, _fitting(config, q_runs, k_runs))
     beside = make_beside(plan, (q, k, v), q_runs, k_runs, extras)
     pairs = make_pairs(plan, q_runs, k_runs, extras, beside)
-    # A row that saw no key, or stands for padding, has an infinite LSE here: its weights are exp(-inf) = 0.
-    lse = jnp.where(jnp.isneginf(residuals.lse), jnp.inf, residuals.lse)
     shards = _shards(plan, q, k, v)._replace(
-        dout=rows_of(residuals.dout.astype(q.dtype), plan.q),
-        lse=numbers_of(lse, plan.q, jnp.inf),
+        dout=rows_of(residuals.dout, plan.q),
+        lse=numbers_of(residuals.lse, plan.q, jnp.inf),  # padding too has weights exp(-inf) = 0
         delta=numbers_of(residuals.delta, plan.q),
     )
     run = _Backward(plan, shards, beside, pairs, where_and_seed(q_runs, k_runs, extras))

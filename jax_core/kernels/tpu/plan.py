@@ -14,7 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_core.kernels.blocks import BlockLayout, BlockSparsity, block_layout, block_sparsity, dense_mask, in_blocks, same_rows
+from jax_core.kernels.blocks import (
+    BlockLayout,
+    BlockSparsity,
+    block_layout,
+    block_sparsity,
+    dense_mask,
+    in_blocks,
+    same_rows,
+    starts,
+)
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.functions import Predicate
 
@@ -127,11 +136,9 @@ def _tiles(x, plan: Plan):
 
 def where_and_seed(q_runs, k_runs, extras: Extras):
     """int32 ``[8]``: the first positions of the runs, the first batch entry and head, the dropout seed."""
-    starts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
-    origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
     seed = jnp.zeros(2, jnp.uint32) if extras.dropout_seed is None else extras.dropout_seed
     words = lax.bitcast_convert_type(seed.astype(jnp.uint32), jnp.int32)
-    return jnp.concatenate([jnp.stack([jnp.asarray(x, jnp.int32) for x in starts + origin]), words])
+    return jnp.concatenate([starts(q_runs, k_runs, extras), words])
 
 
 def make_pairs(plan: Plan, q_runs, k_runs, extras: Extras, beside: Beside) -> BlockSparsity:
