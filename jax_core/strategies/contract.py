@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Kernel, Problem, Scores
@@ -88,9 +87,3 @@ class Strategy(Protocol):
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]: ...
 
     def backward(self, spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands: ...
-
-
-def row_delta(out, lse, dout, dlse):
-    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
-    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
-    return delta if dlse is None else delta - dlse.astype(lse.dtype)

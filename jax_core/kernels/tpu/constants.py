@@ -11,12 +11,9 @@ from typing import Generic, NamedTuple, TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.blocks import BlockLayout, block_layout, dense_mask, in_blocks, same_rows
+from jax_core.kernels.blocks import BlockLayout, Runs, block_layout, dense_mask, in_blocks, same_rows, starts
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.functions import Predicate
-from jax_core.masks.layout import Run
-
-Runs = tuple[Run, ...]
 
 
 @dataclass(frozen=True)
@@ -132,11 +129,9 @@ def _mask_tiles(mask: Array | None, const: TileConstants) -> Array | None:
 
 def make_scalars(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
     """int32 ``[8]``: the first positions of the runs, the first batch entry and head, the dropout seed."""
-    starts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
-    origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
     seed = jnp.zeros(2, jnp.uint32) if extras.dropout_seed is None else extras.dropout_seed
     words = lax.bitcast_convert_type(seed.astype(jnp.uint32), jnp.int32)
-    return jnp.concatenate([jnp.stack([jnp.asarray(x, jnp.int32) for x in starts + origin]), words])
+    return jnp.concatenate([starts(q_runs, k_runs, extras), words])
 
 
 def quotient(x: Array, by: int) -> Array:

@@ -113,11 +113,9 @@ def backward(
     const = make_constants((q, k, v), q_runs, k_runs, scores, _fitting(config, q_runs, k_runs))
     blocked = block_extras(const, (q, k, v), q_runs, k_runs, extras)
     pairs = pairs_to_visit(const, q_runs, k_runs, extras, blocked)
-    # A row that saw no key, or stands for padding, has an infinite LSE here: its weights are exp(-inf) = 0.
-    lse = jnp.where(jnp.isneginf(residuals.lse), jnp.inf, residuals.lse)
     shards = _shards(const, q, k, v)._replace(
-        dout=blocked_rows(residuals.dout.astype(q.dtype), const.q),
-        lse=blocked_statistics(lse, const.q, jnp.inf),
+        dout=blocked_rows(residuals.dout, const.q),
+        lse=blocked_statistics(residuals.lse, const.q, jnp.inf),  # padding too has weights exp(-inf) = 0
         delta=blocked_statistics(residuals.delta, const.q),
     )
     run = _Backward(const, shards, blocked, pairs, make_scalars(q_runs, k_runs, extras))
