@@ -27,8 +27,8 @@ def launch(
     cost: pl.CostEstimate,
     all_in_blocks: bool = True,
 ) -> tuple[Array, ...]:
-    """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: which leaf of ``inputs`` an output takes the
-    place of; an output may be None. ``all_in_blocks``: no array is seen whole, which ``vmap`` has no rule for."""
+    """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: from leaves of ``inputs`` to the outputs
+    that reuse their buffers; an output may be None. ``all_in_blocks``: no array is given whole, for which ``vmap`` has no rule."""
     prefetched, inputs = vary((tuple(prefetched), tuple(inputs)), varying_axes(prefetched, inputs))
     axis_type = jax.typeof(prefetched[0]).mat
     settings = dict(
@@ -55,7 +55,7 @@ def launch(
     return (call if all_in_blocks else jax.custom_batching.sequential_vmap(call))(traced, *prefetched, *inputs)
 
 
-def _name(kernel) -> str:
+def _name(kernel: Callable[..., None]) -> str:
     return _name(kernel.func) if isinstance(kernel, partial) else kernel.__name__
 
 
