@@ -1,7 +1,6 @@
 """Calling a fused kernel, and its inner pipelines from HBM to VMEM: operands by name."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ def launch(
     rank: Array,
     given: dict[str, Array | None],
     results: dict[str, jax.ShapeDtypeStruct],
-    scratch: dict[str, Any],
+    scratch: dict[str, pl.MemoryRef],
     *,
     products: int,
 ) -> dict[str, Array]:
