@@ -18,6 +18,8 @@ from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask, empty, full
 from jax_core.varying import vary, varying_axes
 
+Runs = tuple[Run, ...]
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -61,6 +63,14 @@ def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs, k_runs, scores: Score
     whole = whole & (_whole_blocks(q)[:, None] & _whole_blocks(k)[None, :])
     visible, whole = jnp.broadcast_arrays(visible, whole)
     return BlockSparsity(visible, whole & visible)
+
+
+def starts(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
+    """int32 ``[6]``: the first positions of the two runs of queries and of keys (0 for one that is not there), and the global
+    numbers of the first batch entry and head."""
+    firsts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
+    origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
+    return jnp.stack([jnp.asarray(number, jnp.int32) for number in firsts + origin])
 
 
 def index(runs: tuple[Run, ...]):

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.masks.functions import Predicate
@@ -101,14 +102,15 @@ class Partial(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward knows of the query rows: the final ``out`` in the query's dtype, its cotangent, the final ``lse``, and
-    ``delta = rowsum(out * dout) - dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes
-    the LSE output differentiable)."""
+    """What the backward knows of the query rows, made once a pass: the final ``out`` and its cotangent, both in the query's dtype;
+    the final ``lse``, but ``+inf`` where a row saw no key, so that ``exp(x - lse)`` is 0 there; and ``delta = rowsum(out * dout) -
+    dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes the LSE output
+    differentiable)."""
 
-    out: Any
-    dout: Any
-    lse: Any
-    delta: Any
+    out: Array
+    dout: Array
+    lse: Array
+    delta: Array
 
 
 class Grads(NamedTuple):
@@ -163,6 +165,14 @@ class Kernel(Protocol):
         fused: bool,
         config: BwdParams,
     ) -> Grads: ...
+
+
+def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
+    """``out``, ``lse``: what the whole forward gave, ``-inf`` where a row saw no key; ``dout``, ``dlse`` (or None): their
+    cotangents."""
+    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
+    delta = delta if dlse is None else delta - dlse.astype(lse.dtype)
+    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)
 
 
 def accumulation_dtype(dtype) -> jnp.dtype:

@@ -18,7 +18,6 @@ A strategy is a package with
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -91,9 +90,3 @@ class Strategy(Protocol):
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
     ) -> Operands: ...
-
-
-def row_delta(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
-    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
-    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
-    return delta if dlse is None else delta - dlse.astype(lse.dtype)

@@ -125,17 +125,17 @@ def backward(
 ) -> Grads:
     del extras, fused, config  # one sweep in any case
     before = _before(q_runs, k_runs)
-    dout = residuals.dout.astype(q.dtype)
+    dout, lse = residuals.dout, residuals.lse  # no row is without a key: +inf does not occur
     if diagonal or not scores.mask.causal:
-        grads = _wide(calls.backward(q, k, v, residuals.out, dout, residuals.lse, **_settings(scores, q.shape[1])))
+        grads = _wide(calls.backward(q, k, v, residuals.out, dout, lse, **_settings(scores, q.shape[1])))
     elif len(q_runs) == 1:
-        grads = _wide(calls.backward(q, k, v, residuals.out, dout, residuals.lse, scale=scores.scale))
+        grads = _wide(calls.backward(q, k, v, residuals.out, dout, lse, scale=scores.scale))
         # Not multiplied by 0: the weights of hidden keys may be infinite, as the LSE does not count them.
         grads = tuple(jnp.where(before, grad, 0) for grad in grads)
     else:
         queries, out, dout = (tiles.query_tiles(x, before) for x in (q, residuals.out, dout))
         keys, values = (tiles.key_tiles(x, before) for x in (k, v))
-        found = calls.backward(queries, keys, values, out, dout, tiles.row_tiles(residuals.lse, before), scale=scores.scale)
+        found = calls.backward(queries, keys, values, out, dout, tiles.row_tiles(lse, before), scale=scores.scale)
         grads = tiles.query_gradient(found[0], before), *(tiles.key_gradient(grad, before) for grad in found[1:])
     share, dk, dv = grads
     return Grads(share if dq is None else dq + share, dk, dv, None, None)

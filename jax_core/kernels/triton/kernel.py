@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.blocks import same_rows
+from jax_core.kernels.blocks import same_rows, starts
 from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
 from jax_core.kernels.triton import launch, params
 from jax_core.kernels.triton.plan import LaunchConstants, make_plan
@@ -104,7 +104,7 @@ def backward(
     del diagonal
 
     extras = _prepared(extras)
-    arrays = [q, k, v, residuals.dout.astype(q.dtype), residuals.lse, residuals.delta, *_positional(q_runs, k_runs, scores, extras)]
+    arrays = [q, k, v, residuals.dout, residuals.lse, residuals.delta, *_positional(q_runs, k_runs, scores, extras)]
     over_queries = _make_pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
 
     before = dq
@@ -169,11 +169,8 @@ def _blocks(config: FwdParams) -> tuple[int, int]:
 
 def _positional(q_runs, k_runs, scores: Scores, extras: Extras) -> list[Any]:
     """The arrays of the kernels' middle: where the shards stand, ids, bias, slopes, seed."""
-    starts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
-    origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
-    where = jnp.stack([jnp.asarray(number, jnp.int32) for number in starts + origin])
     ids = extras.q_segment_ids, extras.kv_segment_ids, extras.q_position_ids, extras.kv_position_ids
-    return [where, *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
+    return [starts(q_runs, k_runs, extras), *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
 
 
 def _prepared(extras: Extras) -> Extras:

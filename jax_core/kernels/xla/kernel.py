@@ -150,10 +150,10 @@ def backward(
     del diagonal, fused  # positions say it; always
     queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
-    # exp(x - inf) is 0: a row that saw no key, or stands for padding
-    lse = jnp.where(jnp.isneginf(residuals.lse), jnp.inf, residuals.lse)
     in_blocks = partial(split_heads, kv_heads=kv_heads, size=size)
-    block_rows = _Rows(split_rows(residuals.dout, kv_heads, size), in_blocks(lse, fill=jnp.inf), in_blocks(residuals.delta, fill=0))
+    # A row that fills up a block has an infinite LSE, as one that saw no key: exp(x - inf) is 0.
+    lse, delta = in_blocks(residuals.lse, fill=jnp.inf), in_blocks(residuals.delta, fill=0)
+    block_rows = _Rows(split_rows(residuals.dout, kv_heads, size), lse, delta)
     columns = jax.tree.map(lambda tile: jnp.swapaxes(tile, 0, 1), tiles)
     dtype = accumulation_dtype(q.dtype)
     zero = partial(_zero_shares, queries, keys, tiles, rest, dtype)

@@ -154,7 +154,7 @@ def test_other_versions_of_cudnn(monkeypatch, version, words):
 
 def test_no_gpu():
     with pytest.raises(NotImplementedError, match='platform="cuda": cuDNN needs an NVIDIA GPU, and this program runs on "cpu"'):
-        choose(Options(platform="cuda"), PROBLEM)
+        choose(Options(platform="cuda"), replace(PROBLEM, backend="cpu"))
 
 
 # ------------------------------------------------------------------------------------------------ JAX's private calls
