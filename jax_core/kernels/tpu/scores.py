@@ -58,7 +58,7 @@ def make_tile(plan: Plan, at: At, q, k, beside: Beside, masked: bool, turned: bo
     places = _places(plan, at, x.shape, turned)
     positions = _positions(places, beside, turned)
     if beside.slopes is not None:
-        distance = block_distance(scores.mask, *positions, jnp.float32)
+        distance = block_distance(scores.mask, positions[0], positions[1], jnp.float32)
         x = x - _slope(plan, at, beside) * distance
     if masked:
         x = jnp.where(_seen(plan, at, places, positions, beside, turned), x, -jnp.inf)
