@@ -172,14 +172,6 @@ class Kernel(Protocol):
     ) -> Grads: ...
 
 
-def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
-    """``out``, ``lse``: what the whole forward gave, ``-inf`` where a row saw no key; ``dout``, ``dlse`` (or None): their
-    cotangents."""
-    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
-    delta = delta if dlse is None else delta - dlse.astype(lse.dtype)
-    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)
-
-
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Kernel, Problem, Scores, make_residuals
+from jax_core.kernels.contract import Kernel, Problem, Residuals, Scores
 
 
 class Operands(NamedTuple):
@@ -89,6 +91,14 @@ class Strategy(Protocol):
     def backward(self, spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands: ...
 
 
-def row_delta(out, lse, dout, dlse):
-    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
-    return make_residuals(out, lse, dout, dlse).delta
+def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
+    """What kernels take of the query rows, once for all steps. ``out``, ``lse``: what the whole forward gave, ``-inf`` where a row
+    saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
+    delta = row_delta(out, lse, dout, dlse)
+    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)
+
+
+def row_delta(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
+    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``."""
+    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
+    return delta if dlse is None else delta - dlse.astype(lse.dtype)
