@@ -44,9 +44,10 @@ def make_mask(causal: bool = False, window: Window = None, chunk: int | None = N
 
 
 def check_reach(window, chunk: int | None) -> None:
-    """Position ids may be further apart than an int32 says: a window or chunk that wide cannot be told from none."""
+    """ValueError for what position ids could tell from no window and no chunk: int32 ids may be up to ``2**32 - 1`` apart."""
     sides = window if isinstance(window, (tuple, list)) else (window,)
-    wide = [side for side in (*sides, chunk) if side is not None and _FARTHEST < side < 2 * _FARTHEST + 1]
+    wide = [side for side in sides if side is not None and _FARTHEST < side <= 2 * _FARTHEST]
+    wide += [chunk] if chunk is not None and chunk > _FARTHEST else []
     if wide:
         raise ValueError(f"with position ids, sliding_window and chunk_size must be below 2**31 (or None), got {wide[0]}")
 

@@ -18,11 +18,12 @@ A strategy is a package with
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Kernel, Problem, Scores
+from jax_core.kernels.contract import Kernel, Problem, Residuals, Scores
 
 
 class Operands(NamedTuple):
@@ -90,3 +91,16 @@ class Strategy(Protocol):
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
     ) -> Operands: ...
+
+
+def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
+    """What kernels take of the query rows, once for all steps. ``out``, ``lse``: what the whole forward gave, ``-inf`` where a row
+    saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
+    delta = row_delta(out, lse, dout, dlse)
+    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)
+
+
+def row_delta(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
+    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``."""
+    delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
+    return delta if dlse is None else delta - dlse.astype(lse.dtype)

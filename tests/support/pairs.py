@@ -9,9 +9,10 @@ import numpy as np
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import xla
-from jax_core.kernels.contract import Extras, Grads, Partial, Residuals, Scores, make_residuals
+from jax_core.kernels.contract import Extras, Grads, Partial, Residuals, Scores
 from jax_core.masks.layout import runs
 from jax_core.masks.static import make_mask
+from jax_core.strategies.contract import make_residuals
 
 CAUSAL = make_mask(True)
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores
 from jax_core.kernels.cudnn import calls, tiles
 
 HANDLES = frozenset("causal left logits_dtype fused_backward float16 bfloat16".split())
@@ -91,7 +93,18 @@ def _dim_reason(problem: Problem) -> str | None:
 
 
 def forward(
-    q, k, v, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+    q: Array,
+    k: Array,
+    v: Array,
+    q_runs: Runs,
+    k_runs: Runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    carry: Partial | None,
+    out_dtype: DTypeLike,
+    config: FwdParams,
 ) -> Partial:
     del extras, config  # unsupported() lets none through
     before = _before(q_runs, k_runs)
@@ -109,17 +122,17 @@ def forward(
 
 
 def backward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     residuals: Residuals,
-    q_runs,
-    k_runs,
+    q_runs: Runs,
+    k_runs: Runs,
     *,
     diagonal: bool,
     scores: Scores,
     extras: Extras,
-    dq,
+    dq: Array | None,
     fused: bool,
     config: BwdParams,
 ) -> Grads:

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.config import FwdParams
-from jax_core.kernels.contract import Partial, make_residuals
+from jax_core.kernels.contract import Partial
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
 from jax_core.kernels.tpu.limits import block_sizes
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals
 from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
 from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
 from jax_core.strategies.padding import clear_cotangents, clear_operands, clear_values

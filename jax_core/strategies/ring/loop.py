@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Grads, Kernel, accumulation_dtype, make_residuals
+from jax_core.kernels.contract import Extras, Grads, Kernel, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient
 from jax_core.masks.layout import Run, runs
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals
 from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
 from jax_core.strategies.ring.columns import put_columns, take_columns
 from jax_core.strategies.ring.schedule import Step, steps, visible_shifts
