@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
+from torch_bridge.announced import announced
+
 _FORMATS = ("bshd", "bhsd")
 
 
+@announced(lambda *_, mesh=None, mesh_dim=None, **__: (mesh, mesh_dim))
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,6 +11,7 @@ from jax_core.masks.layout import check_layout
 from jax_core.masks.static import make_mask
 from ring_attn.functional import ring_attention
 from ring_attn.sequence import positions, unshard
+from torch_bridge.announced import announced
 from torch_bridge.mesh import resolve
 
 _LOST_MESH = "a mesh that was not pickled"
@@ -142,6 +143,7 @@ class RingAttention(nn.MultiheadAttention):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
 
+    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim))
     def forward(
         self,
         query: Tensor,

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec
-from torch_bridge.agreement import check_agreement
+from torch_bridge.calls import compare, watch
 from torch_bridge.crossing import Compiled, Crossing, Form, Join, Tensors, crossing
 from torch_bridge.dlpack import keeping_device, precision_scope
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, joiner, sharding
-from torch_bridge.runtime import start, watch
+from torch_bridge.runtime import start
 
 ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # what torch hands over, in this order
 
@@ -37,6 +37,7 @@ class Program:
 
     ring: Ring
     device: torch.device
+    call: str  # in words that are equal on all ranks
     crossing: Crossing
     join: Join
     compiled_forward: Compiled
@@ -62,7 +63,7 @@ class Program:
         return [gradients[made.index(number)] for number in wanted]
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
-        with keeping_device(self.device), precision_scope(self.out.dtype), watch(self.ring, step) as call:
+        with keeping_device(self.device), precision_scope(self.out.dtype), watch(self.ring, step, self.call) as call:
             outcome = self.crossing(self.join, compiled, tensors)
             call.event = outcome.event
         return outcome.results
@@ -81,7 +82,8 @@ def program(options: Options, signature: Signature, ring: Ring, device: torch.de
         way = crossing(device)
     # Constants of the compiled program; as NumPy arrays they belong to no device.
     masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in operands.predicate_arrays)
-    check_agreement(ring, _described(options, signature), _MUST_AGREE, device)
+    call = _described(options, signature)
+    compare(ring, call, _MUST_AGREE)
     on_ring = partial(_on_ring, ring, jax_platform(device), way.in_place)
     forward = on_ring(partial(_forward, spec, masks), len(signature), (out, lse))
 
@@ -89,7 +91,7 @@ def program(options: Options, signature: Signature, ring: Ring, device: torch.de
         gradients = tuple(form for number in wanted if (form := signature[number]) is not None)
         return on_ring(partial(_backward, spec, masks, wanted), len(signature) + 4, gradients)
 
-    return Program(ring, device, way, joiner(ring, jax_platform(device)), forward, cache(backward))
+    return Program(ring, device, call, way, joiner(ring, jax_platform(device)), forward, cache(backward))
 
 
 def _results(signature: Signature) -> tuple[Form, Form]:
