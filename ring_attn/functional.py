@@ -37,6 +37,7 @@ def ring_attention(
     return_lse: bool = False,
     fused_backward: bool = False,
     platform: str = "auto",
+    strategy: str = "auto",
     cfg: Any = None,
 ) -> Any:  # a Tensor, with return_lse two: a union would have every caller tell them apart
     """Exact attention over a sequence sharded across processes; differentiable in q, k, v, bias, sinks, slopes and the LSE.
@@ -73,7 +74,8 @@ def ring_attention(
             float64 inputs), ``-inf`` where a row saw no key. Differentiable.
         fused_backward: True demands dQ, dK and dV in one sweep over the scores: faster where memory is slow, and with Triton no
             longer the same bits in every run.
-        platform, cfg: the kernel and its settings, as in :func:`jax_core.ring_attention`.
+        platform, strategy, cfg: the kernel, how it is spread over the ring ("ring", "fused"), and its settings, as in
+            :func:`jax_core.ring_attention`. ``cfg`` is a :class:`ring_attn.RingAttentionConfig`.
 
     Returns:
         The output in q's dtype and format; a row that sees no key gives 0. The gradient of an operand that all ranks hold (sinks,
@@ -93,7 +95,10 @@ def ring_attention(
         q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_position_ids=q_position_ids, kv_position_ids=kv_position_ids
     )
     _check_tensors(ids, q)
-    out, lse = _road(q.device)(
+    # Here, so that importing ring_attn loads no jax.
+    from torch_bridge.autograd import differentiable_attention
+
+    out, lse = differentiable_attention(
         (mesh, mesh_dim),
         dict(query=q, key=k, value=v, softmax_aux=sinks, bias=bias, mask=mask, alibi_slopes=alibi_slopes, **ids),
         dropout_seed=_seed(dropout_p, dropout_seed),
@@ -107,23 +112,13 @@ def ring_attention(
         mask_mod=mask_mod,
         mask_builder=mask_builder,
         platform=platform,
+        strategy=strategy,
         cfg=cfg,
         fused_backward=fused_backward,
         lse_gradient=return_lse,
     )
     out = out.transpose(1, 2) if qkv_format == "bhsd" else out
     return (out, lse) if return_lse else out
-
-
-def _road(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The way of a device's tensors into JAX; imported here, so that importing ring_attn loads no jax, torch-xla or torch-tpu."""
-    if device.type == "tpu":
-        from torch_bridge.torch_tpu import attend
-    elif device.type == "xla":
-        from torch_bridge.torch_xla import attend
-    else:
-        from torch_bridge.autograd import attend
-    return attend
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor | None], q: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from jax_core.masks.layout import check_layout
 from jax_core.masks.static import make_mask
 from ring_attn.functional import ring_attention
 from ring_attn.sequence import positions, unshard
-from torch_bridge.mesh import resolve
+from torch_bridge.road import road_of, tensors_per_sequence
 
 _LOST_MESH = "a mesh that was not pickled"
 _Ids = tuple[Tensor | None, Tensor | None]  # of the queries' segments and of the keys'
@@ -332,8 +332,8 @@ class RingAttention(nn.MultiheadAttention):
         return keep_mask(seed, batch[:, None, None], heads, rows[:, None], column, self.dropout).unsqueeze(-1)
 
     def _ring_size(self, shard: Tensor) -> int:
-        """How many tensors like ``shard`` make the whole sequence: one on an XLA device, where a process sees all of it."""
-        return 1 if shard.device.type == "xla" else resolve(self.mesh, self.mesh_dim).size
+        """How many tensors like ``shard`` make the whole sequence."""
+        return tensors_per_sequence(road_of(shard.device).resolve(self.mesh, self.mesh_dim))
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float, sinks: int) -> None:

@@ -78,7 +78,7 @@ def test_gradcheck_of_everything_that_has_a_gradient():
 
 
 def test_operators_keep_torchs_rules():
-    from torch_bridge.compiled import ARRAYS
+    from torch_bridge.request import ARRAYS
 
     attention = ring_attn.ring_attention(*qkv(), causal=True)
     number = attention.grad_fn.number
@@ -199,13 +199,12 @@ def test_all_64_bits_of_a_seed_count(seed):
 
 
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**31, 2**40 + 5, 2**63 - 1, -(2**63)])
-def test_a_seed_is_two_words_wherever_it_comes_from(seed):
-    from torch_bridge.autograd import _seed_words
+def test_a_seed_is_two_words(seed):
+    from torch_bridge.request import words_of_seed
 
-    words = _seed_words(seed, torch.device("cpu"))
+    words = words_of_seed(seed, "cpu")
     assert words.dtype == torch.int32
     assert [word % 2**32 for word in words.tolist()] == [seed % 2**32, (seed >> 32) % 2**32]
-    assert torch.equal(words, _seed_words(torch.tensor([seed]), torch.device("cpu")))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of every autograd.Function
