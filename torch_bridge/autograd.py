@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from jax_core.request.options import Options
 from torch_bridge.empty import Empty
 from torch_bridge.request import QKV, Form, Request, Where, forms_of, gather
-from torch_bridge.road import Program, Ring, Tensors, road_of
+from torch_bridge.road import Operators, Program, Ring, Tensors, road_of
 
 
 class _Prepared(NamedTuple):
     request: Request
     program: Program
-    has_operators: bool
 
 
 # An operator's arguments are tensors and numbers; a program goes by its number in this list, which only grows.
@@ -39,6 +38,14 @@ def differentiable_attention(
     :class:`jax_core.strategies.contract.Operands`, query, key and value ``[batch, seq, heads, dim]``, ids of any integer type.
     ``dropout_seed``: 64 bits. ``options``: the fields of :class:`Options`. ``names``: what errors call the arguments.
     """
+    # JAX traces a mask function afresh in every call, which torch.compile goes around.
+    run = _call if options["mask_mod"] is None else _untraced_call
+    return run(where, tensors, dropout_seed, names, options)
+
+
+def _call(
+    where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, names: Names, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     query = tensors["query"]
     assert query is not None
     road = road_of(query.device)
@@ -46,6 +53,9 @@ def differentiable_attention(
     if torch.compiler.is_compiling():
         arrays = _distinct(arrays)
     return _Attention.apply(_number(where, options, forms_of(arrays), query.device, names), *arrays)
+
+
+_untraced_call = torch.compiler.disable(_call)
 
 
 def _distinct(arrays: Tensors) -> Tensors:
@@ -71,12 +81,8 @@ def _numbered(ring: Ring, options: tuple[tuple[str, Any], ...], forms: tuple, de
 
 @cache
 def _prepared(request: Request) -> int:
-    road = road_of(request.device)
-    program = road.program(request)
-    if request.empty:
-        _PROGRAMS.append(_Prepared(request, Empty(request), False))
-    else:
-        _PROGRAMS.append(_Prepared(request, program, road.HAS_OPERATORS))
+    program = road_of(request.device).program(request)  # checks it, also where nothing is to be computed
+    _PROGRAMS.append(_Prepared(request, Empty(request) if request.empty else program))
     return len(_PROGRAMS) - 1
 
 
@@ -110,11 +116,30 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward_of(number: int, tensors: Tensors) -> Callable[..., Any]:
-    return _PROGRAMS[number].program.forward if _unobserved(tensors) else _visible_forward(number)
+    if _unobserved(tensors):
+        return _PROGRAMS[number].program.forward
+    own = _own_operators(number)
+    return partial(forward_op, program=number) if own is None else partial(_operators_of(tensors).forward, own)
 
 
 def _backward_of(number: int, tensors: Tensors) -> Callable[..., Any]:
-    return _PROGRAMS[number].program.backward if _unobserved(tensors) else _visible_backward(number)
+    if _unobserved(tensors):
+        return _PROGRAMS[number].program.backward
+    own = _own_operators(number)
+    return partial(backward_op, program=number) if own is None else partial(_operators_of(tensors).backward, own)
+
+
+def _operators_of(tensors: Tensors) -> Operators:
+    query = tensors[0]
+    assert query is not None
+    found = road_of(query.device).OPERATORS
+    assert found is not None
+    return found
+
+
+@torch.compiler.assume_constant_result
+def _own_operators(number: int) -> int | None:
+    return _PROGRAMS[number].program.operators
 
 
 def _unobserved(tensors: Tensors) -> bool:
@@ -123,24 +148,6 @@ def _unobserved(tensors: Tensors) -> bool:
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled():
         return False
     return all(type(tensor) in _PLAIN for tensor in tensors)
-
-
-def _visible_forward(number: int) -> Callable[..., Any]:
-    return _own(number).forward if _has_operators(number) else partial(forward_op, program=number)
-
-
-def _visible_backward(number: int) -> Callable[..., Any]:
-    return _own(number).backward if _has_operators(number) else partial(backward_op, program=number)
-
-
-@torch.compiler.assume_constant_result
-def _has_operators(number: int) -> bool:
-    return _PROGRAMS[number].has_operators
-
-
-@torch.compiler.assume_constant_result
-def _own(number: int) -> Program:
-    return _PROGRAMS[number].program
 
 
 @torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, int program) -> (Tensor, Tensor)")

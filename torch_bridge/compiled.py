@@ -36,6 +36,7 @@ class Program:
     join: Join
     compiled_forward: Compiled
     compiled_backward: Callable[[tuple[int, ...]], Compiled]  # for each choice of wanted gradients
+    operators: None = None
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self._run("forward", self.compiled_forward, operands)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch_bridge.compiled import Program
     from torch_bridge.request import Request
 
-HAS_OPERATORS = False
+OPERATORS = None
 _DEVICES = ("cpu", "cuda")
 
 

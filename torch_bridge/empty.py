@@ -16,6 +16,7 @@ class Empty:
     """The program of an empty request. Results are empty or 0; a query without keys has the sinks' LSE, or ``-inf``."""
 
     request: Request
+    operators: None = None
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         (out_shape, dtype), (lse_shape, lse_dtype) = self.request.results

@@ -116,7 +116,6 @@ def gather(
     return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(road, where, options, arrays)
 
 
-@torch.compiler.disable
 def _lift_mask_mod(road: Road, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
     """The mask function as it is now: traced, and the arrays that it closes over as further operands."""
     query = arrays[0]

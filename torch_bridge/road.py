@@ -4,9 +4,9 @@ A road is a module that has what :class:`Road` says. The type of the tensors' de
 this module loads neither JAX nor torch-xla nor torch-tpu.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -57,7 +57,13 @@ def tensors_per_sequence(ring: Ring) -> int:
 
 
 class Program(Protocol):
-    """One attention, ready to run. ``operands`` come in the order of the request's forms, None where there is none."""
+    """One attention, ready to run. ``operands`` come in the order of the request's forms, None where there is none.
+
+    ``operators``: the number of its own torch operators, for ``Road.OPERATORS``; None where the library's two call it.
+    """
+
+    @property
+    def operators(self) -> int | None: ...
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` and ``lse``, in the forms of ``Request.results``."""
@@ -74,14 +80,18 @@ class Program(Protocol):
         """The gradients of the operands numbered in ``wanted``, in its order."""
 
 
+class Operators(NamedTuple):
+    """A program's methods as functions of the number of its operators, which torch's tracers see."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., list[torch.Tensor]]
+
+
 class Road(Protocol):
-    """What a road's module has.
+    """What a road's module has. ``OPERATORS``: None where its programs are no torch operators themselves."""
 
-    ``HAS_OPERATORS``: its programs are made of torch operators, which torch's tracers see. Those of the other roads are called by
-    the library's own two operators.
-    """
-
-    HAS_OPERATORS: bool
+    @property
+    def OPERATORS(self) -> Operators | None: ...
 
     def resolve(self, mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
         """The ring that ``mesh`` means. Cheap: no communication, and no JAX is started."""

@@ -23,10 +23,9 @@ from torch_bridge.dlpack import narrow_ids
 from torch_bridge.mesh import AXIS, Ring
 from torch_bridge.mesh import resolve as resolve
 from torch_bridge.request import LocalAttention, Request, specify, words_of_seed
+from torch_bridge.road import Operators, Tensors
 from torch_bridge.road import Ring as AnyRing
-from torch_bridge.road import Tensors
 
-HAS_OPERATORS = True
 FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # operators in the namespace ring_attn; each one's number follows
 Grid = tuple[int, int, int]
 
@@ -67,7 +66,7 @@ def program(request: Request) -> "Program":
     not compared. Raises NotImplementedError for rings that do not tile the world, ImportError without torch-tpu, RuntimeError where
     JAX would take the TPU."""
     keep_jax_on_cpu()
-    return Program(request.options.lse_gradient, operators(request))
+    return Program(operators(request).number)
 
 
 def keep_jax_on_cpu() -> None:
@@ -98,24 +97,44 @@ def tile_world(ring: Ring) -> Grid | None:
     return world // (ring.size * step), ring.size, step
 
 
-class Operators(NamedTuple):
-    """One attention in torch: ``forward (Tensor[] operands) -> (Tensor out, Tensor lse)``, and ``backward (Tensor[] arrays, int[]
-    wanted) -> Tensor[]`` of the operands, out, lse and their cotangents. ``wanted`` counts as the request's forms do."""
+def forward(number: int, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = getattr(torch.ops.ring_attn, f"{FORWARD}_{number}")(_contiguous(operands))
+    return out, lse
 
-    forward: Callable[[list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[[list[torch.Tensor], list[int]], list[torch.Tensor]]
+
+def backward(
+    number: int,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    wanted: Sequence[int],
+) -> list[torch.Tensor]:
+    # One program whether or not a rank made something of the LSE.
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    return getattr(torch.ops.ring_attn, f"{BACKWARD}_{number}")(_contiguous((*operands, out, lse, dout, dlse)), list(wanted))
+
+
+def _contiguous(tensors: Tensors) -> list[torch.Tensor]:
+    """Those that there are. An operator knows a tensor's shape alone."""
+    return [tensor.contiguous() for tensor in tensors if tensor is not None]
+
+
+# By the number of a program, in its name: torch.compile traces these, where it would not trace a method of an object.
+OPERATORS = Operators(forward, backward)
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One attention as two torch operators of its own."""
+    """One attention as two torch operators of its own: ``tpu_forward_N (Tensor[] operands) -> (Tensor out, Tensor lse)``, and
+    ``tpu_backward_N (Tensor[] arrays, int[] wanted) -> Tensor[]`` of the operands, out, lse and their cotangents. ``wanted`` counts
+    as the request's forms do."""
 
-    lse_gradient: bool
-    operators: Operators
+    operators: int
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self.operators.forward(_contiguous(operands))
-        return out, lse
+        return forward(self.operators, operands)
 
     def backward(
         self,
@@ -126,19 +145,19 @@ class Program:
         dlse: torch.Tensor | None,
         wanted: Sequence[int],
     ) -> list[torch.Tensor]:
-        # One program whether or not a rank made something of the LSE.
-        dlse = torch.zeros_like(lse) if dlse is None else dlse
-        cotangents = (dout, dlse) if self.lse_gradient else (dout,)
-        return list(self.operators.backward(_contiguous((*operands, out, lse, *cotangents)), list(wanted)))
+        return backward(self.operators, operands, out, lse, dout, dlse, wanted)
 
 
-def _contiguous(tensors: Tensors) -> list[torch.Tensor]:
-    """Those that there are. An operator knows a tensor's shape alone."""
-    return [tensor.contiguous() for tensor in tensors if tensor is not None]
+class Made(NamedTuple):
+    """The two operators of a request, and the number in their names."""
+
+    forward: Any
+    backward: Any
+    number: int
 
 
 @cache
-def operators(request: Request) -> Operators:
+def operators(request: Request) -> Made:
     """Checks the request and makes its operators."""
     assert isinstance(request.ring, Ring)
     grid = tile_world(request.ring)
@@ -152,7 +171,8 @@ def operators(request: Request) -> Operators:
         specs = {} if rows is None else dict(mesh=world, input_partition_specs=(rows, None), output_partition_specs=(AXIS,))
         return pallas.jax_op(f"ring_attn::{name}_{number}", function, **specs)
 
-    return Operators(*map(operator, (FORWARD, BACKWARD), over_world(attention, world, grid)))
+    of_rows = over_world(attention, world, grid)
+    return Made(operator(FORWARD, of_rows[0]), operator(BACKWARD, of_rows[1]), number)
 
 
 def _pallas() -> ModuleType:
@@ -183,9 +203,7 @@ def over_world(attention: LocalAttention, world: Mesh | None, grid: Grid | None)
         return attention.forward(*spread(arrays))
 
     def local_backward(arrays: Sequence[jax.Array], wanted: Sequence[int]) -> list[jax.Array]:
-        results = arrays[len(given) :]
-        dlse = () if attention.spec.lse_gradient else (None,)
-        return attention.backward(wanted, *spread(arrays), *results, *dlse)
+        return attention.backward(wanted, *spread(arrays), *arrays[len(given) :])
 
     def forward(operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return _on_rows(rings, local_forward)(operands)

@@ -31,7 +31,7 @@ from torch_bridge.request import ARRAYS, Request, words_of_seed
 from torch_bridge.road import Ring as AnyRing
 from torch_bridge.road import Tensors
 
-HAS_OPERATORS = False
+OPERATORS = None
 _HARDWARE = ("CPU", "TPU")
 _WIDE = (torch.float64, torch.int64)
 
@@ -154,6 +154,7 @@ class Program:
     attention: GlobalAttention
     platform: str
     backward_of: Callable[[tuple[str, ...], bool], Callable[..., Any]]  # for the wanted gradients, and whether the LSE's is given
+    operators: None = None
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = call(self.attention.forward, _given(operands), self.platform)

@@ -266,7 +266,7 @@ def bad_inputs():
     return {
         "rank": (dict(q=q[0]), "4 dimensions"),
         "no tensor": (dict(k=k.numpy()), "torch.Tensor"),
-        "heads": (dict(k=k[:, :, :3], v=v[:, :, :3]), "multiple of key/value heads"),
+        "heads": (dict(k=k[:, :, :3], v=v[:, :, :3]), "q heads must be a multiple of k/v heads"),
         "k and v": (dict(v=v[:, :20]), "share length and heads"),
         "head dim": (dict(k=k[..., :7]), "share the head dim"),
         "batch": (dict(k=k[:1], v=v[:1]), "batch"),
@@ -284,7 +284,7 @@ def bad_inputs():
         "mask": (dict(mask=torch.zeros(2, 4, 21, 21)), "dtype bool"),
         "ids": (dict(q_segment_ids=ids.float()), "integers"),
         "one side of ids": (dict(k=k[:, :20], v=v[:, :20], q_segment_ids=ids), "together"),
-        "sinks": (dict(sinks=torch.zeros(3, 2, dtype=torch.float64)), "softmax_aux"),
+        "sinks": (dict(sinks=torch.zeros(3, 2, dtype=torch.float64)), "sinks must be"),
         "mesh": (dict(mesh=3), "DeviceMesh"),
         "mask_mod": (dict(mask_mod=lambda b, h, i, j: i), "boolean"),
         "python if": (dict(mask_mod=lambda b, h, i, j: i > j if i else j > i), "operators"),
