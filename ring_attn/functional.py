@@ -189,6 +189,7 @@ def attention(
     """``(out, lse)`` under the core's names of arguments. ``names``: what errors call those that the caller knows by others."""
     _check_tensors({**qkv, **others}, qkv["query"], names)
     options = {name: _plain(value) for name, value in options.items()}
+    _check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
     _check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
     if qkv_format not in _FORMATS:
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
@@ -241,6 +242,14 @@ def _check_numbers(numbers: dict[str, Any], names: dict[str, str]) -> None:
                 f"{names.get(argument, argument)} must be a number, which is compiled in and has no gradient; got "
                 f"{type(value).__name__}; take .item() of a tensor, or multiply the queries by one that is learned"
             )
+
+
+def _check_integers(numbers: dict[str, Any]) -> None:
+    """Here too, for a program is looked up by its options, and 4.0 equals 4."""
+    for name, value in numbers.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
 
 
 def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | None:

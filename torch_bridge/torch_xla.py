@@ -211,6 +211,10 @@ def _without_pallas(options: Options) -> Options:
     named = {options.platform, options.cfg.platform if options.cfg else None} - {None, "auto"}
     if "pallas" in named:
         raise NotImplementedError('the torch-xla road has no Pallas kernels, got platform="pallas"; use platform="xla" or "auto"')
+    if options.strategy not in ("auto", "ring"):
+        raise NotImplementedError(
+            f'the torch-xla road has the ring around plain XLA, got strategy="{options.strategy}"; use strategy="auto"'
+        )
     return options if named else replace(options, platform="xla")
 
 
