@@ -82,6 +82,7 @@ def make_constants(spec: RingSpec, operands: Operands, params: FwdParams) -> Rin
 def _shards(const: RingConstants, operands: Operands) -> Shards:
     q_segments, k_segments = None, None
     if const.segments:
+        assert operands.q_segment_ids is not None and operands.kv_segment_ids is not None
         q_ids, k_ids = (_rows_of_ids(ids, const.batch) for ids in (operands.q_segment_ids, operands.kv_segment_ids))
         q_segments, k_segments = _in_blocks(const.q, q_ids, 2), _in_slots(const.k, k_ids, 2)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in operands[:3])
