@@ -1,24 +1,31 @@
 # `make demo` and `make test` are all that is needed on a fresh machine with Python >= 3.11; both make the environment first.
+# `make test PYTHON=python3.12` does so with that Python, in a folder of its own.
 
-VENV ?= .venv
 # On a machine with no GPU some package indexes offer a small CPU build of this version, others a CUDA build of several GB.
 # To choose another build: make test TORCH="torch==2.12.1", or TORCH=path/to/a.whl
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 PYTEST_FLAGS ?=
+PYTEST := "pytest>=9,<10" "pytest-timeout>=2.3,<3"
+
+export PYTHON
+ENVIRONMENT := tools/environment.sh
+VERSION := $(if $(PYTHON),$(shell $(ENVIRONMENT) version $(PYTHON)),3.11+)
+VENV ?= $(if $(PYTHON),.venv-$(VERSION),.venv)
+# The second stack that the tests pass on: the newest JAX, with CUDA's plugin beside it though there may be no GPU to see.
+JAX_3.12 := jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+JAX := $(if $(PYTHON),$(JAX_$(VERSION)))
 
 # torch-xla loads beside its own version of torch only, so it has an environment of its own.
 XLA_VENV ?= .venv-xla
 TORCH_XLA ?= torch-xla==2.9.0
-XLA_PACKAGES := torch==2.9.0 "$(TORCH_XLA)" "jax>=0.10,<0.11" "numpy>=2,<3" "pytest>=9,<10" "pytest-timeout>=2.3,<3"
+# Nothing of torch-tpu may lie in the other environments, where torch would load it at every import.
+TORCH_TPU_VENV ?= .venv-torch-tpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_COMPILER := $(VENV)/gpu-compiler
 TPU_COMPILER := $(VENV)/tpu-compiler
-NEEDS := import sys; sys.exit(sys.version_info < (3, 11))
-TORCH_TPU_VENV ?= .venv-torch-tpu
-NEEDS_3_12 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 
 .PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu lint format types examples env clean
 .DEFAULT_GOAL := test
@@ -83,29 +90,15 @@ examples: $(STAMP)
 
 env: $(STAMP)
 
-# An environment that another install left is completed; one whose Python is gone or too old is made anew.
-$(STAMP): setup.py
-	@if $(BIN)/python -c '$(NEEDS)' 2>/dev/null && $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-		echo "completing the environment in $(VENV)"; \
-	else \
-		found=; for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
-			if $$candidate -c '$(NEEDS)' 2>/dev/null; then found=$$candidate; break; fi; \
-		done; \
-		if [ -z "$$found" ]; then \
-			echo "No Python >= 3.11 found (tried: $(PYTHON) python3 python3.13 python3.12 python3.11)." >&2; \
-			echo "Install one, or name it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; \
-			exit 1; \
-		fi; \
-		echo "making the environment in $(VENV) with $$found"; \
-		$$found -m venv --clear $(VENV) || { \
-			echo "$$found cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
-			exit 1; \
-		}; \
-	fi
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=23.1"
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable ".[dev]"
-	@touch $@
+$(STAMP): setup.py $(ENVIRONMENT)
+	$(ENVIRONMENT) make $(VENV) $(VERSION) -- "$(TORCH)" -- --editable ".[dev]" $(JAX)
+
+# torch-xla 2.9 has wheels up to Python 3.13; 3.11 is the one that was tried.
+$(XLA_VENV)/.installed: setup.py $(ENVIRONMENT)
+	$(ENVIRONMENT) make $(XLA_VENV) 3.11 -- torch==2.9.0 "$(TORCH_XLA)" "jax>=0.10,<0.11" "numpy>=2,<3" $(PYTEST) -- --no-deps --editable .
+
+$(TORCH_TPU_VENV)/.installed: setup.py $(ENVIRONMENT)
+	$(ENVIRONMENT) make $(TORCH_TPU_VENV) 3.12 -- "$(TORCH)" -- --editable ".[torch-tpu]" $(PYTEST)
 
 # XLA's compiler for GPUs (132 MB to fetch). It lies beside the environment's packages: among them, every program that starts JAX
 # would look for CUDA, and print a traceback where there is none.
@@ -122,38 +115,6 @@ $(TPU_COMPILER)/.installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(TPU_COMPILER) "libtpu==0.0.42.*"
 	@touch $@
 
-# Nothing of torch-tpu may lie in the other environment, where torch would load it at every import.
-$(TORCH_TPU_VENV)/.installed: setup.py
-	@if ! $(TORCH_TPU_VENV)/bin/python -c '$(NEEDS_3_12)' 2>/dev/null; then \
-		found=; for candidate in $(PYTHON) python3.12 python3; do \
-			if $$candidate -c '$(NEEDS_3_12)' 2>/dev/null; then found=$$candidate; break; fi; \
-		done; \
-		if [ -z "$$found" ]; then \
-			echo "torch-tpu is tried with Python 3.12, and none was found (tried: $(PYTHON) python3.12 python3)." >&2; \
-			echo "Install one, or name it: make $(or $(MAKECMDGOALS),torch-tpu) PYTHON=/path/to/python3.12" >&2; \
-			exit 1; \
-		fi; \
-		echo "making the environment in $(TORCH_TPU_VENV) with $$found"; \
-		$$found -m venv --clear $(TORCH_TPU_VENV); \
-	fi
-	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet --upgrade "pip>=23.1"
-	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet --editable ".[torch-tpu]" "pytest>=9,<10" "pytest-timeout>=2.3,<3"
-	@touch $@
-
-# torch-xla 2.9 has wheels up to Python 3.13; 3.11 is the one that was tried.
-$(XLA_VENV)/.installed: Makefile
-	@if ! $(XLA_VENV)/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
-		$(or $(PYTHON),python3.11) -m venv --clear $(XLA_VENV) || { \
-			echo "torch-xla needs Python 3.11; install it with its venv module, or name it: make xla PYTHON=/path/to/python3.11" >&2; \
-			exit 1; \
-		}; \
-	fi
-	$(XLA_VENV)/bin/python -m pip install --quiet --upgrade "pip>=23.1"
-	$(XLA_VENV)/bin/python -m pip install --quiet $(XLA_PACKAGES)
-	$(XLA_VENV)/bin/python -m pip install --quiet --no-deps --editable .
-	@touch $@
-
 clean:
-	rm -rf $(VENV) $(XLA_VENV) $(TORCH_TPU_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(wildcard .venv-3.*) $(XLA_VENV) $(TORCH_TPU_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,12 +5,18 @@
 It checks itself against torch's attention over the whole sequence, forward and backward.
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_attn import ring_attention, shard, unshard
+
+if "RANK" not in os.environ:
+    sys.exit("torchrun starts the processes: torchrun --standalone --nproc-per-node 2 examples/torch_minimal.py")
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -20,7 +20,13 @@ import sys
 from functools import partial
 
 import torch
-import torch_xla
+
+try:
+    import torch_xla
+except ImportError:
+    sys.exit(
+        "torch-xla is not installed here; it has an environment of its own: make xla, then .venv-xla/bin/python " + sys.argv[0]
+    )
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from torch import Tensor, nn

@@ -8,6 +8,7 @@ initial weights, same text, same optimizer: the two loss curves must lie on each
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,11 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from tqdm import tqdm
 
 import ring_attn
-from compare_runs import compare, launch, load
 from language_model import LanguageModel, SdpaAttention, loss_sum, standard_library_text, window
+
+try:
+    from tqdm import tqdm
+
+    from compare_runs import compare, launch, load
+except ImportError as error:
+    sys.exit(f"{error.name} is not installed: pip install matplotlib tqdm, or let `make demo` make an environment")
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 

@@ -12,7 +12,10 @@ The same script rehearsed without a TPU:
 """
 
 import argparse
+import os
+import sys
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,11 @@ parser.add_argument("--device", default="tpu", choices=["tpu", "cpu"])
 parser.add_argument("--context", type=int, default=16384, help="bytes in the sequence, over all processes (default: %(default)s)")
 parser.add_argument("--steps", type=int, default=5)
 options = parser.parse_args()
+if options.device == "tpu" and find_spec("torch_tpu") is None:
+    sys.exit('torch-tpu is not installed: pip install ".[torch-tpu]" (Python 3.12), or rehearse without a TPU with --device cpu')
+if "RANK" not in os.environ:
+    how = "--standalone --nproc-per-node 2" if options.device == "cpu" else '--nproc-per-node "$WORLD_SIZE"'
+    sys.exit(f"torchrun starts the processes: torchrun {how} examples/train_on_tpu.py --device {options.device}")
 
 dist.init_process_group("tpu_dist" if options.device == "tpu" else "gloo")
 torch.manual_seed(0)  # every process holds the same parameters

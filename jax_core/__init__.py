@@ -1,7 +1,23 @@
 """The JAX core: exact attention over a sequence sharded across devices. Importing it starts no backend."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax_core.api.attention import create_shard_map_wrapper, ring_attention
+    from jax_core.api.blockwise import blockwise_attention
+    from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
+    from jax_core.request.options import MaskInfo
+
+__all__ = [
+    "BwdParams",
+    "FwdParams",
+    "MaskInfo",
+    "RingAttentionConfig",
+    "blockwise_attention",
+    "create_shard_map_wrapper",
+    "ring_attention",
+]
 
 _HOMES = {
     "ring_attention": "api.attention",
@@ -12,11 +28,11 @@ _HOMES = {
     "FwdParams": "config",
     "BwdParams": "config",
 }
-__all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    # Loaded on first use, so that the standard-library rooms (layouts, static masks) serve torch code without loading jax.
+def __getattr__(name: str) -> object:
+    # Loaded on first use, so that the rooms that need the standard library only (layouts, static masks) serve torch code without
+    # loading jax.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

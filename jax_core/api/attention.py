@@ -1,50 +1,122 @@
 """The native JAX API: one function for a shard inside ``shard_map``, for a mesh, and for one device."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
 
-from jax_core.api.differentiable import attend
+from jax_core.api.differentiable import local_attention
 from jax_core.api.mesh import on_mesh, plan_mesh
+from jax_core.config import RingAttentionConfig
 from jax_core.masks.dropout import seed_words
-from jax_core.request.options import MaskInfo, Options
+from jax_core.masks.static import Window
+from jax_core.request.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
 from jax_core.strategies.contract import Operands
 
 
+class _Static(TypedDict, total=False):
+    """Arguments of :func:`ring_attention` that are options under the same name."""
+
+    mask_builder: MaskBuilder | None
+    mask_mod: MaskMod | None
+    chunk_size: int | None
+    causal: bool
+    logits_soft_cap: float | None
+    softmax_scale: float | None
+    dropout_prob: float
+    layout: str
+    fused_backward: bool
+    platform: str | None
+    strategy: str
+    cfg: RingAttentionConfig | None
+
+
+class _Common(_Static, total=False):
+    mask_info: MaskInfo | None
+    mask: ArrayLike | None
+    q_segment_ids: ArrayLike | None
+    kv_segment_ids: ArrayLike | None
+    q_position_ids: ArrayLike | None
+    kv_position_ids: ArrayLike | None
+    sliding_window: Window
+    alibi_slopes: ArrayLike | None
+    dropout_seed: ArrayLike | None
+    axis_name: AxisName
+
+
+class _Keywords(_Common, total=False):
+    return_lse: bool
+
+
+class _OnMesh(_Common, total=False):
+    mesh: Mesh | None
+    in_specs: Sequence[PartitionSpec | None] | None
+    out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None
+
+
+@overload
 def ring_attention(
-    query,
-    key,
-    value,
-    softmax_aux=None,
-    bias=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    softmax_aux: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_OnMesh],
+) -> Array: ...
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    softmax_aux: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_OnMesh],
+) -> tuple[Array, Array]: ...
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    softmax_aux: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    mask=None,
-    mask_builder=None,
-    mask_mod=None,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    q_position_ids=None,
-    kv_position_ids=None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
+    mask: ArrayLike | None = None,
+    mask_builder: MaskBuilder | None = None,
+    mask_mod: MaskMod | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    q_position_ids: ArrayLike | None = None,
+    kv_position_ids: ArrayLike | None = None,
+    sliding_window: Window = None,
     chunk_size: int | None = None,
     causal: bool = False,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
-    alibi_slopes=None,
+    alibi_slopes: ArrayLike | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed=None,
-    axis_name: str | tuple[str, ...] | None = None,
+    dropout_seed: ArrayLike | None = None,
+    axis_name: AxisName = None,
     layout: str = "contiguous",
     return_lse: bool = False,
     fused_backward: bool = False,
     platform: str | None = None,
     strategy: str = "auto",
-    cfg=None,
-    mesh=None,
-    in_specs=None,
-    out_specs=None,
-):
+    cfg: RingAttentionConfig | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None = None,
+) -> Array | tuple[Array, Array]:
     """Exact attention over a sequence sharded across devices; differentiable in every floating operand and in the LSE.
 
     Three ways to call it: inside ``shard_map`` with ``axis_name`` (arrays are this device's shards); with ``mesh`` (arrays are
@@ -55,7 +127,7 @@ def ring_attention(
         key: ``[batch, k_length, kv_heads, dim]``; ``heads`` is a multiple of ``kv_heads`` (GQA, MQA).
         value: ``[batch, k_length, kv_heads, value_dim]``.
         softmax_aux: attention sinks, logits that join the softmax's denominator: ``[heads]`` one a head, ``[sinks]`` of any other
-            length shared by all heads, or ``[heads, sinks]``.
+            length shared by all heads, or ``[heads, sinks]``. (``jax.nn.dot_product_attention`` has the bias in this place.)
         bias: float, broadcasts to ``[batch, heads, q_length, S]`` with ``S`` all keys of the sequence: rows in shard order,
             columns in the sequence's own order. Added after scale and soft cap.
         mask_info: attention mask, segment ids and sequence axis in one; not together with the same arguments by name.
@@ -83,12 +155,14 @@ def ring_attention(
         fused_backward: True demands a kernel that makes dQ, dK and dV in one sweep over the scores (xla does), and is an error
             with one that cannot; False leaves it to the kernel.
         platform: "xla", "triton", "cuda", "pallas", or "auto"/None to choose. A named one runs or the error says why not.
-        strategy: "ring" (K/V travel between calls of a kernel), "fused" (on TPUs: one kernel sends them while it computes; on a CPU
-            it is interpreted), or "auto": fused with a ``mesh`` on which the ring's devices are neighbours on the TPUs' torus, if
+        strategy: "ring" (K/V travel between calls of a kernel), "fused" (on TPUs: one kernel sends them while it
+            computes), or "auto": fused with a ``mesh`` on which the ring's devices are neighbours on the TPUs' torus, if
             no platform is named and it can. Fused takes no bias, mask, mask function, position ids, ALiBi or dropout.
         cfg: :class:`RingAttentionConfig`.
         mesh: a ``jax.sharding.Mesh``.
-        in_specs: with ``mesh``: PartitionSpecs of query, key, value, softmax_aux, bias, q_segment_ids, kv_segment_ids.
+        in_specs: with ``mesh``: PartitionSpecs of query, key, value, softmax_aux, bias, q_segment_ids, kv_segment_ids. Without them
+            batch and heads stay split as the query is; where a traced query does not show it (axes of type Auto under ``jit``), the
+            batch is split over the mesh's other axes as far as they divide it.
         out_specs: with ``mesh``: PartitionSpec of the output (with ``return_lse`` a pair).
 
     Returns:
@@ -102,67 +176,136 @@ def ring_attention(
     Ring: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889. Inside ``shard_map(..., check_vma=False)`` taking ``jax.grad`` within the
     mapped function gives each device's part of the gradient of replicated operands, as for every parameter there.
     """
-    arguments = dict(locals())  # everything given, under its own name
-    mesh_arguments = {name: arguments.pop(name) for name in ("mesh", "in_specs", "out_specs")}
+    options, operands, axis_name = _request(
+        query,
+        key,
+        value,
+        softmax_aux,
+        bias,
+        mask_info=mask_info,
+        mask=mask,
+        mask_builder=mask_builder,
+        mask_mod=mask_mod,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_position_ids=q_position_ids,
+        kv_position_ids=kv_position_ids,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        causal=causal,
+        logits_soft_cap=logits_soft_cap,
+        softmax_scale=softmax_scale,
+        alibi_slopes=alibi_slopes,
+        dropout_prob=dropout_prob,
+        dropout_seed=dropout_seed,
+        axis_name=axis_name,
+        layout=layout,
+        return_lse=return_lse,
+        fused_backward=fused_backward,
+        platform=platform,
+        strategy=strategy,
+        cfg=cfg,
+    )
     if mesh is not None:
-        function, operands = create_shard_map_wrapper(**arguments, **mesh_arguments)
-        return function(*operands)
+        function, arrays = on_mesh(options, operands, plan_mesh(operands, mesh, axis_name, in_specs, out_specs, return_lse))
+        return function(*arrays)
     if in_specs is not None or out_specs is not None:
         raise ValueError("in_specs and out_specs describe arrays on a mesh: give mesh= too")
-    options, operands, axis_name = _gather(**arguments)
-    out, lse = attend(options, operands, axis_name)
+    out, lse = local_attention(options, operands, axis_name)
     return (out, lse) if return_lse else out
 
 
-def create_shard_map_wrapper(query, key, value, softmax_aux=None, bias=None, *, mesh, in_specs=None, out_specs=None, **arguments):
+def create_shard_map_wrapper(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    softmax_aux: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    mesh: Mesh,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None = None,
+    **arguments: Unpack[_Keywords],
+) -> tuple[Callable[..., Array | tuple[Array, Array]], tuple[Array, ...]]:
     """:func:`ring_attention` on a mesh, not called yet: ``(fn, args)`` with ``fn(*args)`` the result. ``arguments`` are its other
     keyword arguments. ``args`` are the arrays that were given, in the order of :class:`jax_core.strategies.contract.Operands`."""
-    options, operands, axis_name = _gather(query, key, value, softmax_aux, bias, **arguments)
+    options, operands, axis_name = _request(query, key, value, softmax_aux, bias, **arguments)
     plan = plan_mesh(operands, mesh, axis_name, in_specs, out_specs, arguments.get("return_lse", False))
     return on_mesh(options, operands, plan)
 
 
-def _gather(
-    query,
-    key,
-    value,
-    softmax_aux=None,
-    bias=None,
+def _request(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    softmax_aux: ArrayLike | None,
+    bias: ArrayLike | None,
     *,
-    mask_info=None,
-    mask=None,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    q_position_ids=None,
-    kv_position_ids=None,
-    alibi_slopes=None,
-    dropout_seed=None,
-    axis_name=None,
-    return_lse=False,
-    sliding_window=None,
-    **static,
-) -> tuple[Options, Operands, str | tuple[str, ...] | None]:
+    mask_info: MaskInfo | None = None,
+    mask: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    q_position_ids: ArrayLike | None = None,
+    kv_position_ids: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    dropout_seed: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    return_lse: bool = False,
+    sliding_window: Window = None,
+    **static: Unpack[_Static],
+) -> tuple[Options, Operands, AxisName]:
     """The arguments of :func:`ring_attention` as static options, arrays, and the ring's axis."""
-    seed = None if dropout_seed is None else seed_words(dropout_seed)
-    ids = q_segment_ids, kv_segment_ids, q_position_ids, kv_position_ids
-    arrays = query, key, value, softmax_aux, bias, mask, *ids, alibi_slopes, seed
-    given: dict[str, Any] = {
-        name: None if array is None else jnp.asarray(array) for name, array in zip(Operands._fields, arrays, strict=False)
-    }
-    operands = Operands(**given)
+    operands = Operands(
+        query=jnp.asarray(query),
+        key=jnp.asarray(key),
+        value=jnp.asarray(value),
+        softmax_aux=_array(softmax_aux),
+        bias=_array(bias),
+        mask=_array(mask),
+        q_segment_ids=_array(q_segment_ids),
+        kv_segment_ids=_array(kv_segment_ids),
+        q_position_ids=_array(q_position_ids),
+        kv_position_ids=_array(kv_position_ids),
+        alibi_slopes=_array(alibi_slopes),
+        dropout_seed=None if dropout_seed is None else seed_words(dropout_seed),
+    )
+    _refuse_bias_as_sinks(operands)
     operands, axis_name = _open_mask_info(mask_info, operands, axis_name)
-    window = tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window
+    window = sliding_window
+    if isinstance(window, list):  # which cannot be hashed
+        window = tuple(window)  # type: ignore[assignment]  # its length is checked with the rest
     return Options(sliding_window=window, lse_gradient=return_lse, **static), operands, axis_name
 
 
-def _open_mask_info(mask_info: MaskInfo | None, operands: Operands, axis_name):
+def _array(x: ArrayLike | None) -> Array | None:
+    return None if x is None else jnp.asarray(x)
+
+
+def _refuse_bias_as_sinks(operands: Operands) -> None:
+    """``jax.nn.dot_product_attention`` has the bias where this function has sinks: ``[queries, keys]`` with as many queries as
+    heads would pass for ``[heads, sinks]``."""
+    sinks, query, keys = operands.softmax_aux, operands.query, operands.key.shape[1:2]
+    if sinks is None or sinks.ndim != 2 or query.ndim != 4 or sinks.shape[1] == 1:
+        return
+    if sinks.shape == (query.shape[1], *keys) and query.shape[1] == query.shape[2]:
+        raise ValueError(
+            f"softmax_aux, the fourth argument, is sinks [heads, sinks]; its shape {sinks.shape} is also that of a bias [queries, "
+            "keys]; give a bias as bias=, and sinks in another number of columns"
+        )
+
+
+def _open_mask_info(mask_info: MaskInfo | None, operands: Operands, axis_name: AxisName) -> tuple[Operands, AxisName]:
     if mask_info is None:
         return operands, axis_name
     if not isinstance(mask_info, MaskInfo):
         raise ValueError(f"mask_info must be a jax_core.MaskInfo, got {type(mask_info).__name__}")
     inside = dict(mask=mask_info.attention_mask, q_segment_ids=mask_info.q_segment_ids, kv_segment_ids=mask_info.kv_segment_ids)
-    inside = {name: array for name, array in inside.items() if array is not None}
-    twice = [name for name in inside if getattr(operands, name) is not None]
+    twice = [name for name, array in inside.items() if array is not None and getattr(operands, name) is not None]
     if twice:
         raise ValueError(f"{', '.join(twice)} came both in mask_info and by name; give each once")
-    return operands._replace(**inside), axis_name if axis_name is not None else mask_info.sequence_axis_name
+    operands = operands._replace(
+        mask=operands.mask if mask_info.attention_mask is None else mask_info.attention_mask,
+        q_segment_ids=operands.q_segment_ids if mask_info.q_segment_ids is None else mask_info.q_segment_ids,
+        kv_segment_ids=operands.kv_segment_ids if mask_info.kv_segment_ids is None else mask_info.kv_segment_ids,
+    )
+    return operands, axis_name if axis_name is not None else mask_info.sequence_axis_name

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_core.api.differentiable import attend
+from jax_core.api.differentiable import local_attention
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.masks.dropout import seed_words
 from jax_core.request.options import Options
@@ -71,7 +71,7 @@ def blockwise_attention(
     )
 
     def attention(operands: Operands):
-        return attend(options, operands)[0]
+        return local_attention(options, operands)[0]
 
     if policy is None or policy is False:
         return attention(operands)

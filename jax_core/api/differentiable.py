@@ -11,7 +11,7 @@ from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.varying import vary, varying_axes
 
 
-def attend(
+def local_attention(
     options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None, torus: bool = False
 ):
     """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device without. ``torus``: the ring is one

@@ -27,9 +27,8 @@ WHOLE = PartitionSpec()
 def plan_sequence(mesh: Mesh | AbstractMesh, sequence: str, batch: int) -> MeshPlan:
     """The sequence over one axis of the mesh; ``batch`` entries over all the others, or whole where these do not divide it."""
     others = tuple(axis for axis in mesh.axis_names if axis != sequence) or None
-    plan = MeshPlan(mesh, others, sequence, None, None, True)
-    plan = plan if batch % plan.size(others) == 0 else replace(plan, batch=None)
-    return replace(plan, out_specs=(PartitionSpec(plan.batch, sequence), PartitionSpec(plan.batch, None, sequence)))
+    plan = MeshPlan(mesh=mesh, batch=others, sequence=sequence, heads=None, return_lse=True)
+    return plan if batch % plan.size(others) == 0 else replace(plan, batch=None)
 
 
 class _Place(NamedTuple):
@@ -90,7 +89,9 @@ class Pair:
         return *self.specs.values(), *(WHOLE for _ in arrays[len(self.specs) :])
 
     def _result_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        return (WHOLE, WHOLE) if self.plan is None else self.plan.out_specs
+        if self.plan is None:
+            return WHOLE, WHOLE
+        return PartitionSpec(self.plan.batch, self.plan.sequence), PartitionSpec(self.plan.batch, None, self.plan.sequence)
 
     def _mapped(self, function: Callable, in_specs, out_specs) -> Callable:
         if self.plan is None:

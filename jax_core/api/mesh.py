@@ -1,22 +1,22 @@
 """Global arrays on a mesh: from PartitionSpecs to ``shard_map`` over local shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_core.api.differentiable import attend
+from jax_core.api.differentiable import local_attention
 from jax_core.kernels.merge import sinks_per_head
 from jax_core.request.options import Options
 from jax_core.request.topology import is_ring
 from jax_core.strategies.contract import Operands
 
+Axes = str | tuple[str, ...] | None  # names of mesh axes
 _ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_segment_ids")  # of in_specs
 
 
@@ -25,23 +25,24 @@ class MeshPlan:
     """Which mesh axes split batch, sequence and heads, and how the result lies."""
 
     mesh: Mesh | AbstractMesh
-    batch: Any
-    sequence: Any
-    heads: Any
-    out_specs: Any
-    return_lse: bool
+    batch: Axes
+    sequence: Axes
+    heads: Axes
+    out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None = None
+    return_lse: bool = False
 
-    def size(self, axes) -> int:
+    def size(self, axes: Axes) -> int:
         return prod(self.mesh.shape[axis] for axis in axis_names(axes))
 
 
 def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, return_lse: bool) -> MeshPlan:
-    """The plan that the specs describe; without specs the sequence is split over ``axis_name``, or over the mesh's only axis."""
+    """The plan that the specs describe; without specs the sequence is split over ``axis_name``, or over the mesh's only axis,
+    and batch and heads as the query lies."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     specs = _given_specs(in_specs)
-    batch, sequence, heads = _query_axes(mesh, axis_name, specs.get("query"))
-    plan = MeshPlan(mesh, batch, sequence, heads, None, return_lse)
+    batch, sequence, heads = _query_axes(operands, mesh, axis_name, specs.get("query"))
+    plan = MeshPlan(mesh=mesh, batch=batch, sequence=sequence, heads=heads, return_lse=return_lse)
     for name, spec in specs.items():
         _check_spec(plan, operands, name, spec)
     out, lse = PartitionSpec(batch, sequence, heads, None), PartitionSpec(batch, heads, sequence)
@@ -55,18 +56,30 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
     operands = _in_global_shape(operands)
     given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
 
+    def whole(*arrays):
+        return result(_named(given, arrays))
+
     def local(*arrays):
-        shards = Operands(**{"key": None, "value": None, "query": None} | dict(zip(given, arrays, strict=True)))
-        shards = shards._replace(origin=_origin(plan, shards))
-        where = _backend(plan.mesh), is_ring(plan.mesh, axis_names(plan.sequence))
-        out, lse = attend(options, shards, plan.sequence, plan.size(plan.heads), *where)
+        shards = _named(given, arrays)
+        torus = is_ring(plan.mesh, axis_names(plan.sequence))
+        where = plan.sequence, plan.size(plan.heads), _backend(plan.mesh), torus
+        return result(shards._replace(origin=_origin(plan, shards)), *where)
+
+    def result(shards: Operands, *where):
+        out, lse = local_attention(options, shards, *where)
         return (out, lse) if plan.return_lse else out
 
     in_specs = tuple(operand_spec(plan, operands, name) for name in given)
     for (name, array), spec in zip(given.items(), in_specs, strict=True):
         check_divides(plan, name, array.shape, spec)
+    if 0 in (*operands.query.shape, *operands.key.shape):  # XLA cannot split what is empty
+        return whole, tuple(given.values())
     mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
     return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
+
+
+def _named(names: Iterable[str], arrays: Sequence[Array]) -> Operands:
+    return Operands(**{"key": None, "value": None, "query": None} | dict(zip(names, arrays, strict=True)))  # type: ignore[arg-type]
 
 
 def _backend(mesh: Mesh | AbstractMesh) -> str | None:
@@ -80,7 +93,7 @@ def _call(mapped: Callable, mesh: Mesh | AbstractMesh, in_specs, *arrays):
     return mapped(*arrays)
 
 
-def axis_names(axes) -> tuple[str, ...]:
+def axis_names(axes: Axes) -> tuple[str, ...]:
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
@@ -92,7 +105,7 @@ def _given_specs(in_specs) -> dict[str, PartitionSpec]:
     return {name: spec for name, spec in zip(_ORDER, in_specs, strict=False) if spec is not None}
 
 
-def _query_axes(mesh: Mesh, axis_name, query_spec):
+def _query_axes(operands: Operands, mesh: Mesh, axis_name: Axes, query_spec) -> tuple[Axes, Axes, Axes]:
     if query_spec is not None:
         batch, sequence, heads, dim = (*query_spec, None, None, None, None)[:4]
         if dim is not None:
@@ -102,15 +115,49 @@ def _query_axes(mesh: Mesh, axis_name, query_spec):
                 f"in_specs splits the query's sequence over {sequence!r}, but axis_name is {axis_name!r}; they must agree"
             )
     else:
-        batch, sequence, heads = None, axis_name, None
-        if sequence is None:
-            if len(mesh.axis_names) != 1:
-                raise ValueError(f"which axis of the mesh is the ring? give axis_name, one of {mesh.axis_names}, or in_specs")
-            sequence = mesh.axis_names[0]
+        sequence = _ring_axes(mesh, axis_name)
+        batch, heads = _kept_axes(operands, mesh, axis_names(sequence))
     unknown = [axis for axis in (*axis_names(batch), *axis_names(sequence), *axis_names(heads)) if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(f"the mesh has axes {mesh.axis_names}; {', '.join(map(repr, unknown))} is not among them")
     return batch, sequence, heads
+
+
+def _ring_axes(mesh: Mesh, axis_name: Axes) -> Axes:
+    if axis_name is None and len(mesh.axis_names) != 1:
+        raise ValueError(f"which axis of the mesh is the ring? give axis_name, one of {mesh.axis_names}, or in_specs")
+    return mesh.axis_names[0] if axis_name is None else axis_name
+
+
+def _kept_axes(operands: Operands, mesh: Mesh, ring: tuple[str, ...]) -> tuple[Axes, Axes]:
+    """The axes that split batch and heads where no in_specs say it: those of the query. Of a query that does not show them (XLA
+    decides on a traced array's axes of type Auto) the batch is split over the other axes as far as they divide it: gathering it
+    would repeat the work on every row of the mesh."""
+    query, kv_heads = operands.query, operands.key.shape[2]
+    spec = _visible_spec(query, mesh)
+    if spec is None:
+        return _dividing(mesh, [axis for axis in mesh.axis_names if axis not in ring], query.shape[0]), None
+    batch, _, heads, _ = (*spec, None, None, None, None)[:4]
+    batch, heads = ([axis for axis in axis_names(axes) if axis in mesh.axis_names and axis not in ring] for axes in (batch, heads))
+    return _dividing(mesh, batch, query.shape[0]), _dividing(mesh, heads, kv_heads)
+
+
+def _visible_spec(array: Array, mesh: Mesh) -> PartitionSpec | None:
+    """How an array lies on a mesh of these axes, or None where it does not say."""
+    if isinstance(array, jax.core.Tracer):
+        sharding = jax.typeof(array).sharding
+        return sharding.spec if AxisType.Explicit in mesh.axis_types else None
+    sharding = getattr(array, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def _dividing(mesh: Mesh, axes: list[str], length: int) -> Axes:
+    """As many of the axes, in order, as split ``length`` evenly."""
+    kept: list[str] = []
+    for axis in axes:
+        if length % prod(mesh.shape[name] for name in [*kept, axis]) == 0:
+            kept.append(axis)
+    return tuple(kept) or None
 
 
 def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSpec) -> None:

@@ -29,7 +29,10 @@ class Mask:
     any_position: bool = False
 
 
-def make_mask(causal: bool = False, window: int | tuple[int | None, int | None] | None = None, chunk: int | None = None) -> Mask:
+Window = int | tuple[int | None, int | None] | list[int | None] | None
+
+
+def make_mask(causal: bool = False, window: Window = None, chunk: int | None = None) -> Mask:
     """Checks the arguments and folds them together: a causal mask is a window whose right side is 0."""
     left, right = _window_sides(window)
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):

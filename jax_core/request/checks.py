@@ -31,8 +31,8 @@ def _check_qkv(operands: Operands) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if len(x.shape) != 4:
             raise ValueError(f"{name} must be [batch, seq, heads, dim], 4 dimensions; got shape {tuple(x.shape)}")
-        if 0 in x.shape:
-            raise ValueError(f"{name} must not be empty, got shape {tuple(x.shape)}")
+        if 0 in x.shape[2:]:
+            raise ValueError(f"{name} must have heads and a head dim (batch and sequence may be empty), got shape {tuple(x.shape)}")
         _check_dtype(name, x, _FLOATS)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not _dtype(query) == _dtype(key) == _dtype(value):

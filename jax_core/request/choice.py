@@ -13,11 +13,12 @@ from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
 from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
-from jax_core.strategies import fused_ring, ring
+from jax_core.strategies import empty, fused_ring, ring
 from jax_core.strategies.contract import Strategy
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"ring": ring, "fused": fused_ring})
+_NO_PARAMS = FwdParams(), BwdParams()
 _PER_PROCESS = ("cuda", "triton")  # ask this process's own GPU what it is
 
 
@@ -43,6 +44,8 @@ def choose(options: Options, problem: Problem, torus: bool = False) -> Choice:
         raise ValueError(f'cfg is for backend "{given.backend}", but this program runs on "{problem.backend}"; use "any"')
     if options.strategy not in ("auto", *STRATEGIES):
         raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}; got {options.strategy!r}")
+    if empty.unsupported(problem, *_NO_PARAMS) is None:
+        return Choice(empty, None, *_NO_PARAMS)
     if options.strategy != "auto":
         return _with_strategy(options.strategy, platform, given, problem)
     *first, last = preferred_strategies(platform, torus)

@@ -16,10 +16,10 @@ A strategy is a package with
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
@@ -37,21 +37,21 @@ class Operands(NamedTuple):
     (None: JAX is asked); ``predicate_arrays`` as in :class:`Extras`.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    softmax_aux: Any = None
-    bias: Any = None
-    mask: Any = None
-    q_segment_ids: Any = None
-    kv_segment_ids: Any = None
-    q_position_ids: Any = None
-    kv_position_ids: Any = None
-    alibi_slopes: Any = None
-    dropout_seed: Any = None
-    origin: Any = None
-    rank: Any = None
-    predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+    query: Array
+    key: Array
+    value: Array
+    softmax_aux: Array | None = None
+    bias: Array | None = None
+    mask: Array | None = None
+    q_segment_ids: Array | None = None
+    kv_segment_ids: Array | None = None
+    q_position_ids: Array | None = None
+    kv_position_ids: Array | None = None
+    alibi_slopes: Array | None = None
+    dropout_seed: Array | None = None
+    origin: Array | None = None
+    rank: Array | None = None
+    predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,16 @@ class Strategy(Protocol):
 
     def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]: ...
 
-    def forward(self, spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]: ...
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]: ...
 
-    def backward(self, spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands: ...
+    def backward(
+        self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
+    ) -> Operands: ...
 
 
 def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
     """What kernels take of the query rows, once for all steps. ``out``, ``lse``: what the whole forward gave, ``-inf`` where a row
     saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
-    delta = row_delta(out, lse, dout, dlse)
-    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)
-
-
-def row_delta(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
-    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``."""
     delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
-    return delta if dlse is None else delta - dlse.astype(lse.dtype)
+    delta = delta if dlse is None else delta - dlse.astype(lse.dtype)
+    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)

@@ -1,4 +1,4 @@
-"""Reading a compiled program: its instructions in the order of their schedule, and what runs beside a rotation."""
+"""Reading a compiled program: its instructions as they are listed, what waits for what, and what runs beside a rotation."""
 
 import re
 from collections.abc import Iterator
@@ -21,12 +21,22 @@ class Op(NamedTuple):
         """The computation that ``word`` (calls, body, condition) names."""
         return re.search(rf"\b{word}=%(\S+?)[,\s]", self.text)[1]
 
+    @property
+    def operands(self) -> list[str]:
+        """The names of the instructions whose results it takes."""
+        start, depth = self.text.index(f" {self.kind}(") + len(self.kind) + 1, 0
+        for end in range(start, len(self.text)):
+            depth += {"(": 1, ")": -1}.get(self.text[end], 0)
+            if depth == 0:
+                break
+        return re.findall(r"%([^\s,()]+)", self.text[start:end])
+
 
 Program = dict[str, list[Op]]
 
 
 def computations(program: str) -> Program:
-    """The program's computations, their instructions in the order of the schedule."""
+    """The program's computations, their instructions as listed: each after those that it takes results of."""
     found: Program = {}
     for line in program.splitlines():
         head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
@@ -39,11 +49,16 @@ def computations(program: str) -> Program:
 
 
 def runs(program: Program, name: str = "ENTRY", times: int = 1) -> Iterator[tuple[str, int, list[Op]]]:
-    """The entry and the bodies of its loops: name, how often it runs, instructions."""
+    """The entry and the bodies of its loops that rotate: name, how often it runs, instructions."""
     yield name, times, program[name]
     for op in program[name]:
-        if op.kind == "while":
+        if rotates(program, op):
             yield from runs(program, op.called("body"), times * trips(program, op))
+
+
+def rotates(program: Program, loop: Op) -> bool:
+    """Whether an instruction is a loop with a rotation in it, or in a loop of it."""
+    return loop.kind == "while" and any(op.is_rotation or rotates(program, op) for op in program[loop.called("body")])
 
 
 def trips(program: Program, loop: Op) -> int:
@@ -62,6 +77,14 @@ def beside(ops: list[Op], start: int) -> list[Op]:
         return []
     (done,) = (i for i, other in enumerate(ops) if f"collective-permute-done(%{op.name})" in other.text)
     return ops[start + 1 : done]
+
+
+def waits_for(ops: list[Op]) -> dict[str, set[str]]:
+    """For each instruction of a computation, all that must be done before it can start."""
+    found: dict[str, set[str]] = {}
+    for op in ops:
+        found[op.name] = set(op.operands).union(*(found.get(name, set()) for name in op.operands))
+    return found
 
 
 def gathers(program: Program) -> list[str]:

@@ -3,41 +3,41 @@
 from jax.experimental import pallas as pl
 
 from jax_core.kernels.blocks import BlockLayout
-from jax_core.kernels.tpu.plan import Plan
+from jax_core.kernels.tpu.constants import TileConstants
 
 
-def forward(plan: Plan, dtype) -> pl.CostEstimate:
-    return _by_queries(plan, dtype, products=(plan.dim, plan.value_dim), read=0, written=plan.value_dim)
+def forward(const: TileConstants, dtype) -> pl.CostEstimate:
+    return _by_queries(const, dtype, products=(const.dim, const.value_dim), read=0, written=const.value_dim)
 
 
-def queries(plan: Plan, dtype) -> pl.CostEstimate:
-    return _by_queries(plan, dtype, products=(plan.dim, plan.value_dim, plan.dim), read=plan.value_dim, written=plan.dim)
+def queries(const: TileConstants, dtype) -> pl.CostEstimate:
+    return _by_queries(const, dtype, products=(const.dim, const.value_dim, const.dim), read=const.value_dim, written=const.dim)
 
 
-def keys(plan: Plan, dtype, fused: bool) -> pl.CostEstimate:
+def keys(const: TileConstants, dtype, fused: bool) -> pl.CostEstimate:
     """Queries come with every visit, and in a fused sweep dQ comes and goes."""
-    q, k, dims = _length(plan.q), _length(plan.k), plan.dim + plan.value_dim
-    coming = plan.heads * plan.k.blocks * share(plan) * q * (dims * dtype.itemsize + (8 * plan.dim if fused else 0))
-    staying = plan.kv_heads * k * dims * (dtype.itemsize + 4)
-    products = (plan.dim, plan.value_dim, plan.dim, plan.value_dim, *([plan.dim] if fused else []))
-    return _estimate(plan, products, plan.batch * (coming + staying))
+    q, k, dims = _length(const.q), _length(const.k), const.dim + const.value_dim
+    coming = const.heads * const.k.blocks * share(const) * q * (dims * dtype.itemsize + (8 * const.dim if fused else 0))
+    staying = const.kv_heads * k * dims * (dtype.itemsize + 4)
+    products = (const.dim, const.value_dim, const.dim, const.value_dim, *([const.dim] if fused else []))
+    return _estimate(const, products, const.batch * (coming + staying))
 
 
-def bias(plan: Plan, dtype) -> pl.CostEstimate:
-    return _by_queries(plan, dtype, products=(plan.dim, plan.value_dim), read=plan.value_dim, written=0)
+def bias(const: TileConstants, dtype) -> pl.CostEstimate:
+    return _by_queries(const, dtype, products=(const.dim, const.value_dim), read=const.value_dim, written=0)
 
 
-def _by_queries(plan: Plan, dtype, products: tuple[int, ...], read: int, written: int) -> pl.CostEstimate:
+def _by_queries(const: TileConstants, dtype, products: tuple[int, ...], read: int, written: int) -> pl.CostEstimate:
     """Keys and values come with every visit. ``read``, ``written``: numbers of a query beside the query, and of its result."""
-    q, k, dims = _length(plan.q), _length(plan.k), plan.dim + plan.value_dim
-    coming = plan.heads * plan.q.blocks * share(plan) * k * dims * dtype.itemsize
-    staying = plan.heads * q * ((plan.dim + read) * dtype.itemsize + written * 4)
-    return _estimate(plan, products, plan.batch * (coming + staying))
+    q, k, dims = _length(const.q), _length(const.k), const.dim + const.value_dim
+    coming = const.heads * const.q.blocks * share(const) * k * dims * dtype.itemsize
+    staying = const.heads * q * ((const.dim + read) * dtype.itemsize + written * 4)
+    return _estimate(const, products, const.batch * (coming + staying))
 
 
-def _estimate(plan: Plan, products: tuple[int, ...], memory: float) -> pl.CostEstimate:
+def _estimate(const: TileConstants, products: tuple[int, ...], memory: float) -> pl.CostEstimate:
     """``products``: the inner or outer dims of the matrix products."""
-    pairs = plan.batch * plan.heads * _length(plan.q) * _length(plan.k) * share(plan)
+    pairs = const.batch * const.heads * _length(const.q) * _length(const.k) * share(const)
     return pl.CostEstimate(flops=int(2 * pairs * sum(products)), transcendentals=int(pairs), bytes_accessed=int(memory))
 
 
@@ -45,9 +45,9 @@ def _length(side: BlockLayout) -> int:
     return side.runs * side.length
 
 
-def share(plan: Plan) -> float:
+def share(const: TileConstants) -> float:
     """Of all pairs, how many the static mask leaves, on average over the ring: which shards meet is known on the device alone."""
-    mask, keys = plan.scores.mask, _length(plan.k)
+    mask, keys = const.scores.mask, _length(const.k)
     before = _least(mask.left, mask.chunk and mask.chunk // 2)
     after = 0 if mask.causal else mask.right
     whole = 0.5 if mask.causal else 1.0

@@ -39,7 +39,6 @@ def launch(
             vmem_limit_bytes=params.generation(generation()).memory,
         ),
         cost_estimate=cost,
-        interpret=interpret(),
         name=_name(kernel),
     )
     specs = dict(in_specs=list(in_specs), out_specs=list(out_specs), scratch_shapes=scratch)
@@ -74,8 +73,3 @@ def generation() -> str:
     if device is None and jax.default_backend() == "tpu":
         device = jax.local_devices(backend="tpu")[0]
     return "" if device is None else device.device_kind
-
-
-def interpret() -> Any:
-    """Tests put Pallas's interpreter here."""
-    return False

@@ -1,6 +1,6 @@
-"""What a score is, inside the Pallas kernels: a tile of queries x keys, or turned, of keys x queries.
+"""What a score is, inside the Pallas kernels: a tile of queries x keys, or transposed, of keys x queries.
 
-A turned tile has its rows' statistics along the lanes, as the sweep for dK/dV wants them.
+A transposed tile has its rows' statistics along the lanes, as the sweep for dK/dV wants them.
 """
 
 from typing import Any, NamedTuple
@@ -10,20 +10,21 @@ from jax import lax
 
 from jax_core.kernels.blocks import BlockLayout
 from jax_core.kernels.blocks import distance as block_distance
-from jax_core.kernels.tpu.plan import Beside, Plan, remainder
+from jax_core.kernels.tpu.constants import BlockedExtras, TileConstants, remainder
+from jax_core.kernels.tpu.products import column, product, scaled, through_softcap
 from jax_core.masks.dropout import threefry_2x32, threshold
 from jax_core.masks.functions import Predicate
 from jax_core.masks.static import visible
 
 
-class At(NamedTuple):
-    """Where a tile is: numbers of the batch entry, head, query block and key block here, and the array of `where_and_seed`."""
+class TileIndex(NamedTuple):
+    """Where a tile is: scalars of the batch entry, head, query block and key block here, and the array of `make_scalars`."""
 
     batch: Any
     head: Any
     q: Any
     k: Any
-    numbers: Any
+    scalars: Any
 
 
 class Tile(NamedTuple):
@@ -35,42 +36,30 @@ class Tile(NamedTuple):
     distance: Any
 
 
-def product(a, b, axes: tuple[int, int], plan: Plan):
-    """A matrix product over one axis of each, in float32; float32 inputs are multiplied in full unless asked otherwise."""
-    precision = plan.scores.precision
-    if precision is None and a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST
-    contract = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
-
-
-def make_tile(plan: Plan, at: At, q, k, beside: Beside, masked: bool, turned: bool) -> Tile:
-    scores = plan.scores
-    x = product(k, q, (1, 1), plan) if turned else product(q, k, (1, 1), plan)
+def make_tile(const: TileConstants, at: TileIndex, q, k, blocked: BlockedExtras, masked: bool, transposed: bool) -> Tile:
+    scores = const.scores
+    x = product(k, q, (1, 1), scores) if transposed else product(q, k, (1, 1), scores)
     if scores.logits_dtype is not None:
         x = x.astype(scores.logits_dtype).astype(jnp.float32)
-    x, tanh, distance = x * scores.scale, None, None
-    if scores.softcap is not None:
-        tanh = jnp.tanh(x / scores.softcap)
-        x = tanh * scores.softcap
-    if beside.bias is not None:
-        x = x + _turn(beside.bias[...].astype(jnp.float32), turned)
-    places = _places(plan, at, x.shape, turned)
-    positions = _positions(places, beside, turned)
-    if beside.slopes is not None:
-        distance = block_distance(scores.mask, positions[0], positions[1], jnp.float32)
-        x = x - _slope(plan, at, beside) * distance
+    (x, tanh), distance = scaled(scores, x), None
+    if blocked.bias is not None:
+        x = x + _transposed(blocked.bias[...].astype(jnp.float32), transposed)
+    indices = _indices(const, at, x.shape, transposed)
+    positions = _positions(indices, blocked, transposed)
+    if blocked.slopes is not None:
+        distance = block_distance(scores.mask, *positions, jnp.float32)
+        x = x - _slope(const, at, blocked) * distance
     if masked:
-        x = jnp.where(_seen(plan, at, places, positions, beside, turned), x, -jnp.inf)
-    return Tile(x, tanh, _kept(plan, at, places), distance)
+        x = jnp.where(_seen(const, at, indices, positions, blocked, transposed), x, -jnp.inf)
+    return Tile(x, tanh, _kept(const, at, indices), distance)
 
 
-def _slope(plan: Plan, at: At, beside: Beside):
-    shared = beside.slopes.shape[1] == plan.heads
-    return beside.slopes[0, at.head if shared else at.batch * plan.heads + at.head]
+def _slope(const: TileConstants, at: TileIndex, blocked: BlockedExtras):
+    shared = blocked.slopes.shape[1] == const.heads
+    return blocked.slopes[0, at.head if shared else at.batch * const.heads + at.head]
 
 
-class _Places(NamedTuple):
+class _Indices(NamedTuple):
     """Of a tile's queries and keys, each of the tile's shape: the place in the whole sequence, and for keys whether it is real."""
 
     q: Any
@@ -78,81 +67,75 @@ class _Places(NamedTuple):
     real: Any
 
 
-def _places(plan: Plan, at: At, shape, turned: bool) -> _Places:
-    q, _ = _places_of(plan.q, at.q, at.numbers, 0, shape, 1 if turned else 0)
-    k, real = _places_of(plan.k, at.k, at.numbers, 2, shape, 0 if turned else 1)
-    return _Places(q, k, real)
+def _indices(const: TileConstants, at: TileIndex, shape, transposed: bool) -> _Indices:
+    q, _ = _indices_of(const.q, at.q, at.scalars, 0, shape, 1 if transposed else 0)
+    k, real = _indices_of(const.k, at.k, at.scalars, 2, shape, 0 if transposed else 1)
+    return _Indices(q, k, real)
 
 
-def _places_of(where: BlockLayout, block, numbers, first: int, shape, axis: int):
+def _indices_of(where: BlockLayout, block, scalars, first: int, shape, axis: int):
     in_run = remainder(block, where.blocks_per_run) * where.block + lax.broadcasted_iota(jnp.int32, shape, axis)
-    start = numbers[first] if where.runs == 1 else jnp.where(block < where.blocks_per_run, numbers[first], numbers[first + 1])
+    start = scalars[first] if where.runs == 1 else jnp.where(block < where.blocks_per_run, scalars[first], scalars[first + 1])
     return start + where.stride * in_run, None if where.even else in_run < where.length
 
 
-def _positions(places: _Places, beside: Beside, turned: bool):
-    if beside.q_positions is None:
-        return places.q, places.k
-    return sides(beside.q_positions, beside.k_positions, turned)
+def _positions(indices: _Indices, blocked: BlockedExtras, transposed: bool):
+    if blocked.q_positions is None:
+        return indices.q, indices.k
+    return sides(blocked.q_positions, blocked.k_positions, transposed)
 
 
-def sides(q_row, k_row, turned: bool):
-    """Two rows of numbers so that they broadcast over a tile."""
-    return (q_row[...], column(k_row[...])) if turned else (column(q_row[...]), k_row[...])
+def sides(q_row, k_row, transposed: bool):
+    """Two rows of scalars so that they broadcast over a tile."""
+    return (q_row[...], column(k_row[...])) if transposed else (column(q_row[...]), k_row[...])
 
 
-def column(row):
-    """``[1, n] -> [n, 1]``"""
-    return jnp.expand_dims(row[0], -1)
-
-
-def _turn(x, turned: bool):
-    if not turned:
+def _transposed(x, transposed: bool):
+    if not transposed:
         return x
     return column(x) if x.shape[0] == 1 else x.T
 
 
-def _seen(plan: Plan, at: At, places: _Places, positions, beside: Beside, turned: bool):
-    seen = visible(plan.scores.mask, *positions)
-    if beside.q_segments is not None:
-        q, k = sides(beside.q_segments, beside.k_segments, turned)
+def _seen(const: TileConstants, at: TileIndex, indices: _Indices, positions, blocked: BlockedExtras, transposed: bool):
+    seen = visible(const.scores.mask, *positions)
+    if blocked.q_segments is not None:
+        q, k = sides(blocked.q_segments, blocked.k_segments, transposed)
         seen = seen & (q == k) & (q >= 0)
-    if places.real is not None:
-        seen = seen & places.real
-    if beside.mask is not None:
-        seen = seen & (_turn(beside.mask[...].astype(jnp.int32), turned) != 0)
-    for predicate in plan.inside:
-        seen = seen & _evaluate(predicate, at, places, positions)
+    if indices.real is not None:
+        seen = seen & indices.real
+    if blocked.mask is not None:
+        seen = seen & (_transposed(blocked.mask[...].astype(jnp.int32), transposed) != 0)
+    for predicate in const.in_kernel:
+        seen = seen & _evaluate(predicate, at, indices, positions)
     return seen
 
 
-def _evaluate(predicate: Predicate, at: At, places: _Places, positions):
+def _evaluate(predicate: Predicate, at: TileIndex, indices: _Indices, positions):
     assert predicate.elementwise is not None
-    q, k = positions if predicate.over == "position" else (places.q, places.k)
-    q, k = (jnp.broadcast_to(x, places.q.shape) for x in (q, k))
-    return predicate.elementwise(at.numbers[4] + at.batch, at.numbers[5] + at.head, q, k)
+    q, k = positions if predicate.over == "position" else (indices.q, indices.k)
+    q, k = (jnp.broadcast_to(x, indices.q.shape) for x in (q, k))
+    return predicate.elementwise(at.scalars[4] + at.batch, at.scalars[5] + at.head, q, k)
 
 
-def _kept(plan: Plan, at: At, places: _Places):
-    """As ``dropout.keep_mask``; compared as signed numbers, which is what the hardware does."""
-    if not plan.scores.dropout_prob:
+def _kept(const: TileConstants, at: TileIndex, indices: _Indices):
+    """As ``dropout.keep_mask``; compared as signed scalars, which is what the hardware does."""
+    if not const.scores.dropout_prob:
         return None
-    words = [lax.bitcast_convert_type(x, jnp.uint32) for x in (at.numbers[6], at.numbers[7])]
-    key = threefry_2x32(tuple(words), (at.numbers[4] + at.batch, at.numbers[5] + at.head))
-    bits, _ = threefry_2x32(key, (places.q, places.k))
-    limit = jnp.uint32(threshold(plan.scores.dropout_prob))
+    words = [lax.bitcast_convert_type(x, jnp.uint32) for x in (at.scalars[6], at.scalars[7])]
+    key = threefry_2x32(tuple(words), (at.scalars[4] + at.batch, at.scalars[5] + at.head))
+    bits, _ = threefry_2x32(key, (indices.q, indices.k))
+    limit = jnp.uint32(threshold(const.scores.dropout_prob))
     signed = (lax.bitcast_convert_type(x ^ jnp.uint32(1 << 31), jnp.int32) for x in (bits, limit))
     low, high = signed
     return low >= high
 
 
-def dropped(plan: Plan, tile: Tile, x):
+def dropped(const: TileConstants, tile: Tile, x):
     """``x`` where a weight is kept, scaled so that the sum's expectation stays."""
-    return x if tile.kept is None else jnp.where(tile.kept, x * (1 / (1 - plan.scores.dropout_prob)), 0.0)
+    return x if tile.kept is None else jnp.where(tile.kept, x * (1 / (1 - const.scores.dropout_prob)), 0.0)
 
 
-def logit_gradient(plan: Plan, tile: Tile, weights, dweights, delta):
+def logit_gradient(const: TileConstants, tile: Tile, weights, dweights, delta):
     """Of the logits, and of the products of queries and keys."""
-    dlogits = weights * (dropped(plan, tile, dweights) - delta)
-    dproducts = dlogits * plan.scores.scale
-    return dlogits, dproducts if tile.tanh is None else dproducts * (1 - tile.tanh * tile.tanh)
+    dlogits = weights * (dropped(const, tile, dweights) - delta)
+    return dlogits, through_softcap(dlogits * const.scores.scale, tile.tanh)

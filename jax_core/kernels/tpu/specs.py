@@ -7,37 +7,37 @@ from typing import Any
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_core.kernels.tpu.plan import Beside, Plan, Shards, quotient
+from jax_core.kernels.tpu.constants import BlockedExtras, Shards, TileConstants, quotient
 
 
 @dataclass(frozen=True)
 class Specs:
     """``place(*grid indices, *prefetched) -> (batch, head, query block, key block)``."""
 
-    plan: Plan
+    const: TileConstants
     place: Callable[..., tuple]
 
     def _spec(self, shape, index) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda *at: index(*self.place(*at)))
 
     def query(self, dim: int) -> pl.BlockSpec:
-        return self._spec((None, None, self.plan.q.block, dim), lambda b, h, i, j: (b, h, i, 0))
+        return self._spec((None, None, self.const.q.block, dim), lambda b, h, i, j: (b, h, i, 0))
 
     def key(self, dim: int) -> pl.BlockSpec:
-        group = self.plan.group
-        return self._spec((None, None, self.plan.k.block, dim), lambda b, h, i, j: (b, quotient(h, group), j, 0))
+        group = self.const.group
+        return self._spec((None, None, self.const.k.block, dim), lambda b, h, i, j: (b, quotient(h, group), j, 0))
 
-    def query_numbers(self) -> pl.BlockSpec:
+    def query_statistics(self) -> pl.BlockSpec:
         """Of ``[batch, heads, 1, length]``."""
-        return self._spec((None, None, 1, self.plan.q.block), lambda b, h, i, j: (b, h, 0, i))
+        return self._spec((None, None, 1, self.const.q.block), lambda b, h, i, j: (b, h, 0, i))
 
     def shards(self, backward: bool = False) -> Shards:
-        dim, value_dim = self.plan.dim, self.plan.value_dim
+        dim, value_dim = self.const.dim, self.const.value_dim
         qkv = self.query(dim), self.key(dim), self.key(value_dim)
-        return Shards(*qkv, self.query(value_dim), self.query_numbers(), self.query_numbers()) if backward else Shards(*qkv)
+        return Shards(*qkv, self.query(value_dim), self.query_statistics(), self.query_statistics()) if backward else Shards(*qkv)
 
-    def beside(self, arrays: Beside) -> Beside:
-        return Beside(
+    def extras(self, arrays: BlockedExtras) -> BlockedExtras:
+        return BlockedExtras(
             self._ids(arrays.q_segments, of_keys=False),
             self._ids(arrays.k_segments, of_keys=True),
             self._ids(arrays.q_positions, of_keys=False),
@@ -49,13 +49,13 @@ class Specs:
 
     def slopes(self) -> pl.BlockSpec:
         """Of the slopes' gradients, ``[batch, kv_heads, key blocks, group, q]``."""
-        group, block = self.plan.group, self.plan.q.block
+        group, block = self.const.group, self.const.q.block
         return self._spec((None, None, None, group, block), lambda b, h, i, j: (b, quotient(h, group), j, 0, 0))
 
     def _ids(self, array: Any, of_keys: bool):
         if array is None:
             return None
-        shared, block = array.shape[0] == 1, (self.plan.k if of_keys else self.plan.q).block
+        shared, block = array.shape[0] == 1, (self.const.k if of_keys else self.const.q).block
         return self._spec((None, 1, block), lambda b, h, i, j: (0 if shared else b, 0, j if of_keys else i))
 
     def tile(self, array: Any):
@@ -63,6 +63,6 @@ class Specs:
             return None
         batch, heads, rows = (array.shape[axis] > 1 for axis in range(3))
         return self._spec(
-            (None, None, self.plan.q.block if rows else 1, self.plan.k.block),
+            (None, None, self.const.q.block if rows else 1, self.const.k.block),
             lambda b, h, i, j: (b if batch else 0, h if heads else 0, i if rows else 0, j),
         )

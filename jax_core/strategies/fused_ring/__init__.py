@@ -1,4 +1,4 @@
-"""The ring fused into one Pallas kernel, for TPUs. The modules that load Pallas are imported where they are first used."""
+"""The ring fused into one Pallas kernel, for TPUs."""
 
 from jax_core.strategies.fused_ring.host import backward, forward
 from jax_core.strategies.fused_ring.limits import HANDLES, IN_PLACE_OF_A_KERNEL, OWN_PLATFORM, default_params, unsupported

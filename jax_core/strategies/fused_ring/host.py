@@ -1,52 +1,55 @@
-"""The fused strategy: the ring inside one kernel, which sends K/V to its neighbours while it computes (TPU)."""
-
-from typing import Any
+"""The fused strategy around its kernels: shards cut into padded halves, and sinks, which join after the last step."""
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jax_core.config import FwdParams
 from jax_core.kernels.contract import Partial
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
-from jax_core.strategies.contract import Operands, RingSpec, row_delta
-from jax_core.strategies.fused_ring.plan import SLOTS, Plan, Shards, Side, journey, side
+from jax_core.kernels.tpu.limits import block_sizes
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals
+from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
+from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
+from jax_core.strategies.padding import clear_cotangents, clear_operands, clear_values
 
 
-def forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     """As the contract says."""
-    from jax_core.strategies.fused_ring.forward_kernel import forward as run
-
-    plan = make_plan(spec, operands, spec.fwd_params)
-    out, lse = run(plan, lax.axis_index(spec.axis_name), _shards(plan, operands), spec.backend == "cpu")
-    found = Partial(_whole(plan.q, out).transpose(0, 3, 1, 2), _whole(plan.q, lse)[:, :, 0])
+    operands = clear_values(operands)
+    const = make_constants(spec, operands, spec.fwd_params)
+    out, lse = forward_kernel.forward(const, _rank(spec), _shards(const, operands))
+    found = Partial(_whole(const.q, out).transpose(0, 3, 1, 2), _whole(const.q, lse)[:, :, 0])
     if operands.softmax_aux is not None:
-        found = join_sinks(found, sinks_per_head(operands.softmax_aux, plan.heads))
+        found = join_sinks(found, sinks_per_head(operands.softmax_aux, const.heads))
     return found.out.astype(operands.query.dtype), found.lse
 
 
-def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
+def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
     """As the contract says."""
-    from jax_core.strategies.fused_ring.backward_kernel import Rows
-    from jax_core.strategies.fused_ring.backward_kernel import backward as run
-
-    plan = make_plan(spec, operands, spec.bwd_params)
-    delta = row_delta(out, lse, dout, dlse if spec.lse_gradient else None)
-    # exp(x - inf) is 0: no weight where a row saw nothing, nor where rows are padding.
-    rows = Rows(
-        _in_blocks(plan.q, dout.astype(operands.query.dtype).transpose(0, 2, 1, 3), 2),
-        _in_blocks(plan.q, jnp.where(jnp.isneginf(lse), jnp.inf, lse)[:, :, None], 3, fill=jnp.inf),
-        _in_blocks(plan.q, delta[:, :, None], 3),
+    operands, (dout, dlse) = clear_operands(operands), clear_cotangents(operands, dout, dlse)
+    const = make_constants(spec, operands, spec.bwd_params)
+    residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
+    blocked = backward_kernel.BlockedResiduals(
+        _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
+        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that fill up a block have weights exp(-inf) = 0
+        _in_blocks(const.q, residuals.delta[:, :, None], 3),
     )
-    found = run(plan, lax.axis_index(spec.axis_name), _shards(plan, operands), rows, spec.backend == "cpu")
-    dquery = spec.scores.scale * _whole(plan.q, found.query).transpose(0, 3, 1, 2)
-    dkey, dvalue = (_from_travel(plan.k, x) for x in (spec.scores.scale * found.key, found.value))
+    found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
+    dquery = spec.scores.scale * _whole(const.q, found.query).transpose(0, 3, 1, 2)
+    dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.scores.scale * found.key, found.value))
     grads = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
     nothing = jax.tree.map(lambda _: None, operands)
-    return nothing._replace(**dict(zip(("query", "key", "value"), grads, strict=True)), softmax_aux=_dsinks(operands, lse, delta))
+    dsinks = _dsinks(operands, lse, residuals.delta)
+    return nothing._replace(**dict(zip(("query", "key", "value"), grads, strict=True)), softmax_aux=dsinks)
 
 
-def _dsinks(operands: Operands, lse, delta):
+def _rank(spec: RingSpec) -> Array:
+    assert spec.axis_name is not None  # a ring of one rank is refused
+    return lax.axis_index(spec.axis_name)
+
+
+def _dsinks(operands: Operands, lse: Array, delta: Array) -> Array | None:
     if operands.softmax_aux is None:
         return None
     sinks, transpose = jax.vjp(lambda given: sinks_per_head(given, operands.query.shape[2]), operands.softmax_aux)
@@ -54,15 +57,15 @@ def _dsinks(operands: Operands, lse, delta):
     return found
 
 
-def make_plan(spec: RingSpec, operands: Operands, params: FwdParams) -> Plan:
+def make_constants(spec: RingSpec, operands: Operands, params: FwdParams) -> RingConstants:
     query, key, value = operands[:3]
-    axes: Any = spec.axis_name if isinstance(spec.axis_name, tuple) else (spec.axis_name,)
-    assert params.q_blocksize is not None and params.kv_blocksize is not None
-    lengths = query.shape[1], key.shape[1]
-    directions, hops = journey(spec.scores.mask, spec.layout, spec.size, *lengths)
-    return Plan(
-        q=side(spec.layout, spec.size, lengths[0], params.q_blocksize),
-        k=side(spec.layout, spec.size, lengths[1], params.kv_blocksize),
+    assert spec.axis_name is not None
+    axes = (spec.axis_name,) if isinstance(spec.axis_name, str) else spec.axis_name
+    lengths, (q_block, k_block) = (query.shape[1], key.shape[1]), block_sizes(params)
+    directions, hops = route(spec.scores.mask, spec.layout, spec.size, *lengths)
+    return RingConstants(
+        q=halved(spec.layout, spec.size, lengths[0], q_block),
+        k=halved(spec.layout, spec.size, lengths[1], k_block),
         batch=query.shape[0],
         heads=query.shape[2],
         kv_heads=key.shape[2],
@@ -77,44 +80,45 @@ def make_plan(spec: RingSpec, operands: Operands, params: FwdParams) -> Plan:
     )
 
 
-def _shards(plan: Plan, operands: Operands) -> Shards:
-    segments = dict.fromkeys(("q_segments", "k_segments"))
-    if plan.segments:
-        q_ids, k_ids = (_rows_of_ids(ids, plan.batch) for ids in (operands.q_segment_ids, operands.kv_segment_ids))
-        segments = dict(q_segments=_in_blocks(plan.q, q_ids, 2), k_segments=_to_travel(plan.k, k_ids, 2))
+def _shards(const: RingConstants, operands: Operands) -> Shards:
+    q_segments, k_segments = None, None
+    if const.segments:
+        q_ids, k_ids = (_rows_of_ids(ids, const.batch) for ids in (operands.q_segment_ids, operands.kv_segment_ids))
+        q_segments, k_segments = _in_blocks(const.q, q_ids, 2), _in_slots(const.k, k_ids, 2)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in operands[:3])
-    return Shards(_in_blocks(plan.q, query, 2), _to_travel(plan.k, key, 2), _to_travel(plan.k, value, 2), **segments)
+    return Shards(_in_blocks(const.q, query, 2), _in_slots(const.k, key, 2), _in_slots(const.k, value, 2), q_segments, k_segments)
 
 
-def _rows_of_ids(ids, batch: int):
+def _rows_of_ids(ids: Array, batch: int) -> Array:
+    """``[length]`` or ``[batch|1, length] -> [batch, 1, length]``"""
     ids = jnp.atleast_2d(ids).astype(jnp.int32)
     return jnp.broadcast_to(ids, (batch, ids.shape[-1]))[:, None]
 
 
-def _padded_halves(side: Side, x, axis: int, fill=0) -> list:
-    halves = jnp.split(x, [side.lengths[0]], axis)
-    widths = [[(0, side.padded - half.shape[axis] if i == axis else 0) for i in range(x.ndim)] for half in halves]
+def _padded_halves(shard: HalvedShard, x: Array, axis: int, fill: float = 0) -> list[Array]:
+    halves = jnp.split(x, [shard.lengths[0]], axis)
+    widths = [[(0, shard.padded - half.shape[axis] if i == axis else 0) for i in range(x.ndim)] for half in halves]
     return [jnp.pad(half, width, constant_values=fill) for half, width in zip(halves, widths, strict=True)]
 
 
-def _in_blocks(side: Side, x, axis: int, fill=0):
+def _in_blocks(shard: HalvedShard, x: Array, axis: int, fill: float = 0) -> Array:
     """Both halves along ``axis``, each padded to whole blocks."""
-    return jnp.concatenate(_padded_halves(side, x, axis, fill), axis)
+    return jnp.concatenate(_padded_halves(shard, x, axis, fill), axis)
 
 
-def _to_travel(side: Side, x, axis: int):
-    """``[2, SLOTS, ...]``: each half padded to whole blocks, in the first of its places."""
-    own = jnp.stack(_padded_halves(side, x, axis))[:, None]
-    return jnp.pad(own, [(0, 0), (0, SLOTS - 1)] + [(0, 0)] * x.ndim)
+def _in_slots(shard: HalvedShard, x: Array, axis: int) -> Array:
+    """``[2, SLOTS, ...]``: each half padded to whole blocks, in the first of its slots."""
+    first = jnp.stack(_padded_halves(shard, x, axis))[:, None]
+    return jnp.pad(first, [(0, 0), (0, SLOTS - 1)] + [(0, 0)] * x.ndim)
 
 
-def _from_travel(side: Side, x):
+def _out_of_halves(shard: HalvedShard, x: Array) -> Array:
     """``[2, batch, heads, positions of a half, dim] -> [batch, positions, heads, dim]``, without the padding."""
-    first, second = (x[half, :, :, :length] for half, length in enumerate(side.lengths))
+    first, second = (x[half, :, :, :length] for half, length in enumerate(shard.lengths))
     return jnp.concatenate([first, second], 2).transpose(0, 2, 1, 3)
 
 
-def _whole(side: Side, x):
+def _whole(shard: HalvedShard, x: Array) -> Array:
     """The inverse of :func:`_in_blocks` along the last axis."""
-    first, second = x[..., : side.lengths[0]], x[..., side.padded : side.padded + side.lengths[1]]
+    first, second = x[..., : shard.lengths[0]], x[..., shard.padded : shard.padded + shard.lengths[1]]
     return jnp.concatenate([first, second], -1)

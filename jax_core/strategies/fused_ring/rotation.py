@@ -1,118 +1,144 @@
-"""How halves of shards travel from HBM to a neighbour's HBM while the kernel computes, and who may write where, when.
+"""How halves of shards go from HBM to a neighbour's HBM while the kernel computes, and who may write where, and when.
 
-A buffer has ``SLOTS`` places for each half: at step ``s`` a rank works on place ``s % 2`` and sends it into place ``(s + 1) % 2``
-of its neighbour. A rank may write there when the neighbour has done with it, that is when the neighbour has finished step ``s - 1``
-and has itself sent the place on: it then gives a *credit* to the rank that sends to it. Three waits make this free of races:
+Each half has ``SLOTS`` buffers: at step ``s`` a rank works on slot ``s % 2`` and sends it into slot ``(s + 1) % 2`` of its
+neighbour. It may write there once the neighbour has finished step ``s - 1`` and its own copy out of that slot is complete: the
+neighbour then gives a *credit* to the rank that sends to it. Three waits make this free of races:
 
-- *arrival*: no step reads a place before what was sent to it is there (a semaphore for each place, since two may be under way);
-- *credit*: nothing is sent into a place that is still read (none is needed for the first step, whose places are new);
-- *departure*: no credit is given before what left the place has been read.
+- *arrival*: no step reads a slot before the data sent to it is there (one semaphore per slot, since two may be in flight);
+- *credit*: nothing is sent into a slot that is still read (the first step needs none: its slots have not been used);
+- *departure*: no credit is given before the outgoing copy has read the slot.
 
-At the start neighbours on both sides wait for each other: a rank that is not in the kernel yet has no buffers to write into. They
-meet at a semaphore that all calls share and that only counts, so a rank must not enter the next call, and be counted for another
-neighbour, while one is still waiting in this: none leaves before both its neighbours have said that they have met theirs. At the
-end all that was sent has arrived and all credits are spent, so that the semaphores are 0.
+At the start neighbours wait for each other: a rank that has not entered the kernel yet has no buffers to write into. They meet at a
+barrier semaphore that all calls share and that only counts, so a rank must not enter the next call, where its signal would be taken
+for another neighbour's, while one of its neighbours still waits in this one: none leaves before both its neighbours have said that
+they are past the barrier. At the end everything sent has arrived and all credits are spent, so all semaphores are 0.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
-from jax import lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_core.strategies.fused_ring.plan import SLOTS, Plan
+from jax_core.strategies.fused_ring.constants import SLOTS, Refs, RingConstants
 
-BOTH = (0, 1)
+HALVES = (0, 1)
 
 
-def source(plan: Plan, rank, half: int, step):
+def source(const: RingConstants, rank: Array, half: int, step: Array | int) -> Array:
     """The rank whose half is here at ``step``."""
-    return lax.rem(rank + plan.size - plan.directions[half] * step, plan.size)
+    return lax.rem(rank + const.size - const.directions[half] * step, const.size)
 
 
-def device(plan: Plan, rank) -> dict[str | tuple[str, ...], Any]:
-    """The mesh coordinates of a rank of the ring: axes that split one ring are counted as ``lax.axis_index`` counts them."""
+def device(const: RingConstants, rank: Array) -> dict[str | tuple[str, ...], Any]:
+    """The mesh coordinates of a rank of the ring. A ring over several mesh axes is numbered as ``lax.axis_index`` does it."""
     found: dict[str | tuple[str, ...], Any] = {}
-    for name, size in reversed(plan.axes):
+    for name, size in reversed(const.axes):
         found[name], rank = lax.rem(rank, size), lax.div(rank, size)
     return found
 
 
-def meet(plan: Plan, rank, met) -> None:
-    """Waits until the neighbours on both sides are in the kernel, and tells them so."""
+def meet(const: RingConstants, rank: Array, met: Ref) -> None:
+    """Waits until both neighbours are in the kernel, and tells them so."""
     barrier = pltpu.get_barrier_semaphore()
-    _signal_neighbours(plan, rank, barrier)
+    _signal_neighbours(const, rank, barrier)
     pl.semaphore_wait(barrier, 2)
-    _signal_neighbours(plan, rank, met)
+    _signal_neighbours(const, rank, met)
 
 
-def part(met) -> None:
-    """Waits until both neighbours have met theirs."""
+def part(met: Ref) -> None:
+    """Waits until both neighbours are past the barrier."""
     pl.semaphore_wait(met, 2)
 
 
-def _signal_neighbours(plan: Plan, rank, semaphore) -> None:
+def _signal_neighbours(const: RingConstants, rank: Array, semaphore: Ref) -> None:
     for way in (1, -1):
-        pl.semaphore_signal(semaphore, device_id=device(plan, lax.rem(rank + plan.size + way, plan.size)))
+        pl.semaphore_signal(semaphore, device_id=device(const, lax.rem(rank + const.size + way, const.size)))
 
 
-class Freight(NamedTuple):
-    """Buffers ``[half, slot, ...]`` that travel together; semaphores ``sent [half]``, ``arrived [half, slot]``."""
+class RemoteTransfer(NamedTuple):
+    """Buffers ``[half, slot, ...]`` that rotate together; semaphores ``sent [half]``, ``arrived [half, slot]``."""
 
     name: str
-    plan: Plan
-    rank: jax.Array
-    buffers: tuple[Any, ...]
-    sent: Any
-    arrived: Any
+    const: RingConstants
+    rank: Array
+    buffers: tuple[Ref, ...]
+    sent: Ref
+    arrived: Ref
 
-    def depart(self, step) -> None:
+    def depart(self, step: Array) -> None:
         for copy in self._copies(step):
             copy.start()
 
-    def wait_departed(self, step) -> None:
-        if self.plan.without != f"{self.name} departure":
-            for copy in self._copies(step):
-                copy.wait_send()
+    def wait_departed(self, step: Array) -> None:
+        for copy in self._copies(step):
+            copy.wait_send()
 
-    def wait_arrived(self, step) -> None:
-        """For what is worked on at ``step``, which left the neighbour a step before."""
-        if self.plan.without != f"{self.name} arrival":
-            for copy in self._copies(step - 1):
-                copy.wait_recv()
+    def wait_arrived(self, step: Array) -> None:
+        """For what ``step`` works on, which left the neighbour one step earlier."""
+        for copy in self._copies(step - 1):
+            copy.wait_recv()
 
-    def _copies(self, step):
+    def _copies(self, step: Array) -> Iterator[Any]:
         here, there = lax.rem(step, SLOTS), lax.rem(step + 1, SLOTS)
-        for half in BOTH:
-            to = device(self.plan, lax.rem(self.rank + self.plan.size + self.plan.directions[half], self.plan.size))
+        for half in HALVES:
+            to = device(self.const, lax.rem(self.rank + self.const.size + self.const.directions[half], self.const.size))
             for buffer in self.buffers:
                 yield pltpu.make_async_remote_copy(
                     buffer.at[half, here], buffer.at[half, there], self.sent.at[half], self.arrived.at[half, there], to
                 )
 
 
-def meeting_semaphores() -> dict[str, Any]:
+class ReturnTransfer(NamedTuple):
+    """From the slots of the last step straight to the ranks that own the halves, into buffers ``[half, ...]`` that nothing else
+    writes; semaphores ``sent [half]``, ``arrived [half]``."""
+
+    const: RingConstants
+    rank: Array
+    buffers: tuple[Ref, ...]
+    owners: tuple[Ref, ...]
+    sent: Ref
+    arrived: Ref
+
+    def start(self) -> None:
+        for copy in self._copies():
+            copy.start()
+
+    def wait(self) -> None:
+        for copy in self._copies():
+            copy.wait()
+
+    def _copies(self) -> Iterator[Any]:
+        last = self.const.hops
+        for half in HALVES:
+            owner = device(self.const, source(self.const, self.rank, half, last))
+            for buffer, returned in zip(self.buffers, self.owners, strict=True):
+                here, there = buffer.at[half, last % SLOTS], returned.at[half]
+                yield pltpu.make_async_remote_copy(here, there, self.sent.at[half], self.arrived.at[half], owner)
+
+
+def ring_semaphores() -> dict[str, Any]:
+    """Of the neighbours' meeting, and their credits."""
     return {"met": pltpu.SemaphoreType.REGULAR, "credit": pltpu.SemaphoreType.REGULAR((2,))}
 
 
-def freight_semaphores(name: str) -> dict[str, Any]:
+def transfer_semaphores(name: str) -> dict[str, Any]:
     return {f"{name}_sent": pltpu.SemaphoreType.DMA((2,)), f"{name}_arrived": pltpu.SemaphoreType.DMA((2, SLOTS))}
 
 
-def freight(name: str, plan: Plan, rank, refs: dict[str, Any], buffers: tuple[str, ...]) -> Freight:
-    """Of those of ``buffers`` that there are."""
+def transfer(name: str, const: RingConstants, rank: Array, refs: Refs, buffers: tuple[str, ...]) -> RemoteTransfer:
+    """Of those of ``buffers`` that this call has."""
     there = tuple(refs[buffer] for buffer in buffers if buffer in refs)
-    return Freight(name, plan, rank, there, refs[f"{name}_sent"], refs[f"{name}_arrived"])
+    return RemoteTransfer(name, const, rank, there, refs[f"{name}_sent"], refs[f"{name}_arrived"])
 
 
-def wait_credits(plan: Plan, credit) -> None:
-    if plan.without != "credit":
-        for half in BOTH:
-            pl.semaphore_wait(credit.at[half])
+def wait_credits(credit: Ref) -> None:
+    for half in HALVES:
+        pl.semaphore_wait(credit.at[half])
 
 
-def give_credits(plan: Plan, rank, credit) -> None:
-    for half in BOTH:
-        behind = lax.rem(rank + plan.size - plan.directions[half], plan.size)
-        pl.semaphore_signal(credit.at[half], device_id=device(plan, behind))
+def give_credits(const: RingConstants, rank: Array, credit: Ref) -> None:
+    for half in HALVES:
+        behind = lax.rem(rank + const.size - const.directions[half], const.size)
+        pl.semaphore_signal(credit.at[half], device_id=device(const, behind))

@@ -1,21 +1,38 @@
-"""Which shards of K/V each rank meets, and when: the ring's timetable, from layout and mask alone."""
+"""Which shards of K/V each rank attends to, and in which order: from the layout and the mask alone."""
 
-from itertools import product
+from itertools import pairwise, product
+from typing import NamedTuple
 
 from jax_core.masks.layout import runs
 from jax_core.masks.static import Mask, empty
 
 
-def shifts(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
-    """The distances that K/V travel, ascending from 0: at shift ``s`` rank ``r`` holds the K/V of rank ``(r - s) % size``.
+class Step(NamedTuple):
+    """One step of the ring: the rank's queries attend to the K/V shard that is here.
+
+    ``hop_in``: how many ranks K/V were sent since the step before (0 at the diagonal step, the first), which their gradients must
+    follow now. ``hop_out``: how many ranks they are sent on to the next step (0 at the last).
+    """
+
+    hop_in: int
+    hop_out: int
+
+
+def steps(shifts: tuple[int, ...]) -> list[Step]:
+    hops = [after - before for before, after in pairwise(shifts)]
+    return [Step(hop_in, hop_out) for hop_in, hop_out in zip([0, *hops], [*hops, 0], strict=True)]
+
+
+def visible_shifts(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
+    """The distances from which K/V are seen, ascending from 0: at shift ``s`` rank ``r`` has the K/V of rank ``(r - s) % size``.
 
     A shift at which no rank has a visible pair is left out (a sliding window that reaches one shard back needs two shifts,
     whatever the ring's size), and the rotation jumps over it. ``q_length``, ``k_length``: lengths of a shard.
     """
-    return tuple(shift for shift in range(size) if shift == 0 or _anyone_sees(mask, layout, size, q_length, k_length, shift))
+    return tuple(shift for shift in range(size) if shift == 0 or _any_rank_sees(mask, layout, size, q_length, k_length, shift))
 
 
-def _anyone_sees(mask: Mask, layout: str, size: int, q_length: int, k_length: int, shift: int) -> bool:
+def _any_rank_sees(mask: Mask, layout: str, size: int, q_length: int, k_length: int, shift: int) -> bool:
     return any(
         not empty(mask, q_run, k_run)
         for rank in range(size)

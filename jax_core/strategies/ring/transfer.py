@@ -1,29 +1,32 @@
-"""What travels round the ring together.
+"""How K/V, and the gradients of K/V, are sent round the ring.
 
-On a GPU only one collective is in flight at a time, so a second one would wait for the first; but XLA makes one of all permutations
-that leave together. On a TPU those are all in flight at once. What arrives is used where it lies: on both a load is the arrays
-themselves. On a CPU XLA runs them in an order of its own on each device, which ends in a deadlock: there a load is packed into a
-single buffer of machine words. The words are unsigned integers, because a buffer of floats might be converted on the way, and
-conversion does not keep bits that only look like floats.
+On a GPU one collective is in flight at a time, so a second one would wait for the first; but XLA makes one collective of all
+permutations that start together. On a TPU they are all in flight at once. On both, what arrives is used where it lies, so the
+arrays are sent as they are. On a CPU XLA runs collectives in an order of its own on each device, which ends in a deadlock: there
+all that starts together is packed into a single buffer of machine words. The words are unsigned integers, because a buffer of
+floats might be converted on the way, and conversion does not keep bits that only look like floats.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+
+Buffer = Array | tuple[Array, ...]  # packed words, or the arrays themselves
+Tree = TypeVar("Tree")
 
 
-def word_type(dtype, packed: bool) -> type | None:
-    """The word that K/V of ``dtype`` travel in: as wide as their items, so that packing them is a plain copy; None unpacked."""
+def wire_dtype(dtype, packed: bool) -> type | None:
+    """The word that K/V of ``dtype`` are packed into: as wide as their items, so that packing is a plain copy; None unpacked."""
     if not packed:
         return None
     return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else jnp.uint32
 
 
-def pack(tree, word):
+def pack(tree, word: type | None) -> Buffer:
     """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit; as a tuple if ``word``
     is None."""
     if word is None:
@@ -31,40 +34,39 @@ def pack(tree, word):
     return jnp.concatenate([lax.bitcast_convert_type(leaf, word).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
-def unpack(words, like):
+def unpack(buffer: Buffer, like: Tree) -> Tree:
     """The inverse of :func:`pack`; ``like`` is a tree of the shapes and dtypes that were packed."""
     leaves, structure = jax.tree.flatten(like)
-    if isinstance(words, tuple):
-        return jax.tree.unflatten(structure, words)
-    counts = [math.prod(leaf.shape) * leaf.dtype.itemsize // words.dtype.itemsize for leaf in leaves]
-    return jax.tree.unflatten(structure, [_restore(*pair) for pair in zip(_cut(words, counts), leaves, strict=True)])
+    if isinstance(buffer, tuple):
+        return jax.tree.unflatten(structure, buffer)
+    counts = [math.prod(leaf.shape) * leaf.dtype.itemsize // buffer.dtype.itemsize for leaf in leaves]
+    return jax.tree.unflatten(structure, [_restore(*pair) for pair in zip(_cut(buffer, counts), leaves, strict=True)])
 
 
-class Load(NamedTuple):
-    """What :func:`pack` made, which travels ``hop`` ranks round the ring."""
+class Transfer(NamedTuple):
+    """A buffer that :func:`pack` made, to be sent ``hop`` ranks on."""
 
-    words: Any
+    buffer: Buffer
     hop: int
 
 
-def depart(loads: list[Load], axis_name, size: int) -> list:
-    """Starts the loads on their way; :func:`land` gives them as they came from the ranks that sent them."""
-
+def start_transfers(transfers: list[Transfer], axis_name, size: int) -> list[Buffer]:
+    """Starts the transfers; :func:`finish_transfers` gives what arrives by them from the ranks ``hop`` before this one."""
     axes, places = _as_ppermute_counts(axis_name, size)
 
-    def travel(words, hop: int):
-        return lax.ppermute(words, axes, [(places[rank], places[(rank + hop) % size]) for rank in range(size)])
+    def send(buffer: Buffer, hop: int):
+        return lax.ppermute(buffer, axes, [(places[rank], places[(rank + hop) % size]) for rank in range(size)])
 
-    if any(isinstance(load.words, tuple) for load in loads):
-        return [travel(load.words, load.hop) for load in loads]
-    arriving: list[jax.Array] = []
-    for hop in _hops(loads):  # those with the same hop as one buffer
-        words = jnp.concatenate(_same_hop(loads, hop))
-        arriving.append(travel(after(words, arriving[-1]) if arriving else words, hop))
+    if any(isinstance(transfer.buffer, tuple) for transfer in transfers):
+        return [send(*transfer) for transfer in transfers]
+    arriving: list[Buffer] = []
+    for hop in _hops(transfers):  # those with the same hop as one buffer
+        buffer: Buffer = jnp.concatenate(_with_hop(transfers, hop))
+        arriving.append(send(ordered_after(buffer, arriving[-1]) if arriving else buffer, hop))
     return arriving
 
 
-def _as_ppermute_counts(axis_name, size: int) -> tuple[Any, list[int]]:
+def _as_ppermute_counts(axis_name, size: int) -> tuple[str | tuple[str, ...], list[int]]:
     """The axes, and the place of every rank among them: ``lax.ppermute`` counts in the mesh's order of axes, ``lax.axis_index``,
     which gives the ranks, in the order named."""
     order = jax.sharding.get_abstract_mesh().axis_names
@@ -75,49 +77,51 @@ def _as_ppermute_counts(axis_name, size: int) -> tuple[Any, list[int]]:
     return axes, np.argsort(ranks.transpose([axis_name.index(name) for name in axes]).reshape(-1)).tolist()
 
 
-def land(arriving: list, loads: list[Load]) -> list:
-    if any(isinstance(load.words, tuple) for load in loads):
+def finish_transfers(arriving: list[Buffer], transfers: list[Transfer]) -> list[Buffer]:
+    """What arrived, one buffer for each of ``transfers``."""
+    if any(isinstance(transfer.buffer, tuple) for transfer in transfers):
         return arriving
     groups = {
-        hop: iter(_cut(buffer, [words.size for words in _same_hop(loads, hop)]))
-        for hop, buffer in zip(_hops(loads), arriving, strict=True)
+        hop: iter(_cut(words, [sent.size for sent in _with_hop(transfers, hop)]))
+        for hop, words in zip(_hops(transfers), arriving, strict=True)
+        if not isinstance(words, tuple)
     }
-    return [next(groups[load.hop]) for load in loads]
+    return [next(groups[transfer.hop]) for transfer in transfers]
 
 
-def after(words, done: jax.Array):
-    """``words``, not sent before ``done`` is computed: two rotations of one program must have an order.
+def ordered_after(buffer: Buffer, done: Buffer) -> Buffer:
+    """``buffer``, not sent before ``done`` is computed: two rotations of one program must have an order.
 
     Without one XLA on CPU may take them in another order on each device, and wait for ever. It also drops optimization barriers,
-    so a word depends on ``done`` in earnest: it is added what only we know to be 0, a test for NaNs that no arithmetic makes.
+    so a word is made to depend on ``done``: what is added is 0, a test for NaNs that no arithmetic makes, which XLA cannot know.
     """
-    words, done = lax.optimization_barrier((words, done))
-    if isinstance(words, tuple):
-        return words
+    buffer, done = lax.optimization_barrier((buffer, done))
+    if isinstance(buffer, tuple) or isinstance(done, tuple):
+        return buffer
     bits = lax.bitcast_convert_type(done.reshape(-1)[:8], f"uint{8 * done.dtype.itemsize}")
     never = jnp.all(bits == jnp.array(_ODD_NAN[done.dtype.itemsize], bits.dtype))
-    return words.at[0].add(never.astype(words.dtype))
+    return buffer.at[0].add(never.astype(buffer.dtype))
 
 
 # By the bytes of an item: a NaN of every floating type, also when the items are words of one.
 _ODD_NAN = {2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
 
 
-def _hops(loads: list[Load]) -> list[int]:
-    return sorted({load.hop for load in loads})
+def _hops(transfers: list[Transfer]) -> list[int]:
+    return sorted({transfer.hop for transfer in transfers})
 
 
-def _same_hop(loads: list[Load], hop: int) -> list[jax.Array]:
-    return [load.words for load in loads if load.hop == hop]
+def _with_hop(transfers: list[Transfer], hop: int) -> list[Array]:
+    return [transfer.buffer for transfer in transfers if transfer.hop == hop and not isinstance(transfer.buffer, tuple)]
 
 
-def _cut(words, counts: list[int]) -> list[jax.Array]:
+def _cut(words: Array, counts: list[int]) -> list[Array]:
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return [words[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
-def _restore(words, leaf):
-    # Bitcasts, not shifts of the bits: XLA on GPU loses the low halves of shifted words that travel (benchmarks/NOTES.md).
+def _restore(words: Array, leaf) -> Array:
+    # Bitcasts, not shifts of the bits: XLA on GPU loses the low halves of shifted words that are sent (benchmarks/NOTES.md).
     per_item = leaf.dtype.itemsize // words.dtype.itemsize
     shape = leaf.shape if per_item == 1 else (*leaf.shape, per_item)
     return lax.bitcast_convert_type(words.reshape(shape), leaf.dtype)

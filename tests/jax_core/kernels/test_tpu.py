@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, Case, make_cotangents, make_inputs, ring_results
+from attention_cases import CASES, CAUSAL, SLOPES, Case, make_cotangents, make_inputs, normal, ring_results
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from oracle_assertions import assert_like_the_oracle
 from pairs import PAIRS, SMALL, ShardPair, check
+from poison import HIDING, PADDED, assert_padding_holds_anything
+from tpu_interpreter import kernels_interpreted
 
 import jax_core
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import tpu as pallas
 from jax_core.kernels.contract import Problem, Scores
-from jax_core.kernels.tpu import kernel, launch
+from jax_core.kernels.tpu import limits
+from jax_core.masks.layout import LAYOUTS
 from jax_core.masks.static import make_mask
 
 # One of each feature; every layout, ring size and way of calling is run with the xla kernel already.
@@ -34,11 +37,9 @@ FUSED = ("grouped heads", "slopes per sequence", "packed with padding", "causal 
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda backend: None)
-    monkeypatch.setattr(launch, "generation", lambda: "TPU v5e")
-    monkeypatch.setattr(launch, "interpret", lambda: True)
-    monkeypatch.setattr(kernel, "LANES", 8)  # small blocks, for many of them in a small shard
+def interpreter():
+    with kernels_interpreted(lanes=8):
+        yield
 
 
 def in_pallas(case: Case, **settings) -> Case:
@@ -72,6 +73,20 @@ def test_against_the_oracle(name: str):
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_backward(name: str):
     against_the_oracle(in_pallas(named(name), fused_backward=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_may_hold_anything(layout: str, fused: bool):
+    case = Case("padding", ring=2, layout=layout, queries=40, batch=1, heads=2, kv_heads=1, options=CAUSAL, arrays=PADDED | SLOPES)
+    assert_padding_holds_anything(in_pallas(case, fused_backward=fused), check_vma=False)
+
+
+@pytest.mark.parametrize("heads", [1, "H"])
+def test_keys_that_a_mask_hides_from_every_query_may_hold_anything(heads):
+    arrays = {"mask": HIDING(heads), "bias": normal(1, "H", "T", "S")}
+    case = Case("hidden keys", ring=2, layout="zigzag", queries=10, keys=14, batch=1, heads=2, kv_heads=2, arrays=arrays)
+    assert_padding_holds_anything(in_pallas(case), check_vma=False)
 
 
 def test_splash_masks_of_several_heads():
@@ -154,7 +169,7 @@ def test_long_lists_of_blocks_are_refused():
     ],
 )
 def test_what_it_refuses(settings, dtype, dim, message, monkeypatch):
-    monkeypatch.setattr(kernel, "LANES", 16)
+    monkeypatch.setattr(limits, "LANES", 16)
     x = jnp.ones((1, 16, 2, dim), dtype)
     with pytest.raises((NotImplementedError, ValueError), match=message.replace("of 8", "of 16")):
         jax_core.ring_attention(x, x, x, platform="pallas", **settings)

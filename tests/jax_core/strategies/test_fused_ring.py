@@ -2,7 +2,6 @@
 here."""
 
 import re
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,25 +26,30 @@ from attention_cases import (
     ring_output,
     ring_results,
     seed,
+    segments,
 )
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle_assertions import assert_like_the_oracle
+from poison import PADDED, assert_padding_holds_anything
+from tpu_interpreter import tpus_interpreted
 
 import jax_core
+from jax_core.masks.layout import LAYOUTS
 from jax_core.masks.static import make_mask
 from jax_core.request.topology import are_rings, is_ring
-from jax_core.strategies.fused_ring import host as fused
-from jax_core.strategies.fused_ring.plan import journey
+from jax_core.strategies.fused_ring import frame
+from jax_core.strategies.fused_ring.constants import route
+from jax_core.strategies.fused_ring.rotation import RemoteTransfer
 from jax_core.testing.oracle import reference_attention
 
 
 def race_detector(**settings):
     """Runs kernels in the interpreter that prints ``RACE DETECTED`` when it sees one."""
     # Every DMA under way has a clock: with few of them two would share one, and a race between them would not show.
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, vector_clock_size=64, **settings))
+    return tpus_interpreted(pltpu.InterpretParams(detect_races=True, vector_clock_size=64, **settings))
 
 
 def case(name: str, **settings) -> Case:
@@ -79,6 +83,18 @@ def test_against_the_oracle(case: Case, capsys):
     assert "non-zero count" not in said  # of a semaphore, when a kernel ends
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_may_hold_anything(layout: str):
+    with tpus_interpreted(pltpu.InterpretParams()):
+        assert_padding_holds_anything(case("padding", ring=2, queries=12, layout=layout, options=CAUSAL, arrays=PADDED | SINKS))
+
+
+def test_padding_of_one_side_may_hold_anything():
+    arrays = {"q_segment_ids": segments("q"), "kv_segment_ids": segments("kv", padding=0.3)}
+    with tpus_interpreted(pltpu.InterpretParams()):
+        assert_padding_holds_anything(case("padded keys", queries=10, keys=14, arrays=arrays))
+
+
 # ------------------------------------------------------------------------------------------------------------------ races
 
 
@@ -86,11 +102,21 @@ WAITS = ("credit", "shards arrival", "shards departure")
 OF_GRADIENTS = ("gradients arrival", "gradients departure")
 
 
+def leave_out(wait: str, monkeypatch) -> None:
+    """Kernels that are traced from now on have no such wait."""
+    if wait == "credit":
+        monkeypatch.setattr(frame, "wait_credits", lambda credit: None)
+        return
+    name, end = wait.split()
+    method = {"arrival": "wait_arrived", "departure": "wait_departed"}[end]
+    waits = getattr(RemoteTransfer, method)
+    monkeypatch.setattr(RemoteTransfer, method, lambda self, step: None if self.name == name else waits(self, step))
+
+
 @pytest.mark.parametrize("without", [*WAITS, *(pytest.param(wait, marks=pytest.mark.slow) for wait in OF_GRADIENTS)])
 def test_a_wait_left_out_is_a_race(without: str, monkeypatch, capsys):
     """The detector finds nothing because all waits are needed and there, not because it is blind."""
-    make_plan = fused.make_plan
-    monkeypatch.setattr(fused, "make_plan", lambda *arguments: replace(make_plan(*arguments), without=without))
+    leave_out(without, monkeypatch)
     # A copy made as late as can be is never made if nobody waits for it, so what is to arrive must be copied at once.
     mode = "eager" if "arrival" in without else "on_wait"
     small = case(f"without {without}")
@@ -124,13 +150,21 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_it_cannot_it_refuses(reason: str):
     asked = case("refused", **REFUSED[reason])
-    with pytest.raises(NotImplementedError, match=f'strategy="fused": .*{re.escape(reason)}.*use strategy="auto"'):
+    with race_detector(), pytest.raises(NotImplementedError, match=f'strategy="fused": .*{re.escape(reason)}.*use strategy="auto"'):
+        ring_output(asked, make_inputs(asked))
+
+
+def test_cpus_are_refused():
+    asked = case("refused")
+    with pytest.raises(
+        NotImplementedError, match=r'strategy="fused": the Pallas kernels need a TPU, and .* on "cpu"; use strategy="auto"'
+    ):
         ring_output(asked, make_inputs(asked))
 
 
 def test_64_bits_are_refused():
     """Ids would be cut to 32: two segments that differ above would be one."""
-    with jax.enable_x64(True):
+    with race_detector(), jax.enable_x64(True):
         x, ids = jnp.zeros((1, 8, 1, 4), jnp.float32), jnp.array([0] * 4 + [2**32] * 4)
         with pytest.raises(NotImplementedError, match="ids of 64 bits"):
             jax_core.ring_attention(x, x, x, q_segment_ids=ids, mesh=ring_mesh(2), strategy="fused")
@@ -161,7 +195,7 @@ def test_auto_is_the_ring_where_there_is_no_torus():
     ],
 )
 def test_the_way_that_halves_take(mask, way):
-    assert journey(mask, "contiguous", 4, 12, 12) == way
+    assert route(mask, "contiguous", 4, 12, 12) == way
 
 
 def chips(kind: str, *coords: tuple[int, ...], cores: int = 1, **more) -> list:
@@ -282,4 +316,5 @@ def test_entries_under_vmap_come_one_after_another():
         return jax_core.ring_attention(query, key, value, **settings)
 
     both = jax.jit(lambda *operands: [jax.vmap(partial(attend, strategy=name))(*operands) for name in ("fused", "ring")])
-    np.testing.assert_allclose(*both(*inputs.values()), atol=1e-6)
+    with race_detector():
+        np.testing.assert_allclose(*both(*inputs.values()), atol=1e-6)

@@ -1,133 +1,19 @@
-"""Layouts, static masks and the schedule, by brute force over small random sequences: every tile is judged pair by pair."""
+"""Static masks, by brute force over small random tiles: every tile is judged pair by pair."""
 
 from dataclasses import fields
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from brute_force import brute_force, masks, positions_of, seen_by, tiles, two_bounds_meet
+from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_core.masks.layout import (
-    LAYOUTS,
-    Run,
-    check_layout,
-    check_shard_length,
-    inverse_permutation,
-    padded_length,
-    permutation,
-    runs,
-    shard_indices,
-    shard_multiple,
-)
+from jax_core.masks.layout import LAYOUTS, Run, runs
 from jax_core.masks.static import Mask, check_reach, empty, full, make_mask, seen_from, visible
-from jax_core.strategies.ring.schedule import shifts
-
-brute_force = settings(deadline=None, derandomize=True, max_examples=200)
-
-sides = st.none() | st.integers(-1, 7)
-masks = st.builds(make_mask, st.booleans(), st.none() | st.integers(0, 7) | st.tuples(sides, sides), st.none() | st.integers(1, 6))
-tiles = st.builds(Run, st.integers(0, 15), st.integers(1, 4), st.integers(1, 6))
-layouts, sizes = st.sampled_from(LAYOUTS), st.integers(1, 8)
-halves = st.integers(1, 5)  # of a shard, so that zigzag can split it
-
-
-def positions_of(run: Run) -> np.ndarray:
-    return np.array([run.start + i * run.stride for i in range(run.length)])
-
-
-def seen_by(mask: Mask, q_pos: Any, k_pos: Any) -> np.ndarray:
-    return visible(mask, np.asarray(q_pos)[:, None], np.asarray(k_pos)[None])
-
-
-# --------------------------------------------------------------------------------------------------------------- layout
-
-
-@pytest.mark.parametrize(
-    ("layout", "shards"),
-    [
-        ("contiguous", ["0 1 2 3", "4 5 6 7", "8 9 10 11"]),
-        ("zigzag", ["0 1 10 11", "2 3 8 9", "4 5 6 7"]),
-        ("striped", ["0 3 6 9", "1 4 7 10", "2 5 8 11"]),
-    ],
-)
-def test_shards_by_hand(layout: str, shards: list[str]):
-    expected = [[int(position) for position in shard.split()] for shard in shards]
-    assert [shard_indices(layout, rank, 3, 12) for rank in range(3)] == expected
-    assert permutation(layout, 3, 12) == list(chain(*expected))
-
-
-@brute_force
-@given(layouts, sizes, halves)
-def test_every_position_lies_on_one_rank(layout: str, size: int, half: int):
-    length = 2 * half * size
-    order = permutation(layout, size, length)
-    assert sorted(order) == list(range(length))
-    assert [order[place] for place in inverse_permutation(layout, size, length)] == list(range(length))
-    assert order == list(chain(*(shard_indices(layout, rank, size, length) for rank in range(size))))
-
-
-@brute_force
-@given(layouts, sizes, halves, st.data())
-def test_runs_are_the_shard(layout: str, size: int, half: int, data: st.DataObject):
-    """One or two runs, in shard order, also when the rank is a NumPy number."""
-    rank = data.draw(st.integers(0, size - 1))
-    held = runs(layout, rank, size, 2 * half)
-    assert 1 <= len(held) <= 2
-    assert list(chain(*map(positions_of, held))) == shard_indices(layout, rank, size, 2 * half * size)
-    assert runs(layout, np.int32(rank), size, 2 * half) == held
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_runs_of_a_traced_rank(layout: str):
-    starts = jax.jit(lambda rank: [jnp.asarray(run.start) for run in runs(layout, rank, 4, 6)])
-    for rank in range(4):
-        assert [int(start) for start in starts(rank)] == [run.start for run in runs(layout, rank, 4, 6)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_ring_of_one_keeps_the_order(layout: str):
-    assert permutation(layout, 1, 6) == list(range(6))
-
-
-def test_zigzag_gives_each_rank_the_same_causal_work():
-    q_pos, k_pos = (np.array(permutation("zigzag", 4, 48)).reshape(4, 12) for _ in range(2))
-    work = [[np.sum(k_pos[source] <= q_pos[rank][:, None]) for source in range(4)] for rank in range(4)]
-    assert len({sum(row) for row in work}) == 1
-    per_step = [[work[rank][(rank - step) % 4] for rank in range(4)] for step in range(1, 4)]
-    assert all(len(set(step)) == 1 for step in per_step)
-
-
-@brute_force
-@given(layouts, sizes, st.integers(0, 100))
-def test_padded_length(layout: str, size: int, length: int):
-    padded = padded_length(layout, size, length)
-    assert 0 <= padded - length < size * shard_multiple(layout)
-    assert len(permutation(layout, size, padded)) == padded
-
-
-def test_what_layouts_refuse():
-    with pytest.raises(ValueError, match=r"layout must be one of contiguous, zigzag, striped; got 'spiral'"):
-        check_layout("spiral")
-    for refuse in (shard_multiple, lambda layout: runs(layout, 0, 2, 4), lambda layout: permutation(layout, 2, 8)):
-        with pytest.raises(ValueError, match="'spiral'"):
-            refuse("spiral")
-    with pytest.raises(ValueError, match=r"zigzag needs a query shard length divisible by 2, got 7; pad"):
-        check_shard_length("zigzag", 7, "query shard")
-    with pytest.raises(ValueError, match="divisible by 2, got 7"):
-        runs("zigzag", 0, 2, 7)
-    with pytest.raises(ValueError, match=r"zigzag over 2 ranks .* divisible by 4, got 14; pad it to 16"):
-        permutation("zigzag", 2, 14)
-    with pytest.raises(ValueError, match=r"striped over 4 ranks .* divisible by 4, got 10; pad it to 12"):
-        inverse_permutation("striped", 4, 10)
-    with pytest.raises(ValueError, match=r"divisible by 3, got 10; pad it to 12"):
-        shard_indices("contiguous", 0, 3, 10)
-
-
-# ----------------------------------------------------------------------------------------------------------------- mask
 
 
 @pytest.mark.parametrize(
@@ -203,13 +89,8 @@ def test_tiles_of_stride_one_are_judged_exactly(mask: Mask, q_run: Run, k_run: R
     q_run, k_run = q_run._replace(stride=1), k_run._replace(stride=1)
     seen = seen_by(mask, positions_of(q_run), positions_of(k_run))
     assert full(mask, q_run, k_run) == seen.all()
-    if not _two_bounds_meet(mask):
+    if not two_bounds_meet(mask):
         assert empty(mask, q_run, k_run) == (not seen.any())
-
-
-def _two_bounds_meet(mask: Mask) -> bool:
-    """A chunk and a window together can hide every pair of a tile that neither hides alone."""
-    return mask.chunk is not None and mask.left is not None
 
 
 @brute_force
@@ -298,32 +179,3 @@ def test_causal_shards_of_a_ring(layout: str):
             assert bool(empty(mask, q_run, k_run)) == (not any(pairs))
             assert bool(full(mask, q_run, k_run)) == all(pairs)
     assert skipped == {"contiguous": 6, "zigzag": 28, "striped": 0}[layout]
-
-
-# ------------------------------------------------------------------------------------------------------------- schedule
-
-
-@brute_force
-@given(masks, layouts, st.integers(1, 6), halves, halves)
-@example(make_mask(True, 3), "striped", 4, 1, 3)
-def test_the_schedule_has_every_meeting_that_sees_anything(mask: Mask, layout: str, size: int, q_half: int, k_half: int):
-    """With as many, more and fewer keys than queries; and nothing else but shift 0, where the shards' strides are 1."""
-    chosen = shifts(mask, layout, size, 2 * q_half, 2 * k_half)
-    q_shards, k_shards = ([shard_indices(layout, rank, size, 2 * half * size) for rank in range(size)] for half in (q_half, k_half))
-    needed = {
-        (rank - source) % size
-        for rank, source in product(range(size), range(size))
-        if seen_by(mask, q_shards[rank], k_shards[source]).any()
-    } | {0}
-    assert list(chosen) == sorted(set(chosen))
-    assert needed <= set(chosen) <= set(range(size))
-    if layout != "striped" and not _two_bounds_meet(mask):
-        assert set(chosen) == needed
-
-
-def test_a_window_on_contiguous_shards_needs_only_neighbours():
-    assert shifts(make_mask(causal=True, window=4), "contiguous", 8, 4, 4) == (0, 1)
-    assert shifts(make_mask(causal=True, window=5), "contiguous", 8, 4, 4) == (0, 1, 2)
-    assert shifts(make_mask(window=1), "contiguous", 8, 4, 4) == (0, 1, 7)
-    assert shifts(make_mask(chunk=4), "contiguous", 8, 4, 4) == (0,)
-    assert shifts(make_mask(), "contiguous", 4, 4, 4) == (0, 1, 2, 3)

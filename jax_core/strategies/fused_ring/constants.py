@@ -1,23 +1,26 @@
 """What a fused kernel is compiled for: everything static of a launch, as one constant.
 
-A shard travels as two halves, one each way round the ring, so that both links of a rank carry half of it. In zigzag the halves
-are its two runs, in the other layouts the first and the second half of its only run: a half is one run in every layout.
+A shard is sent as two halves, one each way round the ring, so that both links of a rank carry half of it. In zigzag the halves are
+its two runs, in the other layouts the first and the second half of its only run: a half is one run in every layout.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jax import Array, Ref
 
 from jax_core.kernels.contract import Scores
 from jax_core.masks.layout import Run, runs
 from jax_core.masks.static import Mask, empty
 
-TRAVELLING = ("key", "value", "k_segments")
-SLOTS = 2  # places for each half: the one in use, and the one that arrives
+ROTATING = ("key", "value", "k_segments")
+Refs = dict[str, Ref]  # what a kernel is given, by name
+SLOTS = 2  # buffers of each half: the one in use, and the one that the next half arrives in
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side's shard: two halves of ``lengths`` positions, each padded to ``blocks`` blocks of ``block`` positions."""
+class HalvedShard:
+    """The queries' or keys' shard: two halves of ``lengths`` positions, each padded to ``blocks`` blocks of ``block`` positions."""
 
     length: int
     lengths: tuple[int, int]
@@ -30,13 +33,12 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RingConstants:
     """``axes``: the mesh axes of the ring and their sizes. ``directions``: which way each half goes (1: to the next rank), for
-    ``hops`` steps. ``without``: a wait to leave out ("credit", or a freight's name and
-    "arrival" or "departure"), for tests that a race is found then."""
+    ``hops`` steps."""
 
-    q: Side
-    k: Side
+    q: HalvedShard
+    k: HalvedShard
     batch: int
     heads: int
     kv_heads: int
@@ -48,7 +50,6 @@ class Plan:
     hops: int
     scores: Scores
     segments: bool
-    without: str | None = None
 
     @property
     def size(self) -> int:
@@ -62,9 +63,9 @@ class Plan:
         return self.heads // self.kv_heads
 
 
-def side(layout: str, size: int, length: int, block: int) -> Side:
+def halved(layout: str, size: int, length: int, block: int) -> HalvedShard:
     first, second = halves(layout, 0, size, length)
-    return Side(length, (first.length, second.length), block, -(-first.length // block))
+    return HalvedShard(length, (first.length, second.length), block, -(-first.length // block))
 
 
 def halves(layout: str, rank, size: int, length: int) -> tuple[Run, Run]:
@@ -77,9 +78,9 @@ def halves(layout: str, rank, size: int, length: int) -> tuple[Run, Run]:
     return Run(run.start, run.stride, first), Run(run.start + first * run.stride, run.stride, run.length - first)
 
 
-def journey(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> tuple[tuple[int, int], int]:
-    """``(directions, hops)``: opposite ways where that is as short as any, else the way on which both halves soonest have been
-    wherever they are seen (behind a window that looks back, both follow the ranks)."""
+def route(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> tuple[tuple[int, int], int]:
+    """``(directions, hops)``: the directions in which the halves reach all ranks that see them in the fewest hops; opposite ones
+    where these need no more than any others. (Under a window that looks back, both halves go to the next rank.)"""
     seen = [_seen(mask, layout, size, q_length, k_length, half) for half in (0, 1)]
 
     def hops(directions: tuple[int, int]) -> int:
@@ -90,7 +91,7 @@ def journey(mask: Mask, layout: str, size: int, q_length: int, k_length: int) ->
 
 
 def _seen(mask: Mask, layout: str, size: int, q_length: int, k_length: int, half: int) -> list[int]:
-    """The shifts at which some rank sees the half that came from ``shift`` ranks before it; its own is always among them."""
+    """The shifts at which some rank sees that half of the rank ``shift`` before it; 0 is always among them."""
 
     def by_anyone(shift: int) -> bool:
         return any(
@@ -105,12 +106,13 @@ def _seen(mask: Mask, layout: str, size: int, q_length: int, k_length: int, half
 
 
 class Shards(NamedTuple):
-    """``query [batch, heads, positions, dim]``, ``q_segments [batch, 1, positions]`` or None; of what travels
-    ``key [2, SLOTS, batch, kv_heads, positions of a half, dim]``, ``value`` likewise, ``k_segments [2, SLOTS, batch, 1, positions
-    of a half]`` or None, the rank's own in slot 0. Positions are padded to whole blocks, half by half."""
+    """``query [batch, heads, positions, dim]``, ``q_segments [batch, 1, positions]`` or None. What
+    rotates is in the slots: ``key [2, SLOTS, batch, kv_heads, positions of a half, dim]``, ``value`` likewise, ``k_segments
+    [2, SLOTS, batch, 1, positions of a half]`` or None, with the rank's own in slot 0. Positions are padded to whole blocks, half
+    by half."""
 
-    query: Any
-    key: Any
-    value: Any
-    q_segments: Any = None
-    k_segments: Any = None
+    query: Array
+    key: Array
+    value: Array
+    q_segments: Array | None = None
+    k_segments: Array | None = None

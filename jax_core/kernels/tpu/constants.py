@@ -1,0 +1,138 @@
+"""What the Pallas kernels are compiled for, and the arrays they take.
+
+Arrays come as ``[batch, heads, length, dim]``, every run padded to whole blocks; what belongs to a query or a key is
+``[batch|1, (heads|1,) 1, length]``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_core.kernels.blocks import BlockLayout, block_layout, dense_mask, in_blocks, same_rows, starts
+from jax_core.kernels.contract import Extras, Scores
+from jax_core.masks.functions import Predicate
+from jax_core.masks.layout import Run
+
+Runs = tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class TileConstants:
+    """Everything static of a launch. ``in_kernel``: the mask functions that the kernel computes itself."""
+
+    q: BlockLayout
+    k: BlockLayout
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    scores: Scores
+    in_kernel: tuple[Predicate, ...]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+class Shards(NamedTuple):
+    """The large arrays of a pair of shards; ``dout``, ``lse`` and ``delta`` in the backward alone."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array | None = None
+    lse: Array | None = None
+    delta: Array | None = None
+
+
+class BlockedExtras(NamedTuple):
+    """The contract's extras as the kernels take them, each may be None: ids ``[batch|1, 1, length]``, ``bias`` and ``mask`` (int8)
+    ``[batch|1, heads|1, rows|1, keys]``, ``slopes`` float32 ``[1, batch|1 * heads]``."""
+
+    q_segments: Array | None
+    k_segments: Array | None
+    q_positions: Array | None
+    k_positions: Array | None
+    bias: Array | None
+    mask: Array | None
+    slopes: Array | None
+
+
+def make_constants(shards: Sequence[Array], q_runs: Runs, k_runs: Runs, scores: Scores, blocks: tuple[int, int]) -> TileConstants:
+    q, k, v = shards
+    in_kernel = tuple(predicate for predicate in scores.predicates if predicate.elementwise)
+    return TileConstants(
+        q=block_layout(q_runs, blocks[0]),
+        k=block_layout(k_runs, blocks[1]),
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        dim=q.shape[3],
+        value_dim=v.shape[3],
+        scores=scores,
+        in_kernel=in_kernel,
+    )
+
+
+def blocked_rows(x: Array, layout: BlockLayout, fill: float = 0) -> Array:
+    """``[batch, length, heads, dim] -> [batch, heads, length in blocks, dim]``"""
+    return in_blocks(jnp.swapaxes(x, 1, 2), 2, layout, fill)
+
+
+def blocked_statistics(x: Array, layout: BlockLayout, fill: float = 0) -> Array:
+    """``[batch, heads, length] -> [batch, heads, 1, length in blocks]``"""
+    return in_blocks(x, 2, layout, fill)[:, :, None]
+
+
+def block_extras(const: TileConstants, shards: Sequence[Array], q_runs: Runs, k_runs: Runs, extras: Extras) -> BlockedExtras:
+    segments = same_rows(extras.q_segment_ids, extras.kv_segment_ids)
+    positions = same_rows(extras.q_position_ids, extras.kv_position_ids)
+    given = zip(const.scores.predicates, extras.predicate_arrays, strict=True)
+    outside = [(predicate, arrays) for predicate, arrays in given if not predicate.elementwise]
+    mask = dense_mask(shards, q_runs, k_runs, outside, extras)
+    slopes = extras.alibi_slopes
+    return BlockedExtras(
+        _ids(segments[0], const.q),
+        _ids(segments[1], const.k),
+        _ids(positions[0], const.q),
+        _ids(positions[1], const.k),
+        _tiles(_on_tpu(extras.bias), const),
+        None if mask is None else _tiles(mask, const).astype(jnp.int8),
+        None if slopes is None else slopes.astype(jnp.float32).reshape(1, -1),
+    )
+
+
+def _on_tpu(bias: Array | None) -> Array | None:
+    """A TPU has no float16."""
+    return bias.astype(jnp.float32) if bias is not None and bias.dtype == jnp.float16 else bias
+
+
+def _ids(ids: Array | None, layout: BlockLayout) -> Array | None:
+    return None if ids is None else in_blocks(ids, 1, layout)[:, None].astype(jnp.int32)
+
+
+def _tiles(x: Array | None, const: TileConstants) -> Array | None:
+    if x is None:
+        return None
+    x = in_blocks(x, 3, const.k, 0)
+    return x if x.shape[2] == 1 else in_blocks(x, 2, const.q, 0)
+
+
+def make_scalars(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
+    """int32 ``[8]``: the first positions of the runs, the first batch entry and head, the dropout seed."""
+    seed = jnp.zeros(2, jnp.uint32) if extras.dropout_seed is None else extras.dropout_seed
+    words = lax.bitcast_convert_type(seed.astype(jnp.uint32), jnp.int32)
+    return jnp.concatenate([starts(q_runs, k_runs, extras), words])
+
+
+def quotient(x: Array, by: int) -> Array:
+    """Of numbers that are not negative, which is cheaper than ``//``."""
+    return lax.div(x, x.dtype.type(by))
+
+
+def remainder(x: Array, by: int) -> Array:
+    return lax.rem(x, x.dtype.type(by))

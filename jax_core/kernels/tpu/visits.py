@@ -1,0 +1,87 @@
+"""The list of block pairs that a launch visits.
+
+A launch visits the pairs of blocks on its list and no others. The list is made on the device from the positions of the two shards,
+so a rank's program is the same whichever shards meet.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, Ref
+from jax.experimental import pallas as pl
+
+from jax_core.kernels.blocks import BlockSparsity, block_sparsity
+from jax_core.kernels.contract import Extras
+from jax_core.kernels.tpu.constants import BlockedExtras, Runs, TileConstants, quotient, remainder
+
+FIRST, LAST, RUNS, MASKED = 1, 2, 4, 8  # flags: the pair opens its row, closes it, has something to compute, needs its mask
+_FLAGS = 16
+
+
+class Visits(NamedTuple):
+    """``words [batch|1 * length]``: a list of block pairs for each batch entry, as ``16 * (row * columns + column) + flags``.
+    ``count``: how long the longest list is; ``size``: how many lists, and the space for each."""
+
+    words: Array
+    count: Array
+    size: tuple[int, int]
+
+
+def pairs_to_visit(const: TileConstants, q_runs: Runs, k_runs: Runs, extras: Extras, blocked: BlockedExtras) -> BlockSparsity:
+    """Which pairs of blocks have something to compute, and which of them are visible altogether, so that they need no mask."""
+    pairs = block_sparsity(const.q, const.k, q_runs, k_runs, const.scores, extras)
+    if const.in_kernel:
+        pairs = pairs._replace(whole=jnp.zeros_like(pairs.whole))
+    if blocked.mask is None:
+        return pairs
+    rows, columns = blocked.mask.shape[2], const.k.blocks
+    tiles = blocked.mask.reshape(
+        *blocked.mask.shape[:2], -1 if rows > 1 else 1, const.q.block if rows > 1 else 1, columns, const.k.block
+    )
+    return BlockSparsity(pairs.visible & (tiles != 0).any((1, 3, 5)), pairs.whole & (tiles != 0).all((1, 3, 5)))
+
+
+def flags_of(pairs: BlockSparsity) -> Array:
+    """The flags that say what a pair of blocks needs."""
+    return jnp.where(pairs.visible, RUNS, 0) | jnp.where(pairs.whole, 0, MASKED)
+
+
+def list_visits(pairs: BlockSparsity, by_columns: bool = False) -> Visits:
+    """The pairs row by row of query blocks, or column by column of key blocks. A row without a visible pair gets one visit that
+    computes nothing, so that its result is written."""
+    visible, whole = (jnp.swapaxes(x, 1, 2) if by_columns else x for x in pairs)
+    batch, rows, columns = visible.shape
+    visits = visible | (~visible.any(-1, keepdims=True) & (jnp.arange(columns) == 0))
+    number = jnp.cumsum(visits, -1)
+    flags = jnp.where(number == 1, FIRST, 0) | jnp.where(number == visits.sum(-1, keepdims=True), LAST, 0)
+    flags = flags | flags_of(BlockSparsity(visible, whole))
+    at = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)
+    if by_columns:
+        at = jnp.arange(columns) * rows + jnp.arange(rows)[:, None]
+    words, kept = (at * _FLAGS + flags).reshape(batch, -1), visits.reshape(batch, -1)
+    count = kept.sum(-1)
+    order = jax.vmap(lambda row: jnp.nonzero(row, size=row.shape[0], fill_value=0)[0])(kept)
+    listed = jnp.take_along_axis(words, order, 1)
+    # A list shorter than the longest repeats its last pair, without anything to compute.
+    last = jnp.take_along_axis(listed, count[:, None] - 1, 1) // _FLAGS * _FLAGS
+    listed = jnp.where(jnp.arange(rows * columns) < count[:, None], listed, last)
+    return Visits(listed.reshape(-1).astype(jnp.int32), count.max().astype(jnp.int32), (batch, rows * columns))
+
+
+def visit(const: TileConstants, size: tuple[int, int], words: Ref, batch: Array, number: Array) -> tuple[Array, Array, Array]:
+    """``(query block, key block, flags)`` of a visit, from the lists in scalar memory."""
+    lists, length = size
+    word = words[(batch * length if lists > 1 else 0) + number]
+    at = quotient(word, _FLAGS)
+    return quotient(at, const.k.blocks), remainder(at, const.k.blocks), remainder(word, _FLAGS)
+
+
+def update_if_visible(flags: Array, update: Callable[[bool], None]) -> None:
+    """``update(masked)`` for a pair of blocks that has something to compute; without masks if it is visible altogether."""
+    for masked in (False, True):
+
+        @pl.when((flags & (RUNS | MASKED)) == (RUNS | MASKED if masked else RUNS))
+        def run(masked=masked):
+            update(masked)

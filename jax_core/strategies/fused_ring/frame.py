@@ -1,0 +1,78 @@
+"""The steps of a ring inside a kernel: what is sent when, and what is waited for; the same in the forward and the backward.
+
+A step has one or more stages, each a computation on the halves that are here. What a stage sends leaves just before it computes, so
+that the transfer and the computation overlap.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jax_core.strategies.fused_ring.constants import Refs, RingConstants
+from jax_core.strategies.fused_ring.rotation import RemoteTransfer, ReturnTransfer, give_credits, meet, part, wait_credits
+
+
+class Stage(NamedTuple):
+    """``compute(step)`` while ``transfer`` is under way; at the last step, when nothing rotates, ``last`` (may be None) is."""
+
+    transfer: RemoteTransfer
+    compute: Callable[[Array], None]
+    last: ReturnTransfer | None = None
+
+
+def run_ring(const: RingConstants, rank: Array, refs: Refs, stages: Sequence[Stage]) -> None:
+    """All ``hops + 1`` steps, between meeting the neighbours and parting from them."""
+    meet(const, rank, refs["met"])
+
+    def run_step(step: Array, _: int) -> int:
+        rotates = step < const.hops
+        _wait_for_arrivals(step, rotates, refs, stages)
+        for stage in stages:
+            _send(stage, step, rotates)
+            stage.compute(step)
+        _free_slots(const, rank, step, rotates, refs, stages)
+        return 0
+
+    lax.fori_loop(0, const.hops + 1, run_step, 0)
+    for stage in stages:
+        if stage.last is not None:
+            stage.last.wait()
+    part(refs["met"])
+
+
+def _wait_for_arrivals(step: Array, rotates: Array, refs: Refs, stages: Sequence[Stage]) -> None:
+    """Until what this step works on is here, and the neighbours' slots may be written."""
+
+    @pl.when(step > 0)
+    def _():
+        for stage in stages:
+            stage.transfer.wait_arrived(step)
+
+    @pl.when((step > 0) & rotates)
+    def _():
+        wait_credits(refs["credit"])
+
+
+def _send(stage: Stage, step: Array, rotates: Array) -> None:
+    @pl.when(rotates)
+    def _():
+        stage.transfer.depart(step)
+
+    if stage.last is not None:
+        pl.when(jnp.logical_not(rotates))(stage.last.start)
+
+
+def _free_slots(const: RingConstants, rank: Array, step: Array, rotates: Array, refs: Refs, stages: Sequence[Stage]) -> None:
+    """Once all has left the slots of this step, the neighbours may write them."""
+
+    @pl.when(rotates)
+    def _():
+        for stage in stages:
+            stage.transfer.wait_departed(step)
+
+    @pl.when(step + 1 < const.hops)
+    def _():
+        give_credits(const, rank, refs["credit"])

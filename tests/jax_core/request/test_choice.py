@@ -1,0 +1,143 @@
+"""Which strategy and which kernel do it; and that a new strategy is a module and a line in the registry."""
+
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import all_gather_strategy
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import CAUSAL, Case, make_cotangents, make_inputs, ring_mesh, ring_results
+from oracle_assertions import assert_like_the_oracle
+
+import jax_core
+from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
+from jax_core.kernels import tpu, xla
+from jax_core.kernels.contract import Problem, Scores
+from jax_core.masks.static import Mask
+from jax_core.request import choice
+from jax_core.request.choice import choose, named_platform
+from jax_core.request.measured import ON_GPU, preferred_kernels, preferred_strategies
+from jax_core.request.options import Options
+from jax_core.strategies import fused_ring, ring
+
+PLAIN = frozenset({"contiguous", "float32"})
+
+
+def problem(backend: str = "cpu", asked: frozenset[str] = PLAIN, **changed: Any) -> Problem:
+    sizes = dict(batch=1, q_length=512, k_length=512, heads=4, kv_heads=2, dim=128, value_dim=128, size=4)
+    settings = dict(scores=Scores(Mask(), 1.0), dtype="float32", features=asked, backend=backend)
+    return Problem(**(settings | sizes | changed))
+
+
+# ---------------------------------------------------------------------------------------------------------------- a choice
+
+
+def test_auto_ends_at_the_ring_around_plain_xla():
+    chosen = choose(Options(), problem())
+    assert (chosen.strategy, chosen.kernel) == (ring, xla)
+    assert chosen.fwd_params == xla.default_params(problem())[0]
+
+
+def test_what_is_given_stands_and_the_kernel_completes_it():
+    cfg = RingAttentionConfig(FwdParams(q_blocksize=48), BwdParams(kv_blocksize=80))
+    forward, backward = xla.default_params(problem())
+    chosen = choose(Options(cfg=cfg), problem())
+    assert chosen.fwd_params == FwdParams(q_blocksize=48).completed(forward)
+    assert chosen.bwd_params == BwdParams(kv_blocksize=80).completed(backward)
+
+
+def test_on_tpus_that_are_a_ring_auto_takes_the_fused_one_if_it_can():
+    """And no platform is named: the fused ring has a kernel of its own."""
+    tpus = problem("tpu")
+    assert choose(Options(), tpus, torus=True).strategy is fused_ring
+    assert choose(Options(), tpus).strategy is ring
+    assert choose(Options(), problem("tpu", PLAIN | {"bias"}), torus=True).strategy is ring
+    chosen = choose(Options(platform="pallas"), tpus, torus=True)
+    assert (chosen.strategy, chosen.kernel) == (ring, tpu)
+
+
+def test_what_is_named_runs_or_says_why_not():
+    with pytest.raises(NotImplementedError, match=r'strategy="fused": it does not handle a bias; use strategy="auto"'):
+        choose(Options(strategy="fused"), problem("tpu", PLAIN | {"bias"}))
+    with pytest.raises(NotImplementedError, match=r'strategy="fused": it has a kernel of its own.*got platform="xla"'):
+        choose(Options(strategy="fused", platform="xla"), problem())
+    with pytest.raises(NotImplementedError, match=r'platform="triton": the arrays are on "gpu", and this process .* on "cpu"'):
+        choose(Options(platform="triton"), problem("gpu"))
+    with pytest.raises(ValueError, match="strategy must be one of auto, ring, fused; got 'spiral'"):
+        choose(Options(strategy="spiral"), problem())
+    with pytest.raises(ValueError, match='cfg is for backend "gpu", but this program runs on "cpu"'):
+        choose(Options(cfg=RingAttentionConfig(backend="gpu")), problem())
+
+
+@pytest.mark.parametrize(
+    ("platform", "of_cfg", "named"),
+    [(None, "auto", "auto"), (None, "xla", "xla"), ("xla", "auto", "xla"), ("auto", "xla", "xla"), ("xla", "xla", "xla")],
+)
+def test_the_platform_of_a_call_and_of_its_cfg(platform: str | None, of_cfg: Any, named: str):
+    assert named_platform(platform, RingAttentionConfig(platform=of_cfg)) == named
+
+
+def test_two_platforms_that_differ():
+    with pytest.raises(ValueError, match=r'platform="xla" and cfg.platform="triton" differ; give one of them'):
+        named_platform("xla", RingAttentionConfig(platform="triton"))
+
+
+def test_measured_choices_cover_every_length_and_end_at_xla():
+    assert [row.q_length for row in ON_GPU] == sorted((row.q_length for row in ON_GPU), reverse=True)
+    for row in ON_GPU:
+        assert preferred_kernels(problem("gpu", q_length=max(row.q_length, 1))) == row.order
+        assert sorted(row.order) == ["cuda", "triton", "xla"] and row.order[-1] == "xla"
+    assert ON_GPU[-1].q_length == 0
+    assert [preferred_kernels(problem(backend))[-1] for backend in ("cpu", "tpu")] == ["xla"] * 2
+    for platform, torus in (("auto", True), ("auto", False), ("xla", True)):
+        assert preferred_strategies(platform, torus)[-1] == "ring"
+
+
+# ---------------------------------------------------------------------------------------------------------- a new strategy
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The one line that a new strategy needs, under which it has its name."""
+    monkeypatch.setattr(choice, "STRATEGIES", MappingProxyType({**choice.STRATEGIES, "toy": all_gather_strategy}))
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_new_strategy_computes_under_its_name():
+    """Forward and every gradient, inside shard_map and with a mesh; and it is this one that runs."""
+    case = Case("toy", ring=4, queries=10, kv_heads=2, options=CAUSAL, settings={"strategy": "toy"})
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+    attend = partial(jax_core.ring_attention, mesh=ring_mesh(2), causal=True, strategy="toy")
+    program = jax.jit(attend).lower(*(inputs[name] for name in ("query", "key", "value"))).as_text()
+    assert "all_gather" in program
+    assert "collective_permute" not in program
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"softmax_aux": np.zeros(2, np.float32)}, "sinks"),
+        ({"sliding_window": 3}, "a sliding window"),
+        ({"layout": "zigzag"}, "zigzag"),
+        ({"fused_backward": True}, "fused_backward=True"),
+        ({"q_segment_ids": np.zeros(16, np.int32)}, "segment ids"),
+    ],
+)
+def test_what_a_new_strategy_does_not_declare_is_refused(options: dict[str, Any], words: str):
+    arrays = [jnp.zeros((1, 16, 2, 4))] * 3
+    with pytest.raises(NotImplementedError, match=rf'strategy="toy": it does not handle .*{words}.*; use strategy="auto"'):
+        jax_core.ring_attention(*arrays, mesh=ring_mesh(2), strategy="toy", **options)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_new_strategy_is_known_by_name_and_says_what_it_cannot():
+    arrays = [jnp.zeros((1, 16, 2, 4))] * 3
+    with pytest.raises(ValueError, match="strategy must be one of auto, ring, fused, toy; got 'other'"):
+        jax_core.ring_attention(*arrays, strategy="other")
+    with pytest.raises(NotImplementedError, match="it is for rings of two at least"):
+        jax_core.ring_attention(*arrays, strategy="toy")

@@ -1,0 +1,31 @@
+"""Small random masks, tiles and layouts, for judging every pair of positions one by one."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from jax_core.masks.layout import LAYOUTS, Run
+from jax_core.masks.static import Mask, make_mask, visible
+
+brute_force = settings(deadline=None, derandomize=True, max_examples=200)
+
+sides = st.none() | st.integers(-1, 7)
+masks = st.builds(make_mask, st.booleans(), st.none() | st.integers(0, 7) | st.tuples(sides, sides), st.none() | st.integers(1, 6))
+tiles = st.builds(Run, st.integers(0, 15), st.integers(1, 4), st.integers(1, 6))
+layouts, sizes = st.sampled_from(LAYOUTS), st.integers(1, 8)
+halves = st.integers(1, 5)  # of a shard, so that zigzag can split it
+
+
+def positions_of(run: Run) -> np.ndarray:
+    return np.array([run.start + i * run.stride for i in range(run.length)])
+
+
+def seen_by(mask: Mask, q_pos: Any, k_pos: Any) -> np.ndarray:
+    return visible(mask, np.asarray(q_pos)[:, None], np.asarray(k_pos)[None])
+
+
+def two_bounds_meet(mask: Mask) -> bool:
+    """A chunk and a window together can hide every pair of a tile that neither hides alone."""
+    return mask.chunk is not None and mask.left is not None

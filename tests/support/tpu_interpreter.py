@@ -1,0 +1,39 @@
+"""Stands in for TPUs where there are none: Pallas' interpreters run the kernels on CPU devices."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+from jax._src.pallas.mosaic import tpu_info
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_core.kernels.tpu import launch, limits
+
+CHIP = tpu_info.ChipVersion.TPU_V5E
+
+
+@contextmanager
+def kernels_interpreted(lanes: int = limits.LANES) -> Iterator[None]:
+    """The kernels of one pair of shards, in the interpreter that turns a kernel into plain JAX. ``lanes``: what block sizes are
+    multiples of; small ones make many blocks of a small shard."""
+    with (
+        patch.object(launch, "missing", lambda backend: None),
+        patch.object(launch, "generation", lambda: "TPU v5e"),
+        patch.object(limits, "LANES", lanes),
+        patch.object(pl, "pallas_call", partial(pl.pallas_call, interpret=True)),
+    ):
+        yield
+
+
+@contextmanager
+def tpus_interpreted(params: pltpu.InterpretParams) -> Iterator[None]:
+    """Kernels that send from device to device, in the interpreter of TPUs' memories, semaphores and DMAs."""
+    chip = tpu_info.get_tpu_info_for_chip(CHIP, 1)
+    with (
+        patch.object(launch, "missing", lambda backend: None),
+        patch.dict(tpu_info.registry, cpu=lambda: chip),  # a pipeline inside a kernel asks which TPU it is for
+        pltpu.force_tpu_interpret_mode(params),
+    ):
+        yield
