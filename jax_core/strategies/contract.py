@@ -96,11 +96,6 @@ class Strategy(Protocol):
 def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
     """What kernels take of the query rows, once for all steps. ``out``, ``lse``: what the whole forward gave, ``-inf`` where a row
     saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
-    delta = row_delta(out, lse, dout, dlse)
-    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)
-
-
-def row_delta(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
-    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``."""
     delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
-    return delta if dlse is None else delta - dlse.astype(lse.dtype)
+    delta = delta if dlse is None else delta - dlse.astype(lse.dtype)
+    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)

@@ -32,7 +32,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
     blocked = backward_kernel.BlockedResiduals(
         _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
-        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # padding too has weights exp(-inf) = 0
+        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that fill up a block have weights exp(-inf) = 0
         _in_blocks(const.q, residuals.delta[:, :, None], 3),
     )
     found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
