@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @cache
@@ -34,69 +35,37 @@ def zigzag_function() -> Any:
     return importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
 
 
+# Both are called by name, with the arguments named here, their defaults, and those that must be left at "off".
 def _flash_attn_forward(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    return_softmax=False,
-):
-    _refuse(dropout_p, softcap, alibi_slopes)
-    lengths = q.shape[1], k.shape[1]
-    window = _window(window_size_left, window_size_right)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, *lengths, 0.0, causal, False, scale=softmax_scale, **window
-    )
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size_left=-1, window_size_right=-1, **off
+) -> tuple[Tensor, Tensor, None, None]:
+    settings = _settings(softmax_scale, window_size_left, window_size_right, off)
+    operands = q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*operands, **settings)
     return out, lse, None, None
 
 
 def _flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    rng_state=None,
-):
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    softmax_scale: float, causal: bool, window_size_left=-1, window_size_right=-1, deterministic=False, **off
+) -> None:  # fmt: skip
     """Writes into dq, dk, dv, as flash-attn does; torch's own operator returns new tensors, so this costs a copy of each."""
-    _refuse(dropout_p, softcap, alibi_slopes)
-    lengths, random = (q.shape[1], k.shape[1]), _no_random_state(q.device)
-    window = _window(window_size_left, window_size_right)
-    operands = dout, q, k, v, out, softmax_lse, None, None
-    gradients = torch.ops.aten._flash_attention_backward(*operands, *lengths, 0.0, causal, *random, scale=softmax_scale, **window)
+    settings = _settings(softmax_scale, window_size_left, window_size_right, off)
+    operands = dout, q, k, v, out, softmax_lse, None, None, q.shape[1], k.shape[1], 0.0, causal, *_no_random_state(q.device)
+    gradients = torch.ops.aten._flash_attention_backward(*operands, **settings)
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
         buffer.copy_(gradient)
 
 
-def _refuse(dropout_p, softcap, alibi_slopes) -> None:
-    if dropout_p or softcap or alibi_slopes is not None:
-        raise NotImplementedError("only plain attention is passed on to torch")
-
-
-def _window(left: int, right: int) -> dict[str, int]:
-    sides = {"window_size_left": left, "window_size_right": right}
-    return {name: side for name, side in sides.items() if side >= 0}
+def _settings(scale: float, left: int, right: int, off: dict[str, Any]) -> dict[str, Any]:
+    """Under torch's names."""
+    if any(value is not None and value for value in off.values()):  # dropout, soft cap, ALiBi slopes, ...
+        raise NotImplementedError(f"only plain attention is passed on to torch, got {off}")
+    window = {"window_size_left": left, "window_size_right": right}
+    return {"scale": scale} | {name: side for name, side in window.items() if side >= 0}
 
 
 @cache
-def _no_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _no_random_state(device: torch.device) -> tuple[Tensor, Tensor]:
     """Of no use without dropout, but the operator wants it."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)

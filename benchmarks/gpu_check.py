@@ -1,80 +1,134 @@
 """Does the bridge hold on GPUs? Run on a machine that has some; prints what it found, for benchmarks/results/.
 
-    python benchmarks/gpu_check.py
+    python benchmarks/gpu_check.py [--held 0.9]
 
-One GPU: zero copy both ways, and the error of output and gradients against float64 beside that of torch SDPA in the same dtype.
+One GPU: zero copy both ways; the error of output and gradients against float64 beside that of torch SDPA in the same dtype; JAX's
+memory beside torch's. Two states of the card are tried. Held: live tensors of torch fill 90 % of it. Cached: the tensors are gone,
+but torch's allocator keeps the memory, and the attention needs more than the card has left; the call then empties torch's cache and
+goes on.
 Several: every feature on rings of them, in float64 (the xla kernel) and float32 (Triton's), against the whole sequence in float64
 (tests/support/workers/attention_worker.py).
+Without a GPU the errors are still compared, and the calls that fill a card run at a small size.
 """
 
+import argparse
 import os
-import platform
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import ring_attn
+from cpu import sdpa
+from team import ON_GPU, hardware, software
+from torch_bridge.dlpack import to_jax, to_torch
+from torch_bridge.runtime import start
 
 ROOT = Path(__file__).parent.parent
+DEVICE = "cuda" if ON_GPU else "cpu"
+GIB = 2**30
 
-
-def versions() -> None:
-    import jax
-
-    names = f"python {platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}"
-    print(f"{names}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+ours = partial(ring_attn.ring_attention, mesh="local", causal=True)
 
 
 def zero_copy() -> None:
-    from torch_bridge.dlpack import to_jax, to_torch
-
-    tensor = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    tensor = torch.randn(64, 64, device=DEVICE, dtype=torch.bfloat16)
     array = to_jax(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
     assert to_torch(array).data_ptr() == tensor.data_ptr()
-    print("zero copy, torch to jax and back: same pointer")
+    print("zero copy, torch to JAX and back: same pointer")
 
 
-def sdpa(q, k, v):
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-
-
-def results(attention, inputs, dout) -> list[torch.Tensor]:
+def results(attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
     inputs = [x.clone().requires_grad_() for x in inputs]
     out = attention(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
 
 
 def errors(dtype: torch.dtype) -> None:
-    inputs = [torch.randn(2, 1000, 4, 64, device="cuda").to(dtype) for _ in range(3)]
-    dout = torch.randn(2, 1000, 4, 64, device="cuda").to(dtype)
+    *inputs, dout = (torch.randn(2, 1000, 4, 64, device=DEVICE).to(dtype) for _ in range(4))
     exact = results(sdpa, [x.double() for x in inputs], dout.double())
 
-    def error(attention) -> list[float]:
+    def error(attention: Callable[..., torch.Tensor]) -> list[float]:
         return [float((got - want).abs().max()) for got, want in zip(results(attention, inputs, dout), exact, strict=True)]
 
-    ours, theirs = error(lambda *x: ring_attn.ring_attention(*x, mesh="local", causal=True)), error(sdpa)
-    print(f"{dtype}, largest error of out, dq, dk, dv: ring_attn {ours}, torch SDPA {theirs}")
-    assert all(a <= 2 * b + 1e-6 for a, b in zip(ours, theirs, strict=True))
+    mine, theirs = error(ours), error(sdpa)
+    print(f"{dtype}, largest error of out, dq, dk, dv: ring_attn {mine}, torch SDPA {theirs}")
+    assert all(a <= 2 * b + 1e-6 for a, b in zip(mine, theirs, strict=True))
 
 
-def ring(processes: int) -> None:
+def beside_torch(held: float) -> None:
+    tokens = 16384 if ON_GPU else 64
+    memory("at the start")
+    tensors = fill(held)
+    memory("held by torch")
+    attend(tokens)
+    memory(f"after {tokens} tokens")
+    if ON_GPU:
+        tensors += gibibytes(torch.cuda.mem_get_info()[0] / GIB - 1)
+    del tensors
+    memory("let go, but in torch's cache")
+    attend(8 * tokens)  # the three gradients alone have 1.5 GiB, and about 1 is free
+    memory(f"after {8 * tokens} tokens")
+    if ON_GPU:
+        torch.cuda.empty_cache()  # for the rings, which are other processes
+
+
+def fill(held: float) -> list[torch.Tensor]:
+    """Tensors until ``held`` of the card is torch's, as the parameters and activations of a model are."""
+    return gibibytes((torch.cuda.mem_get_info()[1] * held - torch.cuda.memory_reserved()) / GIB) if ON_GPU else []
+
+
+def gibibytes(count: float) -> list[torch.Tensor]:
+    return [torch.ones(GIB // 2, dtype=torch.uint8, device=DEVICE) for _ in range(int(2 * count))]
+
+
+def attend(tokens: int) -> None:
+    shape, dtype = ((1, tokens, 16, 128), torch.bfloat16) if ON_GPU else ((1, tokens, 2, 8), torch.float32)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(3))
+    ours(q, k, v).sum().backward()
+    assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (q, k, v))
+
+
+def memory(what: str) -> None:
+    if not ON_GPU:
+        print(what)
+        return
+    import jax
+
+    pool = jax.local_devices()[0].memory_stats() or {}
+    free, total = torch.cuda.mem_get_info()
+    sizes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), pool.get("pool_bytes", 0), pool.get("bytes_in_use", 0)
+    told = "torch holds {:.2f}, keeps {:.2f}; JAX's pool {:.2f} (in use {:.2f}); free {:.2f} of {:.2f} GiB"
+    print(f"{what:34} {told.format(*(size / GIB for size in (*sizes, free, total)))}", flush=True)
+
+
+def rings(processes: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    worker = ROOT / "tests" / "workers" / "attention_worker.py"
+    worker = ROOT / "tests" / "support" / "workers" / "attention_worker.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "4"}
-    for dtype, rings in (("float64", 1), ("float32", 1), ("float32", processes // 2)):
-        print(f"{rings} x a ring of {processes // rings}, every feature, {dtype}, forward and all gradients:", flush=True)
-        subprocess.run([*command, str(worker), "cuda", str(rings), dtype], check=True, env=environment, stderr=subprocess.STDOUT)
+    for dtype, count in (("float64", 1), ("float32", 1), ("float32", processes // 2)):
+        print(f"{count} x a ring of {processes // count}, every feature, {dtype}, forward and all gradients:", flush=True)
+        subprocess.run([*command, str(worker), "cuda", str(count), dtype], check=True, env=environment, stderr=subprocess.STDOUT)
 
 
-if __name__ == "__main__":
-    versions()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--held", type=float, default=0.9, help="the part of the card that torch holds")
+    held = parser.parse_args().held
+    print(f"{max(1, torch.cuda.device_count())} x {hardware()}; {software()}")
+    start()
     zero_copy()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         errors(dtype)
+    beside_torch(held)
     if torch.cuda.device_count() > 1:
-        ring(torch.cuda.device_count())
+        rings(torch.cuda.device_count())
     print("all right")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,63 +9,50 @@ offer for the same step, for comparison: no call takes them.
 """
 
 import argparse
-import os
-import platform
 import statistics
-import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before anything imports jax: the card is shared with torch
 
 import jax
 import torch
-import torch.distributed as dist
 
 import ring_attn
-from ring_team import ALONE, ON_GPU, start
+from team import ON_GPU, Team, hardware, software
 from torch_bridge import crossing, dlpack, mesh, runtime
 from torch_bridge.autograd import _PROGRAMS
-from torch_bridge.compiled import ARRAYS
+from torch_bridge.request import ARRAYS, Form
 
 Part = Callable[..., Any] | tuple[Callable[[], Any], Callable[..., Any]]  # with what it needs made before, untimed
+DIM, DTYPE = (128, torch.bfloat16) if ON_GPU else (8, torch.float32)
+HEADS = (32, 8, 8) if ON_GPU else (2, 2, 2)
 
 
-def meet() -> None:
-    if ON_GPU:
-        torch.cuda.synchronize()
-    if not ALONE:
-        dist.all_reduce(torch.zeros(1))
-
-
-def median(part: Part, samples: int) -> float:
-    prepare, run = part if isinstance(part, tuple) else (None, part)
-    times = []
-    for number in range(samples + 3):
-        given = () if prepare is None else (prepare(),)
-        meet()
-        begin = time.perf_counter()
-        kept = run(*given)  # what it made goes outside of what is timed
-        times.append(time.perf_counter() - begin)
-        del given, kept, number
+def median(team: Team, part: Part, samples: int) -> float:
+    """Microseconds. What the part made goes outside of what is timed."""
+    prepare, run = part if isinstance(part, tuple) else (tuple, lambda _: part())
+    names = dict(prepare=prepare, run=run, ready=team.ready)
+    times = timeit.repeat("kept = run(given)", "given = prepare(); ready()", repeat=samples + 3, number=1, globals=names)
     return statistics.median(times[3:]) * 1e6
 
 
 def whole_calls(inputs: list[torch.Tensor]) -> dict[str, Part]:
     leaves = [x.detach().requires_grad_() for x in inputs]
-    options: dict[str, Any] = dict(causal=True, layout="zigzag")
-    out = ring_attn.ring_attention(*leaves, **options)
+    attention = partial(ring_attn.ring_attention, causal=True, layout="zigzag")
+    out = attention(*leaves)
     dout = torch.randn_like(out)
     return {
-        "forward": lambda: ring_attn.ring_attention(*inputs, **options),
-        "forward, with a graph": lambda: ring_attn.ring_attention(*leaves, **options),
+        "forward": lambda: attention(*inputs),
+        "forward, with a graph": lambda: attention(*leaves),
         "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
     }
 
 
 def parts(inputs: list[torch.Tensor]) -> dict[str, Part]:
     """Those of the forward, in their order."""
-    program = next(program for program in _PROGRAMS if program.out.shape == tuple(inputs[0].shape))
+    shape = tuple(inputs[0].shape)
+    program: Any = next(made.program for made in _PROGRAMS if made.request.results[0].shape == shape)
     operands = [*inputs, *[None] * (len(ARRAYS) - len(inputs))]
     way: Any = program.crossing
     compiled, query = program.compiled_forward, inputs[0]
@@ -91,11 +78,11 @@ def parts(inputs: list[torch.Tensor]) -> dict[str, Part]:
     }
 
 
-def homes(forms: tuple[crossing.Form, ...]) -> list[torch.Tensor]:
+def homes(forms: tuple[Form, ...]) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in forms]
 
 
-def gpu_parts(way: Any, query: torch.Tensor, forms: tuple[crossing.Form, ...]) -> dict[str, Part]:
+def gpu_parts(way: Any, query: torch.Tensor, forms: tuple[Form, ...]) -> dict[str, Part]:
     stream = torch.cuda.current_stream()
     return {
         "memory for the results": lambda: homes(forms),
@@ -113,42 +100,23 @@ def public_global(ring: mesh.Ring, local: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, mesh.sharding(ring, local.platform()), [local])
 
 
-def slowest(microseconds: float) -> float:
-    if ALONE:
-        return microseconds
-    largest = torch.tensor([microseconds], dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
-
-
-def show(line: str) -> None:
-    if ALONE or dist.get_rank() == 0:
-        print(line, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048 if ON_GPU else 16, help="of each process")
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--copied", action="store_true", help="results are copied, as where JAX cannot write them in place")
     options = parser.parse_args()
-    device = start()
+    team = Team()
     crossing._OnGpu.in_place = not options.copied
-    heads = (32, 8, 8) if ON_GPU else (2, 2, 2)
-    shapes = [(1, options.tokens, count, 128 if ON_GPU else 8) for count in heads]
-    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16 if ON_GPU else torch.float32) for shape in shapes]
-    where = torch.cuda.get_device_name() if ON_GPU else platform.machine()
-    size = 1 if ALONE else dist.get_world_size()
-    show(f"{size} x {where}, python {platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}")
-    show(f"{options.tokens} tokens a process, causal, zigzag, {'bfloat16' if ON_GPU else 'float32'}\n")
-    show(f"{'microseconds of the host':50} {'median':>8} {'slowest':>8}")
+    inputs = [torch.randn(1, options.tokens, count, DIM, device=team.device, dtype=DTYPE) for count in HEADS]
+    team.say(f"{team.size} x {hardware()}; {software()}\n{options.tokens} tokens a process, causal, zigzag, {DTYPE}\n")
+    team.say(f"{'microseconds of the host':50} {'median':>8} {'slowest':>8}")
     for table in (whole_calls, parts):
         for name, part in table(inputs).items():
-            mine = median(part, options.samples)
-            show(f"{name:50} {mine:8.1f} {slowest(mine):8.1f}")
-        show("")
-    if not ALONE:
-        dist.destroy_process_group()
+            mine = median(team, part, options.samples)
+            team.say(f"{name:50} {mine:8.1f} {team.slowest(mine):8.1f}")
+        team.say("")
+    team.close()
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ difference from the first system that ran, over that of its results: the largest
 """
 
 import argparse
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before anything imports jax: the card is shared with torch
 
 import torch
 
-from one_gpu_systems import SYSTEMS, Case, Inputs, Prepared, make_inputs
+from one_gpu_systems import SYSTEMS
 from report import Report, default_folder, gpus
+from systems import Case, Inputs, Prepared, difference, make_inputs
+from team import ON_GPU, Team
 from timing import Timed, Times, reason, sample, take_turns
 
 LONG = 65536
@@ -52,10 +50,16 @@ ONLY_IN = {
 }
 OURS = ("triton", "cuda", "auto")
 PHASES = ("forward", "backward")
+TARGETS = (  # how many times as fast as the peer, at dims 128 and 64
+    ("triton", "FlexAttention", "forward", 1.25),
+    ("triton", "FlashAttention-2 (SDPA)", "forward", 1.5),
+    ("triton", "FlexAttention", "backward", 1.0),
+)
+RATES = {"forward": 510, "backward": 400}  # of triton at dim 128, TFLOP/s
 
 
 def main() -> None:
-    options = arguments()
+    options, team = arguments(), Team()
     report = Report(options.output, "Attention on one GPU")
     start = time.monotonic()
 
@@ -66,10 +70,10 @@ def main() -> None:
 
     for name in options.cases:
         if may_begin(name):
-            measure_case(report, CASES[name], options)
+            measure_case(team, report, shortened(CASES[name], options.scale), options)
     for system in [name for name in options.systems if name in options.parts]:
         if may_begin(f"{system}: work in proportion to what is visible"):
-            measure_parts(report, system, options)
+            measure_parts(team, report, system, options)
     targets(report, options.cases)
     report.finish()
 
@@ -83,37 +87,37 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sample-ms", type=float, default=15.0, help="how long one sample takes")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which nothing more is begun")
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths by this, to try the program out")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if ON_GPU else "cpu")
     parser.add_argument("--output", type=Path, default=default_folder("one-gpu"))
     return parser.parse_args()
 
 
-def measure_case(report: Report, case: Case, options: argparse.Namespace) -> None:
-    case = shortened(case, options.scale)
+def measure_case(team: Team, report: Report, case: Case, options: argparse.Namespace) -> None:
     inputs = make_inputs(case, options.device)
     ready: dict[str, Prepared] = {}
     truth: list[torch.Tensor] | None = None
     for name in options.systems:
-        if case.name not in ONLY_IN.get(name, CASES):
-            continue
-        prepared = prepare(report, name, case, inputs)
+        prepared = prepare(report, name, case, inputs) if case.name in ONLY_IN.get(name, CASES) else None
         if prepared is not None:
-            found = prepared.results()
+            found = prepared.results("backward")
             truth = truth or found
-            error = max(distance(a, b) for a, b in zip(found, truth, strict=True))
-            report.add(case=case.name, system=name, phase="check", error=error, **repeatable(name, prepared))
+            report.add(case=case.name, system=name, phase="check", error=difference(found, truth), **repeatable(name, prepared))
             ready[name] = prepared
     for phase in PHASES:
-        timed = {name: getattr(prepared, phase) for name, prepared in ready.items()}
-        add_times(report, case, phase, timed, options)
+        timed = {name: prepared.passes[phase] for name, prepared in ready.items()}
+        times, failed = take_turns(team, timed, options.rounds, options.sample_ms)
+        for name, taken in times.items():
+            add_times(report, case, name, phase, taken)
+        for name, error in failed.items():
+            report.add(case=case.name, system=name, phase=phase, failed=reason(error))
     if ready and not report.data.get("gpus_during"):
-        report.note("gpus_during", gpus_at_work(next(iter(ready.values())).forward))
+        report.note("gpus_during", gpus_at_work(next(iter(ready.values())).passes["forward"]))
 
 
 def gpus_at_work(timed: Timed) -> list[dict[str, str]]:
     """The clocks while the GPU has a second or so of calls before it."""
     once = max(sample(timed, 1), 0.1)
-    for _ in range(min(500, int(1500 / once))):
+    for _ in range(min(500, int(1500 / once)) if ON_GPU else 0):
         timed.call()
     return gpus()
 
@@ -130,39 +134,27 @@ def prepare(report: Report, name: str, case: Case, inputs: Inputs) -> Prepared |
     """The system, called once in both directions; None after the reason why not is in the report."""
     try:
         prepared = SYSTEMS[name](case, inputs)
-        prepared.results()
+        prepared.results("backward")
         return prepared
     except Exception as error:  # one that cannot do this, or is not installed, must not cost the others their figures
         report.add(case=case.name, system=name, phase="check", failed=reason(error))
         return None
 
 
-def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    difference = found.float() - truth.float()
-    return float(difference.square().mean().sqrt() / truth.float().square().mean().sqrt())
-
-
 def repeatable(name: str, prepared: Prepared) -> dict[str, str]:
     """Ours promises equal bits in every run."""
     if name not in OURS:
         return {}
-    once, again = prepared.results(), prepared.results()
+    once, again = prepared.results("backward"), prepared.results("backward")
     return {"equal bits": "yes" if all(torch.equal(a, b) for a, b in zip(once, again, strict=True)) else "NO"}
 
 
-def add_times(report: Report, case: Case, phase: str, timed: dict[str, Timed], options: argparse.Namespace) -> None:
-    times, failed = take_turns(timed, options.rounds, options.sample_ms)
-    for name, taken in times.items():
-        report.add(case=case.name, system=name, phase=phase, **figures(case, phase, taken))
-    for name, error in failed.items():
-        report.add(case=case.name, system=name, phase=phase, failed=reason(error))
+def add_times(report: Report, case: Case, system: str, phase: str, taken: Times) -> None:
+    tflops = case.tflop(phase) / taken.median * 1000
+    report.add(case=case.name, system=system, phase=phase, tflops=tflops, **taken.figures())
 
 
-def figures(case: Case, phase: str, taken: Times) -> dict[str, Any]:
-    return {"tflops": case.tflop(phase) / taken.median * 1000, **taken.figures()}
-
-
-def measure_parts(report: Report, system: str, options: argparse.Namespace) -> None:
+def measure_parts(team: Team, report: Report, system: str, options: argparse.Namespace) -> None:
     """Window and packed documents beside the whole sequence, by the same system, in turns."""
     ready: dict[Case, Prepared] = {}
     for case in (shortened(case, options.scale) for case in (WHOLE, *PARTS)):
@@ -171,35 +163,23 @@ def measure_parts(report: Report, system: str, options: argparse.Namespace) -> N
             ready[case] = prepared
     whole = next((case for case in ready if case.name == WHOLE.name), None)
     for phase in PHASES:
-        timed = {case.name: getattr(prepared, phase) for case, prepared in ready.items()}
-        times, _ = take_turns(timed, max(3, options.rounds // 2), options.sample_ms)
+        timed = {case.name: prepared.passes[phase] for case, prepared in ready.items()}
+        times, _ = take_turns(team, timed, max(3, options.rounds // 2), options.sample_ms)
         for case in [case for case in ready if case.name in times]:
-            taken = times[case.name]
-            report.add(case=case.name, system=system, phase=phase, **figures(case, phase, taken))
+            add_times(report, case, system, phase, times[case.name])
             if whole is not None and case is not whole:
-                share = case.pairs / whole.pairs
-                over = taken.median / times[whole.name].median / share
+                over = times[case.name].median / times[whole.name].median / (case.pairs / whole.pairs)
                 report.ratio(f"{system}, {case.name}, {phase}: time over its share of the whole", over, at_most=PARTS_LIMIT)
 
 
 def targets(report: Report, cases: list[str]) -> None:
     for case in cases:
-        if case.startswith(("d128", "d64")):
-            compare(report, case, "triton", "FlexAttention", "forward", 1.25)
-            compare(report, case, "triton", "FlashAttention-2 (SDPA)", "forward", 1.5)
-            compare(report, case, "triton", "FlexAttention", "backward", 1.0)
-        if case.startswith("d128"):
-            report.ratio(f"{case} forward: triton, TFLOP/s", report.find(case, "triton", "forward", "tflops"), at_least=510)
-            report.ratio(f"{case} backward: triton, TFLOP/s", report.find(case, "triton", "backward", "tflops"), at_least=400)
-        if case != "short-causal":
-            for phase in PHASES:
-                compare(report, case, "cuda", "cuDNN (SDPA)", phase, 0.97)
-
-
-def compare(report: Report, case: str, system: str, peer: str, phase: str, at_least: float) -> None:
-    mine, theirs = report.find(case, system, phase), report.find(case, peer, phase)
-    value = theirs / mine if mine and theirs else None
-    report.ratio(f"{case} {phase}: {system} / {peer}", value, at_least=at_least)
+        for system, peer, phase, at_least in TARGETS if case.startswith(("d128", "d64")) else ():
+            report.speedup(case, system, peer, phase, at_least)
+        for phase, at_least in RATES.items() if case.startswith("d128") else ():
+            report.ratio(f"{case} {phase}: triton, TFLOP/s", report.find(case, "triton", phase, "tflops"), at_least=at_least)
+        for phase in PHASES if case != "short-causal" else ():
+            report.speedup(case, "cuda", "cuDNN (SDPA)", phase, 0.97)
 
 
 if __name__ == "__main__":

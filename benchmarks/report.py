@@ -3,53 +3,42 @@
 python benchmarks/report.py FOLDER    # table and plot again from FOLDER/results.json, also of a run that was cut off
 """
 
+import csv
 import datetime
-import importlib.util
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
-from importlib import metadata
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from team import versions
 
 Row = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "ring-flash-attn", "ejkernel")
 GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
+KEY = ("case", "system", "phase")
+NO_FIGURES = (*KEY, "failed", "samples", "spread")
 
 
 def default_folder(name: str) -> Path:
     return RESULTS / f"{datetime.date.today().isoformat()}-{name}"
 
 
-def versions() -> dict[str, str]:
-    """Of everything whose change could change a figure; a package that is not there is left out."""
-    import torch
-
-    found = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
-
-
 def gpus() -> list[dict[str, str]]:
-    """Name, driver, clocks, heat and power of every GPU at this moment; empty without nvidia-smi."""
+    """Name, driver, clocks, temperature and power of every GPU at this moment; empty without nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
     try:
         printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [dict(zip(GPU_FIELDS, line.split(", "), strict=False)) for line in printed.strip().splitlines()]
+    return list(csv.DictReader(printed.splitlines(), GPU_FIELDS, skipinitialspace=True))
 
 
 def short(number: int) -> str:
@@ -72,8 +61,8 @@ def command() -> str:
 class Report:
     """Collects rows and writes them as they come, so that a run that is cut off leaves what it measured.
 
-    A row has ``case``, ``system`` and ``phase``, and either figures (``ms``, ``tflops``, ...) or ``failed``, the reason. A folder
-    of None keeps everything in memory: in a job of several processes one of them writes.
+    A row has `case`, `system` and `phase`, and either figures (`ms`, `tflops`, ...) or `failed`, the reason. A folder of None
+    keeps everything in memory: in a job of several processes one of them writes.
     """
 
     def __init__(self, folder: Path | None, title: str):
@@ -83,7 +72,7 @@ class Report:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": command(),
             "versions": versions(),
-            "gpus_before": gpus() if folder is not None else [],
+            "gpus_before": self.gpus(),
             "rows": [],
             "ratios": [],
         }
@@ -93,19 +82,27 @@ class Report:
     def rows(self) -> list[Row]:
         return self.data["rows"]
 
+    def gpus(self) -> list[dict[str, str]]:
+        return gpus() if self.folder is not None else []
+
     def add(self, **row: Any) -> None:
         self.rows.append(row)
         self.save()
-        self.say(_line(row))
+        figures = [f"FAILED: {row['failed']}"] if "failed" in row else [f"{k} {_shown(v)}" for k, v in row.items() if k not in KEY]
+        self.say(f"{row['case']:34} {row['system']:26} {row['phase']:9} {'  '.join(figures)}")
 
     def ratio(self, name: str, value: float | None, at_least: float | None = None, at_most: float | None = None) -> None:
         """A figure with its target. A value of None (something in it was not measured) is said, and is not met."""
         target = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}"
-        met = value is not None and (value >= at_least if at_least is not None else value <= (at_most or 0.0))
+        met = value is not None and (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
         self.data["ratios"].append({"name": name, "value": value, "target": target, "met": met})
         self.save()
-        shown = "not measured" if value is None else f"{value:.3f}"
-        self.say(f"{'met   ' if met else 'MISSED' if value is not None else '-     '} {name}: {shown} (target {target})")
+        self.say(" | ".join(_ratio_cells(self.data["ratios"][-1])))
+
+    def speedup(self, case: str, system: str, peer: str, phase: str, at_least: float) -> None:
+        """How many times as fast as the peer."""
+        mine, theirs = self.find(case, system, phase), self.find(case, peer, phase)
+        self.ratio(f"{case} {phase}: {system} / {peer}", theirs / mine if mine and theirs else None, at_least=at_least)
 
     def note(self, name: str, value: Any) -> None:
         self.data[name] = value
@@ -117,10 +114,10 @@ class Report:
 
     def find(self, case: str, system: str, phase: str, key: str = "ms") -> float | None:
         """The figure of a row, None where there is none."""
-        for row in self.rows:
-            if (row["case"], row["system"], row["phase"]) == (case, system, phase) and key in row:
-                return row[key]
-        return None
+        found = (
+            row[key] for row in self.rows if (row["case"], row["system"], row["phase"]) == (case, system, phase) and key in row
+        )
+        return next(found, None)
 
     def save(self) -> None:
         if self.folder is None:
@@ -138,11 +135,8 @@ class Report:
             print(f"\n{table(self.data)}\nwritten: {self.folder}", flush=True)
 
 
-def _line(row: Row) -> str:
-    head = f"{row['case']:34} {row['system']:26} {row['phase']:9}"
-    if "failed" in row:
-        return f"{head} FAILED: {row['failed']}"
-    return f"{head} " + "  ".join(f"{key} {_shown(row[key])}" for key in row if key not in ("case", "system", "phase", "samples"))
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 def _shown(value: Any) -> str:
@@ -154,78 +148,68 @@ def _shown(value: Any) -> str:
 def table(data: dict[str, Any]) -> str:
     """All of it in markdown: where and with what, the targets, and one table a case, a system in each line."""
     gpu = data["gpus_before"][0] if data["gpus_before"] else {}
-    words = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    words = ", ".join(map(" ".join, data["versions"].items()))
     machine = f"{len(data['gpus_before'])} x {gpu['name']}, driver {gpu['driver_version']}" if gpu else "no GPU"
-    lines = [f"# {data['title']}", "", f"{data['date']}, {machine}; {words}.", "", f"`{data['command']}`", ""]
-    lines += _clocks(data)
+    lines = [f"# {data['title']}", "", f"{data['date']}, {machine}; {words}.", "", f"`{data['command']}`", "", *_clocks(data)]
     if data["ratios"]:
-        lines += ["## Against the targets", "", "| ratio | measured | target | |", "|---|---|---|---|"]
-        lines += [_ratio_line(ratio) for ratio in data["ratios"]] + [""]
+        lines += [
+            "## Against the targets",
+            "",
+            *markdown(("ratio", "measured", "target", ""), map(_ratio_cells, data["ratios"])),
+            "",
+        ]
     for case in dict.fromkeys(row["case"] for row in data["rows"]):
-        lines += _case_table(case, [row for row in data["rows"] if row["case"] == case])
+        lines += [f"## {case}", "", *_case_table([row for row in data["rows"] if row["case"] == case]), ""]
     return "\n".join(lines)
 
 
 def _clocks(data: dict[str, Any]) -> list[str]:
-    moments = [(name, data.get(f"gpus_{name}")) for name in ("before", "during", "after")]
+    moments = [(name, data[f"gpus_{name}"][0]) for name in ("before", "during", "after") if data.get(f"gpus_{name}")]
     told = [
-        f"{name} {found[0]['clocks.sm']} / {found[0]['clocks.mem']}, {found[0]['temperature.gpu']} C, {found[0]['power.draw']}"
-        for name, found in moments
-        if found
+        f"{name} {gpu['clocks.sm']} / {gpu['clocks.mem']}, {gpu['temperature.gpu']} C, {gpu['power.draw']}" for name, gpu in moments
     ]
     return [f"Clocks (SM / memory) of the first GPU: {'; '.join(told)}.", ""] if told else []
 
 
-def _ratio_line(ratio: Row) -> str:
-    value = "not measured" if ratio["value"] is None else f"{ratio['value']:.3f}"
-    return f"| {ratio['name']} | {value} | {ratio['target']} | {'met' if ratio['met'] else 'missed' if ratio['value'] else ''} |"
+def _ratio_cells(ratio: Row) -> list[str]:
+    if ratio["value"] is None:
+        return [ratio["name"], "not measured", ratio["target"], ""]
+    return [ratio["name"], f"{ratio['value']:.3f}", ratio["target"], "met" if ratio["met"] else "missed"]
 
 
-def _case_table(case: str, rows: list[Row]) -> list[str]:
+def _case_table(rows: list[Row]) -> list[str]:
     """A line for each system; a column for each figure of each phase that any of them has."""
-    keys = [key for row in rows for key in row if key not in ("case", "system", "phase", "failed", "samples", "spread")]
-    columns = [(phase, key) for phase in dict.fromkeys(row["phase"] for row in rows) for key in dict.fromkeys(keys)]
-    columns = [(phase, key) for phase, key in columns if any(row["phase"] == phase and key in row for row in rows)]
-    lines = [f"## {case}", ""]
-    if columns:
-        lines += ["| system | " + " | ".join(f"{phase} {key}" for phase, key in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for system in dict.fromkeys(row["system"] for row in rows):
-        own = {row["phase"]: row for row in rows if row["system"] == system and "failed" not in row}
-        if own:
-            cells = [_shown(own.get(phase, {}).get(key, "")) for phase, key in columns]
-            lines.append(f"| {system} | " + " | ".join(cells) + " |")
+    columns = dict.fromkeys((row["phase"], key) for row in rows for key in row if key not in NO_FIGURES)
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    for row in rows:
+        if "failed" not in row:
+            cells.setdefault(row["system"], {}).update({(row["phase"], key): _shown(value) for key, value in row.items()})
+    lines = [[system, *(found.get(column, "") for column in columns)] for system, found in cells.items()]
     failures = [f"- {row['system']}, {row['phase']}: {row['failed']}" for row in rows if "failed" in row]
-    return [*lines, "", *failures, ""] if failures else [*lines, ""]
+    shown = markdown(["system", *map(" ".join, columns)], lines) if columns else []
+    return [*shown, "", *failures] if failures else shown
 
 
 def plot(data: dict[str, Any], path: Path) -> None:
-    """Bars of TFLOP/s: one panel a phase, one group of bars a case, one colour a system. Nothing without such rows, or
-    without matplotlib."""
+    """Bars of TFLOP/s: one panel a phase, one group of bars a case, one colour a system. Nothing without such rows."""
     rows = [row for row in data["rows"] if "tflops" in row]
-    if not rows or importlib.util.find_spec("matplotlib") is None:
+    if not rows:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     phases, cases, systems = (list(dict.fromkeys(row[key] for row in rows)) for key in ("phase", "case", "system"))
-    figure, panels = pyplot.subplots(len(phases), 1, figsize=(max(8, 1.8 * len(cases)), 3.6 * len(phases)), squeeze=False)
-    colours = pyplot.get_cmap("tab20")
-    for panel, phase in zip(panels[:, 0], phases, strict=True):
+    figure = Figure(figsize=(max(8, 1.8 * len(cases)), 3.6 * len(phases)), layout="tight")
+    panels, width = figure.subplots(len(phases), squeeze=False)[:, 0], 0.85 / len(systems)
+    for panel, phase in zip(panels, phases, strict=True):
         for number, system in enumerate(systems):
             found = {row["case"]: row["tflops"] for row in rows if (row["phase"], row["system"]) == (phase, system)}
-            places = [cases.index(case) + 0.85 * (number / len(systems) - 0.5) for case in found]
-            panel.bar(places, list(found.values()), 0.85 / len(systems), align="edge", label=system, color=colours(number % 20))
+            places = [cases.index(case) - 0.425 + width * number for case in found]
+            panel.bar(places, list(found.values()), width, align="edge", label=system, color=colormaps["tab20"](number % 20))
         panel.set_xticks(range(len(cases)), cases, rotation=12, fontsize=7)
         panel.set_ylabel("TFLOP/s per GPU")
         panel.set_title(phase, fontsize=9)
         panel.grid(axis="y", alpha=0.3)
-    panels[0, 0].legend(fontsize=6, ncol=4)
+    panels[0].legend(fontsize=6, ncol=4)
     figure.suptitle(f"{data['title']}, {data['date'][:10]}", fontsize=10)
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

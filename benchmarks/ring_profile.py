@@ -3,27 +3,31 @@
 python benchmarks/ring_profile.py FOLDER [PICTURE]    # the picture again, from FOLDER/timeline.json
 """
 
-import glob
-import gzip
 import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from ring import Run
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as recording
 
-TRAVEL, COPY, REST = "rotation (NCCL)", "copies and fills", "other kernels"
-COLOURS = {TRAVEL: "#d62728", COPY: "#7f7f7f", REST: "#c7c7c7"}
+from report import short
+from ring_run import Run
+from ring_systems import SYSTEMS
+from team import ON_GPU
+from timing import Timed
+
+ROTATION, COPY, REST = "rotation (NCCL)", "copies and fills", "other kernels"
+COLOURS = {ROTATION: "#d62728", COPY: "#7f7f7f", REST: "#c7c7c7"}
 KERNEL_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e")  # of the kernels that take longest
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that a stream did; times in microseconds."""
 
     stream: str
@@ -35,163 +39,96 @@ class Event:
     def end(self) -> float:
         return self.start + self.length
 
+    @property
+    def kind(self) -> str:
+        name = self.name.lower()
+        return ROTATION if "nccl" in name else COPY if name.startswith(("memcpy", "memset")) else REST
 
-def profile(run: "Run") -> None:
-    import torch.distributed as dist
 
-    from ring_systems import SYSTEMS, make_shards
-
-    tokens, team = run.options.profile_tokens, run.team
-    shards = make_shards(tokens // team.size, run.options.heads, team.device, team.rank)
-    call = SYSTEMS[run.options.platform].prepare(shards, dist.group.WORLD).both.call
+def profile(run: Run) -> None:
+    tokens, size, folder = run.options.profile_tokens, run.team.size, run.report.folder
+    both = SYSTEMS[run.options.platform](run.shards(tokens // size), run.group("auto")).passes["both"]
     for _ in range(2):
-        call()
-    events = by_torch(run, call) if run.options.profiler == "torch" else []
-    if not team.agreed(bool(events) or team.rank != 0):  # nothing seen: the other one
-        events = by_jax(run, call)
-    if team.rank == 0 and run.report.folder is not None:
-        title = f"{run.name(tokens)}, {team.size} GPUs, forward and backward: the streams of one GPU"
-        kept = {"title": title, "size": team.size, "events": [astuple(event) for event in events]}
-        (run.report.folder / "timeline.json").write_text(json.dumps(kept) + "\n")
-        run.report.add(case=f"profile, {run.name(tokens)}", system=run.options.platform, phase="both", **summary(events))
-        draw(events, team.size, title, run.report.folder / "timeline.png")
+        both.call()
+    events = recorded_pass(run, both)
+    if folder is not None and events:
+        title = f"{short(tokens)} tokens, {size} GPUs, forward and backward: the streams of one GPU"
+        (folder / "timeline.json").write_text(json.dumps({"title": title, "size": size, "events": events}) + "\n")
+        run.report.add(case=f"profile, {short(tokens)} tokens", system=run.options.platform, phase="both", **summary(events))
+        draw(events, size, title, folder / "timeline.png")
 
 
-def by_torch(run: "Run", call: Callable[[], Any]) -> list[Event]:
-    """torch's profiler sees every kernel of the process, JAX's too."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recording
-
-    if run.team.rank != 0:
-        one_pass(run, call)
-        return []
-    activity = ProfilerActivity.CUDA if run.team.on_gpu else ProfilerActivity.CPU
-    with recording(activities=[activity]) as recorded:
-        one_pass(run, call)
+def recorded_pass(run: Run, both: Timed) -> list[Event]:
+    """What this process's GPU did; torch's profiler sees every kernel of the process, JAX's too."""
+    with recording(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU]) as recorded:
+        run.team.ready()
+        both.call()
+        run.team.ready()
     with tempfile.TemporaryDirectory() as folder:
         recorded.export_chrome_trace(f"{folder}/trace.json")
-        return events_of_torch(json.loads(Path(folder, "trace.json").read_text()))
+        return events_of(json.loads(Path(folder, "trace.json").read_text()))
 
 
-def by_jax(run: "Run", call: Callable[[], Any]) -> list[Event]:
-    import jax
-
-    if run.team.rank != 0:
-        one_pass(run, call)
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            one_pass(run, call)
-        (path,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
-        with gzip.open(path) as file:
-            return events_of_jax(json.load(file))
-
-
-def one_pass(run: "Run", call: Callable[[], Any]) -> None:
-    run.team.ready()
-    call()
-    run.team.ready()
-
-
-def events_of_torch(trace: dict[str, Any]) -> list[Event]:
+def events_of(trace: dict[str, Any]) -> list[Event]:
+    """Those of the GPU's streams, by time, from 0 on."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     found = [event for event in trace["traceEvents"] if event.get("cat") in kinds]
-    return in_order([as_event(str(event["args"]["stream"]), event) for event in found])
+    first = min((event["ts"] for event in found), default=0.0)
+    events = [Event(str(e["args"]["stream"]), e["name"], round(float(e["ts"] - first), 3), float(e["dur"])) for e in found]
+    return sorted(events, key=lambda event: event.start)
 
 
-def events_of_jax(trace: dict[str, Any]) -> list[Event]:
-    """Streams are threads of the process that stands for the GPU."""
-    told = [event for event in trace["traceEvents"] if event.get("ph") == "M" and event["name"] == "thread_name"]
-    streams = {(event["pid"], event["tid"]): event["args"]["name"] for event in told}
-    found = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    named = [(streams.get((event["pid"], event["tid"]), ""), event) for event in found]
-    wanted = [(stream, event) for stream, event in named if stream.startswith("Stream")]
-    return in_order([as_event(stream, event) for stream, event in wanted])
-
-
-def as_event(stream: str, event: dict[str, Any]) -> Event:
-    return Event(stream, event["name"], float(event["ts"]), float(event["dur"]))
-
-
-def in_order(events: list[Event]) -> list[Event]:
-    """By time, from 0 on."""
-    first = min((event.start for event in events), default=0.0)
-    moved = [Event(event.stream, event.name, round(event.start - first, 3), event.length) for event in events]
-    return sorted(moved, key=lambda event: event.start)
-
-
-def kind(event: Event) -> str:
-    name = event.name.lower()
-    if "nccl" in name:
-        return TRAVEL
-    return COPY if name.startswith(("memcpy", "memset")) else REST
-
-
-def summary(events: list[Event]) -> dict[str, Any]:
+def summary(events: list[Event]) -> dict[str, float]:
     """Milliseconds: of the whole, of rotations (also their waiting for other ranks), and how much of those ran beside kernels."""
-    travel = [event for event in events if kind(event) == TRAVEL]
-    kernels = union([event for event in events if kind(event) == REST])
-    hidden = sum(max(0.0, min(event.end, end) - max(event.start, start)) for event in travel for start, end in kernels)
-    rotation = sum(event.length for event in travel)
-    whole = max((event.end for event in events), default=0.0)
-    busy = sum(end - start for start, end in kernels)
+    span = max((event.end for event in events), default=0.0)
+    busy = np.zeros(round(10 * span), bool)  # in each tenth of a microsecond: whether a kernel runs
+    for event in events:
+        busy[_tenths(event)] |= event.kind == REST
+    rotations = [event for event in events if event.kind == ROTATION]
+    rotation = sum(event.length for event in rotations)
+    hidden = sum(busy[_tenths(event)].sum() / 10 for event in rotations)
     share = round(100 * hidden / rotation, 1) if rotation else 0.0
-    return {"span ms": whole / 1000, "kernels ms": busy / 1000, "rotation ms": rotation / 1000, "beside kernels %": share}
+    return {"span ms": span / 1000, "kernels ms": busy.sum() / 10_000, "rotation ms": rotation / 1000, "beside kernels %": share}
 
 
-def union(events: list[Event]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for event in sorted(events, key=lambda event: event.start):
-        if joined and event.start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], event.end)
-        else:
-            joined.append((event.start, event.end))
-    return joined
+def _tenths(event: Event) -> slice:
+    return slice(round(10 * event.start), round(10 * event.end))
 
 
 def windows(events: list[Event], size: int) -> list[tuple[str, float, float]]:
     """What to show: the whole, and one step of the forward and of the backward, each from one rotation's start to the next's."""
     shown = [("the whole", 0.0, max((event.end for event in events), default=1.0))]
-    starts = [event.start for event in events if kind(event) == TRAVEL]
+    starts = [event.start for event in events if event.kind == ROTATION]
     for name, number in (("one step of the forward", (size - 1) // 2), ("one step of the backward", size - 1 + size // 2)):
         if number + 1 < len(starts):
-            length = starts[number + 1] - starts[number]
-            shown.append((name, starts[number] - 0.15 * length, starts[number + 1] + 0.15 * length))
+            margin = 0.15 * (starts[number + 1] - starts[number])
+            shown.append((name, starts[number] - margin, starts[number + 1] + margin))
     return shown
 
 
 def draw(events: list[Event], size: int, title: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
     time: Counter[str] = Counter()
     for event in events:
-        if kind(event) == REST:
-            time[event.name] += int(event.length * 1000)
-    colours = COLOURS | dict(zip((name for name, _ in time.most_common(len(KERNEL_COLOURS))), KERNEL_COLOURS, strict=False))
+        time[event.name] += int(event.length * 1000) if event.kind == REST else 0
+    longest = [name for name, length in time.most_common(len(KERNEL_COLOURS)) if length]
+    colours = COLOURS | dict(zip(longest, KERNEL_COLOURS, strict=False))
     streams = sorted({event.stream for event in events}, key=lambda stream: (len(stream), stream))
     shown = windows(events, size)
-    height = 1.5 + len(shown) * (1.1 + 0.35 * len(streams))
-    figure, panels = pyplot.subplots(len(shown), 1, figsize=(12, height), squeeze=False)
-    for panel, (name, start, end) in zip(panels[:, 0], shown, strict=True):
+    figure = Figure(figsize=(12, 1.5 + len(shown) * (1.1 + 0.35 * len(streams))), layout="constrained")
+    for panel, (name, start, end) in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True):
         for row, stream in enumerate(streams):
             inside = [event for event in events if event.stream == stream and event.end > start and event.start < end]
             bars = [((event.start - start) / 1000, event.length / 1000) for event in inside]
-            shades = [colours.get(event.name, colours[kind(event)]) for event in inside]
+            shades = [colours.get(event.name, colours[event.kind]) for event in inside]
             panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=shades)
-        panel.set_yticks(range(len(streams)), [f"stream {stream.removeprefix('Stream #')}" for stream in streams], fontsize=7)
+        panel.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams], fontsize=7)
         panel.set_xlim(0, (end - start) / 1000)
         panel.set_title(name, fontsize=9, loc="left")
-    panels[-1, 0].set_xlabel("ms")
+    panel.set_xlabel("ms")
     patches = [Patch(color=colour, label=name[:60]) for name, colour in colours.items()]
-    figure.legend(handles=patches, loc="lower center", ncol=3, fontsize=7)
+    figure.legend(handles=patches, loc="outside lower center", ncol=3, fontsize=7)
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout(rect=(0, 0.9 / height, 1, 1))
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ On a CPU, where there are no streams, what is left of it runs at a small size.
 
 import argparse
 import gc
-import os
 import random
 import sys
 import time
@@ -23,14 +22,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before anything imports jax: the card is shared with torch
-
 import torch
-import torch.distributed as dist
 
 import ring_attn
-from report import versions
-from ring_team import ALONE, ON_GPU, start
+from team import ON_GPU, Team, hardware, software
 from torch_bridge import crossing
 from torch_bridge.dlpack import DEFAULT_STREAM
 
@@ -85,41 +80,41 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Stress:
-    def __init__(self, options: argparse.Namespace, device: torch.device):
-        self.device, self.platform = device, options.platform
-        self.cases = make_cases(options.tokens, device)
+    def __init__(self, options: argparse.Namespace, team: Team):
+        self.rank, self.device, self.platform = team.rank, team.device, options.platform
+        self.cases = make_cases(options.tokens, team.device)
         self.quiet = [results(case, "both", self.platform) for case in self.cases]
         self.streams = [torch.cuda.Stream() for _ in range(3)] if ON_GPU else [None]
         self.reader = torch.cuda.Stream() if ON_GPU else None
-        self.wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(len(self.streams) + 1)]
+        self.wrong = [torch.zeros((), dtype=torch.int64, device=team.device) for _ in range(len(self.streams) + 1)]
         if ON_GPU:
             torch.cuda.synchronize()
 
     def run(self, iterations: int) -> int:
-        same, own = random.Random(0), random.Random(os.environ.get("RANK", "0"))  # what ranks must agree in, and what not
+        shared, local = random.Random(0), random.Random(self.rank)  # what ranks must agree on, and what they need not
         for number in range(iterations):
-            case, which = same.randrange(len(self.cases)), PASSES[number % len(PASSES)]
-            self.one(number % len(self.streams), case, which, own)
+            case, which = shared.randrange(len(self.cases)), PASSES[number % len(PASSES)]
+            self.one(number % len(self.streams), case, which, local)
             if number % 40 == 39:
                 gc.collect()
             if ON_GPU and number % 100 == 99:
                 torch.cuda.empty_cache()
         return int(sum(wrong.cpu() for wrong in self.wrong))
 
-    def one(self, turn: int, case: int, which: str, own: random.Random) -> None:
+    def one(self, turn: int, case: int, which: str, local: random.Random) -> None:
         stream = self.streams[turn]
         with torch.cuda.stream(stream) if stream else nullcontext():
-            if ON_GPU and own.random() < 0.3:
-                torch.cuda._sleep(own.randrange(LATE))
+            if ON_GPU and local.random() < 0.3:
+                torch.cuda._sleep(local.randrange(LATE))
             found = results(self.cases[case], which, self.platform)
             self.fill_what_is_free(case)
             if which == "dropped":
                 return
-            if self.reader and own.random() < 0.5:
-                self.read_late(found, case, own)
+            if self.reader and local.random() < 0.5:
+                self.read_late(found, case, local)
             else:
                 self.compare(found, case, self.wrong[turn])
-        if own.random() < 0.3:
+        if local.random() < 0.3:
             self.fill_in_jax()
 
     def fill_what_is_free(self, case: int) -> None:
@@ -137,14 +132,14 @@ class Stress:
         for _ in range(3):
             jnp.full(largest, jnp.nan, jnp.bfloat16)
 
-    def read_late(self, found: list[torch.Tensor], case: int, own: random.Random) -> None:
+    def read_late(self, found: list[torch.Tensor], case: int, local: random.Random) -> None:
         """As torch's rules have it: the other stream waits for this one, and the allocator is told of it."""
         assert self.reader
         self.reader.wait_stream(torch.cuda.current_stream())
         for tensor in found:
             tensor.record_stream(self.reader)
         with torch.cuda.stream(self.reader):
-            torch.cuda._sleep(own.randrange(LATE))
+            torch.cuda._sleep(local.randrange(LATE))
             self.compare(found, case, self.wrong[-1])
 
     def compare(self, found: list[torch.Tensor], case: int, wrong: torch.Tensor) -> None:
@@ -163,13 +158,6 @@ def choose_memory(results: str) -> None:
         crossing._OnGpu._settle = shared  # type: ignore[method-assign]
 
 
-def in_all(wrong: int) -> int:
-    total = torch.tensor([wrong])
-    if not ALONE:
-        dist.all_reduce(total)
-    return int(total)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=1000 if ON_GPU else 100)
@@ -177,21 +165,17 @@ def main() -> None:
     parser.add_argument("--platform", default="auto")
     parser.add_argument("--results", choices=("in_place", "copied", "shared"), default="in_place")
     options = parser.parse_args()
-    device = start()
+    team = Team()
     choose_memory(options.results)
     begin = time.monotonic()
-    stress = Stress(options, device)
+    stress = Stress(options, team)
     prepared = time.monotonic()
-    wrong = in_all(stress.run(options.iterations))
-    if ALONE or dist.get_rank() == 0:
-        size = 1 if ALONE else dist.get_world_size()
-        print(f"{size} x {torch.cuda.get_device_name() if ON_GPU else 'CPU'}, {', '.join(map(' '.join, versions().items()))}")
-        print(f"quiet run {prepared - begin:.0f} s, stress {time.monotonic() - prepared:.0f} s")
-        print(
-            f"{options.iterations} iterations on {size} process(es), results {options.results}: {wrong} differ from the quiet run"
-        )
-    if not ALONE:
-        dist.destroy_process_group()
+    wrong = team.total(stress.run(options.iterations))
+    team.say(f"{team.size} x {hardware()}; {software()}")
+    team.say(f"quiet run {prepared - begin:.0f} s, stress {time.monotonic() - prepared:.0f} s")
+    work = f"{options.iterations} iterations on {team.size} process(es), results {options.results}"
+    team.say(f"{work}: {wrong} differ from the quiet run")
+    team.close()
     sys.exit(wrong > 0)
 
 

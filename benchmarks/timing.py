@@ -1,4 +1,8 @@
-"""Times of several systems side by side: they take turns, so that what happens to the clocks happens to all of them alike."""
+"""Times of several systems side by side: they take turns, so that what happens to the clocks happens to all of them alike.
+
+torch.utils.benchmark and triton.testing.do_bench time one function after another, in one process, on a GPU that is as warm as the
+last one left it. Here systems alternate, each sample begins on a rested GPU, and the ranks of a ring start it together.
+"""
 
 import statistics
 import time
@@ -8,18 +12,19 @@ from typing import Any
 
 import torch
 
-Call = Callable[[], Any]
+from team import ON_GPU, Team
+
 HEAD_START = 4_000_000  # clock cycles, about 2 ms
 FIRST_IS_ENOUGH_MS = 1000.0
-REST = 0.1  # seconds before a sample: a card at its power limit is slower after a hungry neighbour than after a modest one
+REST = 0.1  # seconds before a sample: a GPU at its power limit is slower after a hungry neighbour than after a modest one
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call and how it is timed: by CUDA events on torch's stream, or by the wall clock until `finished` says it is done."""
+    """A call and how it is timed: by CUDA events on torch's stream, or by the wall clock until `wait` for its result returns."""
 
-    call: Call
-    finished: Callable[[Any], Any] | None = None
+    call: Callable[[], Any]
+    wait: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,25 +38,29 @@ class Times:
     def median(self) -> float:
         return statistics.median(self.samples)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, float | str]:
         spread = (max(self.samples) - min(self.samples)) / self.median
         return {"ms": self.median, "spread": round(spread, 3), "samples": f"{len(self.samples)} x {self.calls}"}
 
 
-def on_host(timed: Timed, calls: int) -> float:
-    if torch.cuda.is_available():
-        torch.cuda._sleep(HEAD_START)  # as on_device: the clocks rise again
+def sample(timed: Timed, calls: int) -> float:
+    return by_events(timed, calls) if ON_GPU and timed.wait is None else by_wall_clock(timed, calls)
+
+
+def by_wall_clock(timed: Timed, calls: int) -> float:
+    if ON_GPU:
+        torch.cuda._sleep(HEAD_START)  # as for events: the clocks rise again
         torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         result = timed.call()
-    if timed.finished is not None:
-        timed.finished(result)
+    if timed.wait is not None:
+        timed.wait(result)
     return (time.perf_counter() - start) * 1000 / calls
 
 
-def on_device(timed: Timed, calls: int) -> float:
-    """A pause of the device lets the host run ahead first, so the host's time shows only where it is the slower one."""
+def by_events(timed: Timed, calls: int) -> float:
+    """The GPU sleeps first, so that the host runs ahead of it: the host's time shows only where it is the slower one."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(HEAD_START)
@@ -63,34 +72,12 @@ def on_device(timed: Timed, calls: int) -> float:
     return start.elapsed_time(end) / calls
 
 
-def sample(timed: Timed, calls: int) -> float:
-    by_events = timed.finished is None and torch.cuda.is_available()
-    return on_device(timed, calls) if by_events else on_host(timed, calls)
-
-
-class Alone:
-    """One process: nobody to wait for, nobody to agree with."""
-
-    def ready(self) -> None:
-        pass
-
-    def slowest(self, ms: float) -> float:
-        return ms
-
-    def agreed(self, fine: bool) -> bool:
-        return fine
-
-
-ALONE = Alone()
-
-
 def take_turns(
-    systems: dict[str, Timed], rounds: int, sample_ms: float, team: Any = ALONE
+    team: Team, systems: dict[str, Timed], rounds: int, sample_ms: float
 ) -> tuple[dict[str, Times], dict[str, Exception]]:
     """The times of each system, and why those that failed did. Each was called before, so that it is compiled.
 
     A sample is as many calls as fill `sample_ms`. The order turns round every other round: none always follows the same one.
-    `team`: what several processes need to do this together (an Alone, or one with its methods).
     """
     failed: dict[str, Exception] = {}
     calls: dict[str, int] = {}
@@ -101,9 +88,9 @@ def take_turns(
                 continue
             try:
                 if name in calls:
-                    value = one_sample(systems[name], calls[name], team)
+                    value = rested_sample(team, systems[name], calls[name])
                 else:
-                    calls[name], value = first_sample(systems[name], sample_ms, team)
+                    calls[name], value = first_sample(team, systems[name], sample_ms)
                 samples[name].append(value)
             except Exception as error:  # the others go on
                 failed[name] = error
@@ -112,28 +99,27 @@ def take_turns(
     return {name: Times(tuple(samples[name]), calls[name]) for name in systems if name not in failed}, failed
 
 
-def one_sample(timed: Timed, calls: int, team: Any) -> float:
-    if torch.cuda.is_available():
+def rested_sample(team: Team, timed: Timed, calls: int) -> float:
+    if ON_GPU:
         torch.cuda.synchronize()
         time.sleep(REST)
     team.ready()
     return sample(timed, calls)
 
 
-def first_sample(timed: Timed, sample_ms: float, team: Any) -> tuple[int, float]:
-    """How many calls fill a sample, and one such sample. Only a very long call is not made again to find out: a first one may be
-    slow."""
-    first = one_sample(timed, 1, team)
+def first_sample(team: Team, timed: Timed, sample_ms: float) -> tuple[int, float]:
+    """How many calls fill a sample, and one such sample. A first call may be slow, so a second one decides, unless calls are very
+    long."""
+    first = rested_sample(team, timed, 1)
     once = team.slowest(first)
     if once >= max(sample_ms, FIRST_IS_ENOUGH_MS):
         return 1, first
-    once = min(once, team.slowest(one_sample(timed, 1, team)))
+    once = min(once, team.slowest(rested_sample(team, timed, 1)))
     calls = max(1, min(200, round(sample_ms / max(once, 1e-3))))
-    return calls, one_sample(timed, calls, team)
+    return calls, rested_sample(team, timed, calls)
 
 
 def reason(error: BaseException) -> str:
     """Short enough for a table."""
     lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

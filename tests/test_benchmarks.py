@@ -2,15 +2,19 @@
 
 from pathlib import Path
 
+import jax
 import pytest
 import torch
+from jax.sharding import Mesh
 
 import flash_attn_of_torch
+import ring_overlap
 import ring_profile
 import timing
-from one_gpu_systems import Case
 from report import Report, short
-from ring_profile import COPY, REST, TRAVEL, Event
+from ring_profile import COPY, REST, ROTATION, Event
+from systems import Case, difference, make_inputs, ours
+from team import Team
 
 
 def test_work_is_counted_by_visible_pairs():
@@ -20,6 +24,14 @@ def test_work_is_counted_by_visible_pairs():
     assert Case("", 1024, causal=False).pairs == 2 * whole.pairs
     assert Case("", 1024, window=1024).pairs == whole.pairs
     assert Case("", 1024, documents=(512, 512)).pairs == whole.pairs / 2
+
+
+def test_all_passes_of_a_system_give_the_same_gradients():
+    inputs = make_inputs(Case("", 64, heads=4, kv_heads=2, dim=8), "cpu")
+    prepared = ours("xla", inputs, causal=True, mesh="local")
+    assert difference(prepared.results("backward"), prepared.results("both")) == 0.0
+    whole = ours("xla", inputs, mesh="local")
+    assert difference(whole.results("both"), prepared.results("both")) > 0.1
 
 
 def test_systems_take_turns_and_a_failing_one_stops_none(monkeypatch):
@@ -32,7 +44,7 @@ def test_systems_take_turns_and_a_failing_one_stops_none(monkeypatch):
             raise RuntimeError("no more")
 
     systems = {"a": timing.Timed(lambda: seen.append("a")), "b": timing.Timed(breaks)}
-    times, failed = timing.take_turns(systems, rounds=3, sample_ms=0)
+    times, failed = timing.take_turns(Team(), systems, rounds=3, sample_ms=0)
     assert len(times["a"].samples) == 3
     assert times["a"].calls == 1
     assert "b" not in times
@@ -65,9 +77,9 @@ def test_the_time_beside_kernels_is_read_from_a_trace():
     ]
     keys = ("cat", "name", "stream", "ts", "dur")
     trace = [dict(zip(keys, event, strict=True)) for event in found]
-    events = ring_profile.events_of_torch({"traceEvents": [{**event, "args": {"stream": event["stream"]}} for event in trace]})
+    events = ring_profile.events_of({"traceEvents": [{**event, "args": {"stream": event["stream"]}} for event in trace]})
     assert [event.start for event in events] == [0, 10, 40, 50]
-    assert [ring_profile.kind(event) for event in events] == [REST, TRAVEL, TRAVEL, COPY]
+    assert [event.kind for event in events] == [REST, ROTATION, ROTATION, COPY]
     told = ring_profile.summary(events)
     assert told == {"span ms": 0.06, "kernels ms": 0.05, "rotation ms": 0.04, "beside kernels %": 75.0}
 
@@ -75,7 +87,7 @@ def test_the_time_beside_kernels_is_read_from_a_trace():
 def test_a_picture_of_streams_is_drawn(tmp_path: Path):
     rotations = [Event("13", "nccl", 10.0 * step, 4.0) for step in range(8)]
     kernels = [Event("7", f"kernel {step % 2}", 10.0 * step, 9.0) for step in range(8)]
-    events = ring_profile.in_order([*rotations, *kernels])
+    events = [*rotations, *kernels]
     assert [name for name, *_ in ring_profile.windows(events, 4)] == [
         "the whole",
         "one step of the forward",
@@ -85,11 +97,22 @@ def test_a_picture_of_streams_is_drawn(tmp_path: Path):
     assert (tmp_path / "timeline.png").stat().st_size > 0
 
 
+@pytest.mark.slow
+def test_nothing_travels_in_what_overlap_compares_with():
+    case = Case("", 64, heads=4, kv_heads=2, dim=8)
+    for axis in (ring_overlap.ROTATING, ring_overlap.STILL):
+        mesh = Mesh(jax.devices()[:2], (axis,))
+        for timed in ring_overlap.compiled_passes(mesh, case, "xla").values():
+            assert ("collective-permute" in timed.call.func.as_text()) == (axis == ring_overlap.ROTATING)
+            timed.wait(timed.call())
+
+
 def test_flash_attn_is_passed_on_in_the_form_torch_wants():
     q, k = (torch.empty(1, 256, heads, 64, device="meta", dtype=torch.bfloat16) for heads in (8, 2))
-    out, lse, *_ = flash_attn_of_torch._flash_attn_forward(q, k, k, softmax_scale=0.1, causal=True)
+    off = {"dropout_p": 0.0, "alibi_slopes": None}
+    out, lse, *_ = flash_attn_of_torch._flash_attn_forward(q, k, k, softmax_scale=0.1, causal=True, return_softmax=False, **off)
     assert (out.shape, lse.shape) == (q.shape, (1, 8, 256))
     gradients = [torch.empty_like(x) for x in (q, k, k)]
-    flash_attn_of_torch._flash_attn_backward(out, q, k, k, out, lse, *gradients, softmax_scale=0.1, causal=True)
+    flash_attn_of_torch._flash_attn_backward(out, q, k, k, out, lse, *gradients, softmax_scale=0.1, causal=True, **off)
     with pytest.raises(NotImplementedError, match="only plain attention"):
-        flash_attn_of_torch._flash_attn_forward(q, k, k, dropout_p=0.1)
+        flash_attn_of_torch._flash_attn_forward(q, k, k, softmax_scale=0.1, causal=True, dropout_p=0.1)

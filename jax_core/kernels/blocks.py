@@ -3,16 +3,18 @@
 For kernels that visit blocks by a list. The numbers here are of blocks, not of positions: a shard's map is small at any length.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jax_core.kernels.contract import Extras, Scores
+from jax_core.kernels.contract import Extras, Runs, Scores
 from jax_core.masks.functions import Predicate, depends_on
 from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask, empty, full
@@ -33,7 +35,7 @@ class BlockLayout:
     even: bool  # every block is whole
 
 
-def block_layout(runs: tuple[Run, ...], block: int) -> BlockLayout:
+def block_layout(runs: Runs, block: int) -> BlockLayout:
     per_run = -(-runs[0].length // block)
     return BlockLayout(len(runs), runs[0].length, runs[0].stride, block, per_run, per_run * len(runs), runs[0].length % block == 0)
 
@@ -42,18 +44,18 @@ class BlockSparsity(NamedTuple):
     """bool ``[batch|1, query blocks, key blocks]``: which pairs have a visible pair of positions, as far as bounds tell, and which
     are visible altogether."""
 
-    visible: Any
-    whole: Any
+    visible: Array
+    whole: Array
 
 
-def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs, k_runs, scores: Scores, extras: Extras) -> BlockSparsity:
+def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras) -> BlockSparsity:
     """From the static mask, segment ids and position ids; masks and mask functions may hide more."""
     q_low, q_high = _bounds(positions(extras.q_position_ids, q_runs), q)
     k_low, k_high = _bounds(positions(extras.kv_position_ids, k_runs), k)
     q_bounds = Run(q_low[:, :, None], (q_high - q_low)[:, :, None], 2)  # by its ends
     k_bounds = Run(k_low[:, None, :], (k_high - k_low)[:, None, :], 2)
     visible, whole = ~empty(scores.mask, q_bounds, k_bounds), full(scores.mask, q_bounds, k_bounds)
-    if extras.q_segment_ids is not None:
+    if extras.q_segment_ids is not None and extras.kv_segment_ids is not None:
         (a, b), (c, d) = _bounds(extras.q_segment_ids, q), _bounds(extras.kv_segment_ids, k)
         a, b, c, d = a[:, :, None], b[:, :, None], c[:, None, :], d[:, None, :]
         visible = visible & (b >= 0) & (d >= 0) & (a <= d) & (c <= b)
@@ -63,12 +65,20 @@ def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs, k_runs, scores: Score
     return BlockSparsity(visible, whole & visible)
 
 
-def index(runs: tuple[Run, ...]):
+def starts(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
+    """int32 ``[6]``: the first positions of the two runs of queries and of keys (0 for one that is not there), and the global
+    numbers of the first batch entry and head."""
+    firsts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
+    origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
+    return jnp.stack([jnp.asarray(number, jnp.int32) for number in firsts + origin])
+
+
+def index(runs: Runs) -> Array:
     """``[length]``: the places of a shard's rows in the whole sequence."""
     return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
 
 
-def positions(ids, runs):
+def positions(ids: Array | None, runs: Runs) -> Array:
     """``[batch|1, length]``: the ids, or the places where there are none."""
     return index(runs)[None] if ids is None else ids
 
@@ -81,7 +91,7 @@ def distance(mask: Mask, q_pos: Array, k_pos: Array, dtype: DTypeLike) -> Array:
     return jnp.where(between < 0, between + 2.0**32, between)  # what has no place in 32 bits came as a negative number
 
 
-def in_blocks(x, axis: int, where: BlockLayout, fill=None):
+def in_blocks(x: Array, axis: int, where: BlockLayout, fill: float | None = None) -> Array:
     """The axis, ``runs * length`` long, filled up so that every run is whole blocks; None: with each run's last value."""
     axis %= x.ndim
     if where.even:
@@ -93,7 +103,7 @@ def in_blocks(x, axis: int, where: BlockLayout, fill=None):
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def out_of_blocks(x, axis: int, where: BlockLayout):
+def out_of_blocks(x: Array, axis: int, where: BlockLayout) -> Array:
     """Undoes :func:`in_blocks`."""
     axis %= x.ndim
     if where.even:
@@ -103,15 +113,21 @@ def out_of_blocks(x, axis: int, where: BlockLayout):
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def same_rows(a, b):
+def same_rows(a: Array | None, b: Array | None) -> tuple[Array | None, Array | None]:
     """Ids of both sides, broadcast to as many rows."""
-    if a is None:
-        return a, b
+    if a is None or b is None:
+        return None, None
     rows = max(a.shape[0], b.shape[0])
-    return tuple(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (a, b))
+    return jnp.broadcast_to(a, (rows, a.shape[1])), jnp.broadcast_to(b, (rows, b.shape[1]))
 
 
-def dense_mask(shards, q_runs, k_runs, predicates: list[tuple[Predicate, Any]], extras: Extras):
+def dense_mask(
+    shards: Sequence[Array],
+    q_runs: Runs,
+    k_runs: Runs,
+    predicates: list[tuple[Predicate, tuple[Array | np.ndarray, ...]]],
+    extras: Extras,
+) -> Array | None:
     """bool ``[batch|1, heads|1, query rows|1, key rows]`` of a pair of shards, the boolean mask and ``predicates`` (each with its
     arrays) in one; None without any. ``shards``: q, k, v."""
     seen = extras.mask
@@ -125,13 +141,13 @@ def dense_mask(shards, q_runs, k_runs, predicates: list[tuple[Predicate, Any]], 
     return seen
 
 
-def _bounds(ids, where: BlockLayout):
+def _bounds(ids: Array, where: BlockLayout) -> tuple[Array, Array]:
     """``[rows, length]`` ids -> the least and the greatest of every block, ``[rows, blocks]`` each."""
     blocks = in_blocks(ids, 1, where).reshape(ids.shape[0], where.blocks, where.block)
     return blocks.min(-1), blocks.max(-1)
 
 
-def _whole_blocks(where: BlockLayout):
+def _whole_blocks(where: BlockLayout) -> Array:
     last = jnp.arange(where.blocks) % where.blocks_per_run == where.blocks_per_run - 1
     return where.even | ~last
 

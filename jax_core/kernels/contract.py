@@ -21,14 +21,21 @@ query's own. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key (it
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.masks.functions import Predicate
+from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask
+
+Runs = tuple[Run, ...]  # one or two: the positions of a shard
+Precision = lax.Precision | str | None
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Scores:
     softcap: float | None = None
     dropout_prob: float = 0.0
     predicates: tuple[Predicate, ...] = ()
-    precision: Any = None  # of the matrix products: a jax.lax.Precision name, None for the kernel's own choice
+    precision: Precision = None  # of the matrix products: a jax.lax.Precision name, None for the kernel's own choice
     logits_dtype: str | None = None  # round q . k to this dtype before the softmax; None keeps the accumulation dtype
 
     @property
@@ -74,52 +81,53 @@ class Problem:
 
 
 class Extras(NamedTuple):
-    """The arrays that ride beside the static mask, cut to one pair of shards. Each may be None.
+    """The arrays that accompany the static mask, cut to one pair of shards. Each may be None.
 
     ``bias`` float, ``mask`` bool: ``[batch|1, heads|1, q_length|1, k_length]``; ids int32 ``[batch|1, length]``; ``alibi_slopes``
     ``[batch|1, heads]``; ``dropout_seed`` uint32 ``[2]``; ``origin`` int32 ``[2]``, the global numbers of the first batch entry and
     the first head held here; ``predicate_arrays``: a tuple of arrays for each predicate.
     """
 
-    bias: Any = None
-    mask: Any = None
-    q_segment_ids: Any = None
-    kv_segment_ids: Any = None
-    q_position_ids: Any = None
-    kv_position_ids: Any = None
-    alibi_slopes: Any = None
-    dropout_seed: Any = None
-    origin: Any = None
-    predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+    bias: Array | None = None
+    mask: Array | None = None
+    q_segment_ids: Array | None = None
+    kv_segment_ids: Array | None = None
+    q_position_ids: Array | None = None
+    kv_position_ids: Array | None = None
+    alibi_slopes: Array | None = None
+    dropout_seed: Array | None = None
+    origin: Array | None = None
+    predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...] = ()
 
 
 class Partial(NamedTuple):
     """Attention over the keys seen so far: ``out`` normalised by them alone, ``lse`` the logarithm of their weights' sum."""
 
-    out: jax.Array
-    lse: jax.Array
+    out: Array
+    lse: Array
 
 
 class Residuals(NamedTuple):
-    """What the backward knows of the query rows: the final ``out`` in the query's dtype, its cotangent, the final ``lse``, and
-    ``delta = rowsum(out * dout) - dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes
-    the LSE output differentiable)."""
+    """What the backward knows of the query rows, made once a pass: the final ``out`` and its cotangent, both in the query's dtype;
+    the final ``lse``, but ``+inf`` where a row saw no key, so that ``exp(x - lse)`` is 0 there; and ``delta = rowsum(out * dout) -
+    dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes the LSE output
+    differentiable)."""
 
-    out: Any
-    dout: Any
-    lse: Any
-    delta: Any
+    out: Array
+    dout: Array
+    lse: Array
+    delta: Array
 
 
 class Grads(NamedTuple):
     """A pair's share of the gradients, ``dq`` with all before it; ``dbias``, ``dalibi_slopes`` have their operand's shape, or are
     None without one."""
 
-    dq: jax.Array
-    dk: jax.Array
-    dv: jax.Array
-    dbias: jax.Array | None
-    dalibi_slopes: jax.Array | None
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dalibi_slopes: Array | None
 
 
 class Kernel(Protocol):
@@ -133,39 +141,39 @@ class Kernel(Protocol):
 
     def forward(
         self,
-        q,
-        k,
-        v,
-        q_runs,
-        k_runs,
+        q: Array,
+        k: Array,
+        v: Array,
+        q_runs: Runs,
+        k_runs: Runs,
         *,
         diagonal: bool,
         scores: Scores,
         extras: Extras,
         carry: Partial | None,
-        out_dtype,
+        out_dtype: DTypeLike,
         config: FwdParams,
     ) -> Partial: ...
 
     def backward(
         self,
-        q,
-        k,
-        v,
+        q: Array,
+        k: Array,
+        v: Array,
         residuals: Residuals,
-        q_runs,
-        k_runs,
+        q_runs: Runs,
+        k_runs: Runs,
         *,
         diagonal: bool,
         scores: Scores,
         extras: Extras,
-        dq,
+        dq: Array | None,
         fused: bool,
         config: BwdParams,
     ) -> Grads: ...
 
 
-def accumulation_dtype(dtype) -> jnp.dtype:
+def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -6,11 +6,12 @@ nothing but the rows' final ``lse`` and ``delta``.
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jax_core.kernels.contract import Partial
 
 
-def join_sinks(partial: Partial, sinks) -> Partial:
+def join_sinks(partial: Partial, sinks: Array) -> Partial:
     """``sinks``: ``[heads, n]`` logits. A row that saw no key keeps ``out`` 0 and takes the sinks' LSE."""
     lse_sinks = jax.nn.logsumexp(sinks.astype(partial.lse.dtype), axis=-1)
     lse = jnp.logaddexp(partial.lse, lse_sinks[None, :, None])
@@ -18,7 +19,7 @@ def join_sinks(partial: Partial, sinks) -> Partial:
     return Partial(partial.out * jnp.swapaxes(share, 1, 2)[..., None], lse)
 
 
-def sink_gradient(sinks, lse, delta):
+def sink_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
     """The gradient of ``sinks [heads, n]``: ``-sum_rows exp(sink - lse) * delta``, from ``lse``/``delta [batch, heads, length]``.
 
     A sink's weight multiplies a zero value, so the ``dout . v`` term of an ordinary logit's gradient is 0.
@@ -28,7 +29,7 @@ def sink_gradient(sinks, lse, delta):
     return -jnp.sum(weight * delta[:, :, None, :], axis=(0, 3))
 
 
-def sinks_per_head(softmax_aux, heads: int):
+def sinks_per_head(softmax_aux: Array, heads: int) -> Array:
     """``[heads]`` is one sink a head, any other 1-D length is sinks that all heads share; the result is ``[heads, n]``."""
     if softmax_aux.ndim == 2:
         return softmax_aux

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Kernel, Problem, Scores
+from jax_core.kernels.contract import Kernel, Problem, Residuals, Scores
 
 
 class Operands(NamedTuple):
@@ -93,7 +93,9 @@ class Strategy(Protocol):
     ) -> Operands: ...
 
 
-def row_delta(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
-    """``rowsum(out * dout) - dlse``, ``[batch, heads, q_length]``, once for all steps."""
+def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
+    """What kernels take of the query rows, once for all steps. ``out``, ``lse``: what the whole forward gave, ``-inf`` where a row
+    saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
     delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
-    return delta if dlse is None else delta - dlse.astype(lse.dtype)
+    delta = delta if dlse is None else delta - dlse.astype(lse.dtype)
+    return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)

@@ -26,7 +26,9 @@ def clear_operands(operands: Operands) -> Operands:
 def clear_cotangents(operands: Operands, dout: Array, dlse: Array | None) -> tuple[Array, Array | None]:
     """``dout [batch, q_length, heads, value_dim]`` and ``dlse [batch, heads, q_length]`` (or None), 0 in padded rows."""
     ids = operands.q_segment_ids
-    return _cleared(dout, ids), None if dlse is None else jnp.swapaxes(_cleared(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
+    if ids is not None and dlse is not None:
+        dlse = jnp.swapaxes(_cleared(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
+    return _cleared(dout, ids), dlse
 
 
 def clear_hidden(x: Array, mask: Array | None) -> Array:

@@ -4,9 +4,9 @@ import jax
 from jax import lax
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Problem, Residuals, accumulation_dtype
+from jax_core.kernels.contract import Extras, Problem, accumulation_dtype
 from jax_core.masks.layout import Run
-from jax_core.strategies.contract import Operands, RingSpec, row_delta
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals
 
 HANDLES = frozenset("contiguous causal float32 lse_gradient".split())
 IN_PLACE_OF_A_KERNEL = frozenset({"contiguous"})
@@ -41,7 +41,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
 def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
     assert spec.kernel is not None
     keys, q_runs, k_runs = whole_sequence(spec, operands)
-    residuals = Residuals(out, dout, lse, row_delta(out, lse, dout, dlse))
+    residuals = make_residuals(out, lse, dout, dlse)
     settings = dict(diagonal=False, scores=spec.scores, extras=Extras(), dq=None, fused=False, config=spec.bwd_params)
     grads = spec.kernel.backward(operands.query, *keys, residuals, q_runs, k_runs, **settings)
     dk, dv = (lax.psum_scatter(x, spec.axis_name, scatter_dimension=1, tiled=True) for x in (grads.dk, grads.dv))

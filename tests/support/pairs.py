@@ -12,6 +12,7 @@ from jax_core.kernels import xla
 from jax_core.kernels.contract import Extras, Grads, Partial, Residuals, Scores
 from jax_core.masks.layout import runs
 from jax_core.masks.static import make_mask
+from jax_core.strategies.contract import make_residuals
 
 CAUSAL = make_mask(True)
 
@@ -91,8 +92,7 @@ def run(kernel, pair: ShardPair, params: tuple[FwdParams, BwdParams], dtype: str
             out_dtype=qkv[0].dtype if pair.last else wide,
             config=params[0],
         )
-        residuals = residuals or Residuals(None, dout, result.lse, (result.out * dout).sum(-1).swapaxes(1, 2))
-        residuals = residuals._replace(out=result.out.astype(dout.dtype) if residuals.out is None else residuals.out)
+        residuals = residuals or make_residuals(result.out, result.lse, dout, None)
         settings |= dict(dq=dq if pair.carry else None, fused=pair.fused, config=params[1])
         return result, kernel.backward(*qkv, residuals, q_runs, k_runs, **settings), residuals
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores
 from jax_core.kernels.cudnn import calls, tiles
 
 HANDLES = frozenset("causal left logits_dtype fused_backward float16 bfloat16".split())
@@ -91,7 +93,18 @@ def _dim_reason(problem: Problem) -> str | None:
 
 
 def forward(
-    q, k, v, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+    q: Array,
+    k: Array,
+    v: Array,
+    q_runs: Runs,
+    k_runs: Runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    carry: Partial | None,
+    out_dtype: DTypeLike,
+    config: FwdParams,
 ) -> Partial:
     del extras, config  # unsupported() lets none through
     before = _before(q_runs, k_runs)
@@ -109,33 +122,33 @@ def forward(
 
 
 def backward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     residuals: Residuals,
-    q_runs,
-    k_runs,
+    q_runs: Runs,
+    k_runs: Runs,
     *,
     diagonal: bool,
     scores: Scores,
     extras: Extras,
-    dq,
+    dq: Array | None,
     fused: bool,
     config: BwdParams,
 ) -> Grads:
     del extras, fused, config  # one sweep in any case
     before = _before(q_runs, k_runs)
-    dout = residuals.dout.astype(q.dtype)
+    dout, lse = residuals.dout, residuals.lse  # no row is without a key: +inf does not occur
     if diagonal or not scores.mask.causal:
-        grads = _wide(calls.backward(q, k, v, residuals.out, dout, residuals.lse, **_settings(scores, q.shape[1])))
+        grads = _wide(calls.backward(q, k, v, residuals.out, dout, lse, **_settings(scores, q.shape[1])))
     elif len(q_runs) == 1:
-        grads = _wide(calls.backward(q, k, v, residuals.out, dout, residuals.lse, scale=scores.scale))
+        grads = _wide(calls.backward(q, k, v, residuals.out, dout, lse, scale=scores.scale))
         # Not multiplied by 0: the weights of hidden keys may be infinite, as the LSE does not count them.
         grads = tuple(jnp.where(before, grad, 0) for grad in grads)
     else:
         queries, out, dout = (tiles.query_tiles(x, before) for x in (q, residuals.out, dout))
         keys, values = (tiles.key_tiles(x, before) for x in (k, v))
-        found = calls.backward(queries, keys, values, out, dout, tiles.row_tiles(residuals.lse, before), scale=scores.scale)
+        found = calls.backward(queries, keys, values, out, dout, tiles.row_tiles(lse, before), scale=scores.scale)
         grads = tiles.query_gradient(found[0], before), *(tiles.key_gradient(grad, before) for grad in found[1:])
     share, dk, dv = grads
     return Grads(share if dq is None else dq + share, dk, dv, None, None)

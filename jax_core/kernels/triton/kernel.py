@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.blocks import same_rows
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
+from jax_core.kernels.blocks import same_rows, starts
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores
 from jax_core.kernels.triton import launch, params
 from jax_core.kernels.triton.plan import LaunchConstants, make_plan
 from jax_core.kernels.triton.tables import Tables, make_tables
@@ -59,43 +61,54 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
 
 
 def forward(
-    q, k, v, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+    q: Array,
+    k: Array,
+    v: Array,
+    q_runs: Runs,
+    k_runs: Runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    carry: Partial | None,
+    out_dtype: DTypeLike,
+    config: FwdParams,
 ) -> Partial:
     from jax_core.kernels.triton.forward_kernel import forward_kernel  # loads Triton
 
-    del diagonal  # the runs say it
+    del diagonal  # the runs tell
 
     extras, blocks = _prepared(extras), _blocks(config)
     tables = make_tables((q, k, v), q_runs, k_runs, scores, extras, blocks)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     # The output and the LSE go where they came from; but the last pair may give the output in another type.
-    before: list[Any] = [None, None] if carry is None else []
-    in_place: list[Any] = [] if carry is None else [carry.out, carry.lse]
+    before: list[Array | None] = [None, None] if carry is None else []
+    in_place: list[Array] = [] if carry is None else [carry.out, carry.lse]
     outputs = [lse, out] if carry is None else []
     if carry is not None and carry.out.dtype != out_dtype:
         before, in_place, outputs = [carry.out], [carry.lse], [out]
     plan = make_plan(
         (q, k, v), q_runs, k_runs, scores, extras, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings
     )
-    inputs = [q, k, v, *_positional(q_runs, k_runs, scores, extras), tables.bits, *tables.lists(of_keys=True), *before]
+    inputs = [q, k, v, *_positional(q_runs, k_runs, extras), tables.bits, *tables.lists(of_keys=True), *before]
     grid = plan.q.blocks, plan.heads, plan.batch
     found = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, params=config)
     return Partial(*(found if len(in_place) == 2 else found[::-1]))
 
 
 def backward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     residuals: Residuals,
-    q_runs,
-    k_runs,
+    q_runs: Runs,
+    k_runs: Runs,
     *,
     diagonal: bool,
     scores: Scores,
     extras: Extras,
-    dq,
+    dq: Array | None,
     fused: bool,
     config: BwdParams,
 ) -> Grads:
@@ -104,7 +117,7 @@ def backward(
     del diagonal
 
     extras = _prepared(extras)
-    arrays = [q, k, v, residuals.dout.astype(q.dtype), residuals.lse, residuals.delta, *_positional(q_runs, k_runs, scores, extras)]
+    arrays = [q, k, v, residuals.dout, residuals.lse, residuals.delta, *_positional(q_runs, k_runs, extras)]
     over_queries = _make_pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
 
     before = dq
@@ -136,7 +149,7 @@ class _Pass(NamedTuple):
 
     make_plan: Callable[..., LaunchConstants]
     tables: Tables
-    arrays: list[Any]
+    arrays: list[Array | None]
     params: BwdParams
 
     def plan(self, of_keys: bool | None, **settings):
@@ -152,13 +165,22 @@ class _Pass(NamedTuple):
         return plan, launched
 
 
-def _make_pass(shards, q_runs, k_runs, scores: Scores, extras: Extras, arrays, params: BwdParams, blocks: tuple[int, int]) -> _Pass:
+def _make_pass(
+    shards: tuple[Array, Array, Array],
+    q_runs: Runs,
+    k_runs: Runs,
+    scores: Scores,
+    extras: Extras,
+    arrays: list[Array | None],
+    params: BwdParams,
+    blocks: tuple[int, int],
+) -> _Pass:
     pair = shards, q_runs, k_runs, scores, extras, blocks
     tables = make_tables(*pair)
     return _Pass(partial(make_plan, *pair, **tables.settings), tables, arrays, params)
 
 
-def _slope_gradient(dslopes, slopes):
+def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
     """``[batch, heads, keys]`` -> the shape of the slopes, ``[batch|1, heads]``."""
     return dslopes.sum(-1) if slopes.shape[0] == dslopes.shape[0] else dslopes.sum((0, -1))[None]
 
@@ -167,18 +189,15 @@ def _blocks(config: FwdParams) -> tuple[int, int]:
     return config.q_blocksize, config.kv_blocksize  # type: ignore[return-value]  # complete by now
 
 
-def _positional(q_runs, k_runs, scores: Scores, extras: Extras) -> list[Any]:
+def _positional(q_runs: Runs, k_runs: Runs, extras: Extras) -> list[Array | None]:
     """The arrays of the kernels' middle: where the shards stand, ids, bias, slopes, seed."""
-    starts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
-    origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
-    where = jnp.stack([jnp.asarray(number, jnp.int32) for number in starts + origin])
     ids = extras.q_segment_ids, extras.kv_segment_ids, extras.q_position_ids, extras.kv_position_ids
-    return [where, *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
+    return [starts(q_runs, k_runs, extras), *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
 
 
 def _prepared(extras: Extras) -> Extras:
     """With as many rows of ids on both sides, as the kernels read them."""
-    segments = same_rows(extras.q_segment_ids, extras.kv_segment_ids)
-    positions = same_rows(extras.q_position_ids, extras.kv_position_ids)
-    names = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
-    return extras._replace(**dict(zip(names, (*segments, *positions), strict=True)))
+    q_segments, kv_segments = same_rows(extras.q_segment_ids, extras.kv_segment_ids)
+    q_positions, kv_positions = same_rows(extras.q_position_ids, extras.kv_position_ids)
+    extras = extras._replace(q_segment_ids=q_segments, kv_segment_ids=kv_segments)
+    return extras._replace(q_position_ids=q_positions, kv_position_ids=kv_positions)

@@ -2,11 +2,12 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+from jax import Array
 
 from jax_core.config import FwdParams
 from jax_core.kernels.contract import capability
@@ -14,8 +15,15 @@ from jax_core.varying import vary, varying_axes
 
 
 def launch(
-    kernel, inputs: Sequence[Any], in_place: Sequence[Any], outputs: Sequence[Any], *, plan, grid, params: FwdParams
-) -> tuple:
+    kernel: Callable,
+    inputs: Sequence[Array | None],
+    in_place: Sequence[Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    plan: object,
+    grid: tuple[int, ...],
+    params: FwdParams,
+) -> tuple[Array, ...]:
     """``kernel(*inputs, *in_place, *in_place again, *outputs, plan)`` over ``grid``.
 
     ``inputs``: None where the kernel has no use for one. The results are the arrays of ``in_place`` as the kernel left them, in
@@ -23,7 +31,7 @@ def launch(
     """
     given = [array for array in (*inputs, *in_place) if array is not None]
     inputs = [given[0] if array is None else array for array in inputs]  # stands for it: no kernel reads it
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*in_place, *outputs)]
+    types = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place), *outputs]
     aliases = {len(inputs) + i: i for i in range(len(in_place))}
     settings = dict(kernel=kernel, grid=grid, num_warps=params.num_warps, num_stages=params.num_stages, plan=plan)
     # jax-triton has no rule for vmap: entries are computed one after another.

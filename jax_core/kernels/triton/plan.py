@@ -5,8 +5,10 @@ The kernels read it as ``plan.name``; its fields are numbers, strings, None or f
 
 from dataclasses import dataclass, replace
 
+from jax import Array
+
 from jax_core.kernels.blocks import BlockLayout, block_layout
-from jax_core.kernels.contract import Extras, Scores
+from jax_core.kernels.contract import Extras, Runs, Scores
 from jax_core.masks.dropout import threshold
 from jax_core.masks.static import Mask
 
@@ -50,7 +52,16 @@ class LaunchConstants:
     fused: bool = False
 
 
-def make_plan(arrays, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int], **more) -> LaunchConstants:
+def make_plan(
+    arrays: tuple[Array, Array, Array],
+    q_runs: Runs,
+    k_runs: Runs,
+    scores: Scores,
+    extras: Extras,
+    blocks: tuple[int, int],
+    /,
+    **more,
+) -> LaunchConstants:
     """``arrays``: q, k, v. ``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
     q, k, v = arrays
     bias, rows = extras.bias, (lambda x: 0 if x is None else x.shape[0])
@@ -104,5 +115,5 @@ _PRECISIONS = {
 
 
 def input_precision(scores: Scores) -> str:
-    """Triton's word for how float32 inputs are multiplied. Without a wish: in full."""
+    """Triton's word for how float32 inputs are multiplied. In full unless a precision is given."""
     return _PRECISIONS.get(scores.precision_name or "float32", "ieee")

@@ -6,14 +6,15 @@ kernel works out its blocks by itself.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jax_core.config import FwdParams
 from jax_core.kernels.blocks import BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks
-from jax_core.kernels.contract import Extras, Scores
+from jax_core.kernels.contract import Extras, Runs, Scores
 from jax_core.kernels.triton import launch
 
 _WORD = 32
@@ -24,22 +25,22 @@ class Tables(NamedTuple):
     ``whole``: ``[batch|1, heads|1, query blocks, key blocks]``, which pairs of blocks have a visible pair, and which are visible
     altogether; or None where no data decides it."""
 
-    bits: Any
-    visible: Any
-    whole: Any
+    bits: Array | None
+    visible: Array | None
+    whole: Array | None
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, int]:
         """The fields of a plan that come from here."""
         bits = (0, 0) if self.bits is None else self.bits.shape[:2]
         table = (1, 1) if self.visible is None else self.visible.shape[:2]
         settings = dict(bits_batch=bits[0], bits_heads=bits[1], table_batch=table[0], table_heads=table[1])
         return settings | dict(table=self.visible is not None)
 
-    def lists(self, of_keys: bool) -> tuple[Any, Any]:
+    def lists(self, of_keys: bool) -> tuple[Array | None, Array | None]:
         """``(order, counts)``: for each block the blocks of the other side to visit, first those visible altogether (the first of
         its counts), then those in part (the second)."""
-        if self.visible is None:
+        if self.visible is None or self.whole is None:
             return None, None
         visible, whole = (x if of_keys else jnp.swapaxes(x, -1, -2) for x in (self.visible, self.whole))
         return list_blocks(jnp.where(visible, jnp.where(whole, 0, 1), 2).astype(jnp.int32))
@@ -53,7 +54,7 @@ class ListsConstants:
     block: int
 
 
-def list_blocks(kinds):
+def list_blocks(kinds: Array) -> tuple[Array, Array]:
     """``kinds [..., rows, columns]`` of pairs of blocks -> ``order [..., rows, columns + 1]``, ``counts [..., rows, 2]``
     (``lists_kernel``)."""
     from jax_core.kernels.triton.lists_kernel import lists_kernel
@@ -62,10 +63,13 @@ def list_blocks(kinds):
     plan = ListsConstants(columns, min(1024, 1 << (columns - 1).bit_length()))
     results = [jax.ShapeDtypeStruct((*rows, length), jnp.int32) for length in (columns + 1, 2)]
     params = FwdParams(num_stages=1, num_warps=4)
-    return launch.launch(lists_kernel, [kinds], [], results, plan=plan, grid=(math.prod(rows),), params=params)
+    order, counts = launch.launch(lists_kernel, [kinds], [], results, plan=plan, grid=(math.prod(rows),), params=params)
+    return order, counts
 
 
-def make_tables(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: tuple[int, int]) -> Tables:
+def make_tables(
+    shards: tuple[Array, Array, Array], q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras, blocks: tuple[int, int]
+) -> Tables:
     """``shards``: q, k, v. ``blocks``: of queries and keys."""
     if extras.q_segment_ids is None and extras.q_position_ids is None and extras.mask is None and not scores.predicates:
         return Tables(None, None, None)
@@ -80,7 +84,7 @@ def make_tables(shards, q_runs, k_runs, scores: Scores, extras: Extras, blocks: 
     return Tables(bits, visible & (tiles != 0).any((3, 5)), whole & (tiles == -1).all((3, 5)))
 
 
-def _bits(seen, q: BlockLayout, k: BlockLayout):
+def _bits(seen: Array, q: BlockLayout, k: BlockLayout) -> Array:
     seen = jnp.broadcast_to(seen, (*seen.shape[:2], q.runs * q.length, seen.shape[3]))
     seen = in_blocks(in_blocks(seen, 3, k, False), 2, q, False)
     words = seen.reshape(*seen.shape[:3], -1, _WORD)

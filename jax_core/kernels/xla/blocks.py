@@ -4,12 +4,13 @@ Names of dimensions in comments: n/m query and key blocks, b batch, h key/value 
 in a block, d dim.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import Array
 
 from jax_core.config import FwdParams
-from jax_core.kernels.contract import Extras, Scores
+from jax_core.kernels.contract import Extras, Runs, Scores
 from jax_core.masks.layout import Run
 from jax_core.masks.static import empty
 from jax_core.varying import vary, varying_axes
@@ -18,75 +19,77 @@ from jax_core.varying import vary, varying_axes
 class BlockPositions(NamedTuple):
     """What the masks need to know of one side's positions, in blocks."""
 
-    index: Any  # [n, q] in the whole sequence
-    position: Any  # [n, b|1, q], the index unless position ids replace it
-    segment: Any  # [n, b|1, q] or None
-    real: Any  # [n, q] False on padding up to a whole block, or None without any
+    place: Array  # [n, q] in the whole sequence
+    position: Array  # [n, b|1, q], the place unless position ids replace it
+    segment: Array | None  # [n, b|1, q]
+    real: Array | None  # [n, q] False on padding up to a whole block, or None without any
 
 
 class Queries(NamedTuple):
-    q: Any  # [n, b, h, g, q, d]
-    side: BlockPositions
+    q: Array  # [n, b, h, g, q, d]
+    at: BlockPositions
 
 
 class Keys(NamedTuple):
-    k: Any  # [m, b, h, k, d]
-    v: Any
-    side: BlockPositions
+    k: Array  # [m, b, h, k, d]
+    v: Array
+    at: BlockPositions
 
 
 class Tiles(NamedTuple):
     """What belongs to a pair of blocks, ``[n, m, ...]``."""
 
-    needed: Any  # bool
-    bias: Any  # [n, m, b|1, h|1, g|1, q|1, k] or None
-    mask: Any
+    needed: Array  # bool
+    bias: Array | None  # [n, m, b|1, h|1, g|1, q|1, k]
+    mask: Array | None
 
 
-class Rest(NamedTuple):
+class Uncut(NamedTuple):
     """Operands that no block cuts."""
 
-    slopes: Any  # [b|1, h, g, 1, 1] or None
-    seed: Any
-    batch: Any  # [b] global numbers
-    head: Any  # [h, g] global numbers
-    predicate_arrays: tuple
+    slopes: Array | None  # [b|1, h, g, 1, 1]
+    seed: Array | None
+    batch: Array  # [b] global numbers
+    head: Array  # [h, g] global numbers
+    predicate_arrays: tuple[tuple[Array, ...], ...]
 
 
-def cut(q, k, v, q_runs, k_runs, scores: Scores, extras: Extras, config: FwdParams):
+def cut(
+    q: Array, k: Array, v: Array, q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras, config: FwdParams
+) -> tuple[Queries, Keys, Tiles, Uncut]:
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     q_size, k_size = _block_size(q_runs, config.q_blocksize), _block_size(k_runs, config.kv_blocksize)
     # Every value gets the same type under shard_map's check_vma, so that loops and branches agree.
     axes = varying_axes(q, k, v, extras, [run.start for run in (*q_runs, *k_runs)])
-    q_side = _side(q_runs, q_size, extras.q_position_ids, extras.q_segment_ids)
-    k_side = _side(k_runs, k_size, extras.kv_position_ids, extras.kv_segment_ids)
-    blocks = q_side.index.shape[0]
+    q_at = _positions(q_runs, q_size, extras.q_position_ids, extras.q_segment_ids)
+    k_at = _positions(k_runs, k_size, extras.kv_position_ids, extras.kv_segment_ids)
+    blocks = q_at.place.shape[0]
     tiles = Tiles(
-        ~_empty(scores, q_side, k_side),
+        ~_empty(scores, q_at, k_at),
         split_tiles(extras.bias, kv_heads, group, q_size, k_size, blocks),
         split_tiles(extras.mask, kv_heads, group, q_size, k_size, blocks),
     )
     batch0, head0 = (0, 0) if extras.origin is None else (extras.origin[0], extras.origin[1])
     slopes = extras.alibi_slopes
-    rest = Rest(
+    uncut = Uncut(
         None if slopes is None else slopes.reshape(-1, kv_heads, group, 1, 1),
         extras.dropout_seed,
         batch0 + jnp.arange(q.shape[0], dtype=jnp.int32),
         head0 + jnp.arange(q.shape[2], dtype=jnp.int32).reshape(kv_heads, group),
         (),
     )
-    queries = Queries(split_rows(q, kv_heads, q_size), q_side)
-    keys = Keys(split_keys(k, k_size), split_keys(v, k_size), k_side)
-    queries, keys, tiles, rest = vary((queries, keys, tiles, rest), axes)
-    return queries, keys, tiles, rest._replace(predicate_arrays=extras.predicate_arrays)
+    queries = Queries(split_rows(q, kv_heads, q_size), q_at)
+    keys = Keys(split_keys(k, k_size), split_keys(v, k_size), k_at)
+    queries, keys, tiles, uncut = vary((queries, keys, tiles, uncut), axes)
+    return queries, keys, tiles, uncut._replace(predicate_arrays=extras.predicate_arrays)
 
 
-def _block_size(runs: tuple[Run, ...], wanted: int | None) -> int:
+def _block_size(runs: Runs, wanted: int | None) -> int:
     assert wanted is not None
     return min(wanted, runs[0].length)
 
 
-def _side(runs: tuple[Run, ...], size: int, position_ids, segment_ids) -> BlockPositions:
+def _positions(runs: Runs, size: int, position_ids: Array | None, segment_ids: Array | None) -> BlockPositions:
     index = jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
     length = index.shape[0]
     position = index[None] if position_ids is None else position_ids
@@ -95,17 +98,17 @@ def _side(runs: tuple[Run, ...], size: int, position_ids, segment_ids) -> BlockP
     return BlockPositions(_split(index, 0, size), _split(position, 1, size), segment, real)
 
 
-def _empty(scores: Scores, q: BlockPositions, k: BlockPositions):
+def _empty(scores: Scores, q: BlockPositions, k: BlockPositions) -> Array:
     """``[n, m]``: no pair of the blocks is visible, as far as positions and segments bound them."""
     q_run, k_run = _bounds(q.position), _bounds(k.position)
     none = empty(scores.mask, _expand(q_run, 1), _expand(k_run, 0))
-    if q.segment is not None:
+    if q.segment is not None and k.segment is not None:
         (q_low, q_high), (k_low, k_high) = _range(q.segment), _range(k.segment)
         none = none | (q_high < 0)[:, None] | (q_high[:, None] < k_low) | (k_high < q_low[:, None])
-    return jnp.broadcast_to(none, (q.index.shape[0], k.index.shape[0]))
+    return jnp.broadcast_to(none, (q.place.shape[0], k.place.shape[0]))
 
 
-def _bounds(position) -> Run:
+def _bounds(position: Array) -> Run:
     """A run by its first and last position, as :func:`jax_core.masks.static.empty` reads it: ``start + stride * (length - 1)``."""
     low, high = _range(position)
     return Run(low, high - low, 2)
@@ -115,12 +118,12 @@ def _expand(bounds: Run, axis: int) -> Run:
     return Run(jnp.expand_dims(bounds.start, axis), jnp.expand_dims(bounds.stride, axis), bounds.length)
 
 
-def _range(x):
+def _range(x: Array) -> tuple[Array, Array]:
     """``[n, b, q] -> ([n], [n])``: the least and the greatest of each block."""
     return x.min((1, 2)), x.max((1, 2))
 
 
-def _split(x, axis: int, size: int, fill=None):
+def _split(x: Array, axis: int, size: int, fill: float | None = None) -> Array:
     """Cuts ``axis`` into blocks of ``size``, which become the leading axis; the last is filled up (None: with its last value)."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % size)
@@ -129,41 +132,41 @@ def _split(x, axis: int, size: int, fill=None):
     return jnp.moveaxis(x, axis, 0)
 
 
-def split_rows(x, kv_heads: int, size: int):
+def split_rows(x: Array, kv_heads: int, size: int) -> Array:
     """``[b, length, h*g, d] -> [n, b, h, g, q, d]``"""
     blocks = _split(x, 1, size, 0)
     n, b, q, heads, d = blocks.shape
     return blocks.reshape(n, b, q, kv_heads, heads // kv_heads, d).transpose(0, 1, 3, 4, 2, 5)
 
 
-def join_rows(blocks, length: int):
+def join_rows(blocks: Array, length: int) -> Array:
     n, b, h, g, q, d = blocks.shape
     return blocks.transpose(1, 0, 4, 2, 3, 5).reshape(b, n * q, h * g, d)[:, :length]
 
 
-def split_heads(x, kv_heads: int, size: int, fill):
+def split_heads(x: Array, kv_heads: int, size: int, fill: float) -> Array:
     """``[b, h*g, length] -> [n, b, h, g, q]``"""
     blocks = _split(x, 2, size, fill)
     n, b, heads, q = blocks.shape
     return blocks.reshape(n, b, kv_heads, heads // kv_heads, q)
 
 
-def join_heads(blocks, length: int):
+def join_heads(blocks: Array, length: int) -> Array:
     n, b, h, g, q = blocks.shape
     return blocks.transpose(1, 2, 3, 0, 4).reshape(b, h * g, n * q)[..., :length]
 
 
-def split_keys(x, size: int):
+def split_keys(x: Array, size: int) -> Array:
     """``[b, length, h, d] -> [m, b, h, k, d]``"""
     return jnp.swapaxes(_split(x, 1, size, 0), 2, 3)
 
 
-def join_keys(blocks, length: int):
+def join_keys(blocks: Array, length: int) -> Array:
     m, b, h, k, d = blocks.shape
     return blocks.transpose(1, 0, 3, 2, 4).reshape(b, m * k, h, d)[:, :length]
 
 
-def split_tiles(x, kv_heads: int, group: int, q_size: int, k_size: int, blocks: int):
+def split_tiles(x: Array | None, kv_heads: int, group: int, q_size: int, k_size: int, blocks: int) -> Array | None:
     """``[b|1, h*g|1, q_length|1, k_length] -> [n, m, b|1, h|1, g|1, q|1, k]`` with ``blocks`` query blocks."""
     if x is None:
         return None
@@ -173,7 +176,7 @@ def split_tiles(x, kv_heads: int, group: int, q_size: int, k_size: int, blocks: 
     return tiles.reshape(*tiles.shape[:3], *heads, *tiles.shape[4:])
 
 
-def join_tiles(tiles, shape):
+def join_tiles(tiles: Array, shape: tuple[int, ...]) -> Array:
     """``[m, n, b|1, h|1, g|1, q|1, k]`` back to ``shape``, summed over the query blocks where they share a row."""
     if shape[2] == 1:
         tiles = tiles.sum(1, keepdims=True)

@@ -8,14 +8,15 @@ in a block, d dim.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores, accumulation_dtype
+from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import (
     Keys,
     Queries,
@@ -54,22 +55,33 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
 class _State(NamedTuple):
     """The online softmax of a query block: numerator, running maximum, denominator."""
 
-    numerator: Any  # [b, h, g, q, d]
-    maximum: Any  # [b, h, g, q]
-    denominator: Any
+    numerator: Array  # [b, h, g, q, d]
+    maximum: Array  # [b, h, g, q]
+    denominator: Array
 
 
 def forward(
-    q, k, v, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+    q: Array,
+    k: Array,
+    v: Array,
+    q_runs: Runs,
+    k_runs: Runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    carry: Partial | None,
+    out_dtype: DTypeLike,
+    config: FwdParams,
 ) -> Partial:
-    del diagonal  # the runs say it
-    queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
+    del diagonal  # the runs tell
+    queries, keys, tiles, uncut = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     carry = vary(_nothing_seen(q, v), varying_axes(queries, keys)) if carry is None else carry
     start = _start(carry, queries.q.shape[2], queries.q.shape[4])
 
     def query_block(_, block):
         query, row, state = block
-        state, _ = lax.scan(partial(_update_unless_empty, scores, rest, query), state, (keys, row))
+        state, _ = lax.scan(partial(_update_unless_empty, scores, uncut, query), state, (keys, row))
         return None, _finish(state)
 
     _, (out, lse) = lax.scan(query_block, None, (queries, tiles, start))
@@ -83,20 +95,20 @@ def _nothing_seen(q, v) -> Partial:
     return Partial(out, jnp.full((batch, heads, length), -jnp.inf, dtype))
 
 
-def _update_unless_empty(scores, rest, query, state, block):
+def _update_unless_empty(scores, uncut, query, state, block):
     key, tile = block
-    update = partial(_update, scores, rest, query, key, tile)
+    update = partial(_update, scores, uncut, query, key, tile)
     return lax.cond(tile.needed, update, lambda state: state, state), None
 
 
-def _update(scores, rest, query: Queries, key: Keys, tile: Tiles, state: _State) -> _State:
-    x, _ = logits(scores, rest, query, key, tile)
+def _update(scores, uncut, query: Queries, key: Keys, tile: Tiles, state: _State) -> _State:
+    x, _ = logits(scores, uncut, query, key, tile)
     maximum = jnp.maximum(state.maximum, x.max(-1))
     finite = jnp.where(jnp.isneginf(maximum), 0, maximum)
     weights = jnp.exp(x - finite[..., None])
     decay = jnp.exp(state.maximum - finite)
     denominator = state.denominator * decay + weights.sum(-1)
-    kept = weights * dropout_factor(scores, rest, query, key, weights.dtype)
+    kept = weights * dropout_factor(scores, uncut, query, key, weights.dtype)
     numerator = state.numerator * decay[..., None] + product("bhgqk,bhkd->bhgqd", kept, key.v, scores)
     return _State(numerator, maximum, denominator)
 
@@ -114,56 +126,56 @@ def _finish(state: _State) -> tuple:
     return state.numerator / denominator[..., None], jnp.where(some, maximum + jnp.log(denominator), -jnp.inf)
 
 
-class _Rows(NamedTuple):
+class _BlockResiduals(NamedTuple):
     """What this backward needs of each query row, in blocks."""
 
-    dout: Any  # [n, b, h, g, q, d]
-    lse: Any  # [n, b, h, g, q]
-    delta: Any
+    dout: Array  # [n, b, h, g, q, d]
+    lse: Array  # [n, b, h, g, q]
+    delta: Array
 
 
 class _Shares(NamedTuple):
     """A pair of blocks' share of the gradients."""
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any
-    dalibi_slopes: Any
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dalibi_slopes: Array | None
 
 
 def backward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     residuals: Residuals,
-    q_runs,
-    k_runs,
+    q_runs: Runs,
+    k_runs: Runs,
     *,
     diagonal: bool,
     scores: Scores,
     extras: Extras,
-    dq,
+    dq: Array | None,
     fused: bool,
     config: BwdParams,
 ) -> Grads:
     del diagonal, fused  # positions say it; always
-    queries, keys, tiles, rest = cut(q, k, v, q_runs, k_runs, scores, extras, config)
+    queries, keys, tiles, uncut = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
-    # exp(x - inf) is 0: a row that saw no key, or stands for padding
-    lse = jnp.where(jnp.isneginf(residuals.lse), jnp.inf, residuals.lse)
     in_blocks = partial(split_heads, kv_heads=kv_heads, size=size)
-    block_rows = _Rows(split_rows(residuals.dout, kv_heads, size), in_blocks(lse, fill=jnp.inf), in_blocks(residuals.delta, fill=0))
+    # A row that fills up a block has an infinite LSE, as one that saw no key: exp(x - inf) is 0.
+    lse, delta = in_blocks(residuals.lse, fill=jnp.inf), in_blocks(residuals.delta, fill=0)
+    block_rows = _BlockResiduals(split_rows(residuals.dout, kv_heads, size), lse, delta)
     columns = jax.tree.map(lambda tile: jnp.swapaxes(tile, 0, 1), tiles)
     dtype = accumulation_dtype(q.dtype)
-    zero = partial(_zero_shares, queries, keys, tiles, rest, dtype)
+    zero = partial(_zero_shares, queries, keys, tiles, uncut, dtype)
 
     def key_block(totals, block):
         key, column = block
 
         def query_block(totals, block):
             number, query, row, tile = block
-            share = partial(_shares, scores, rest, query, row, key, tile)
+            share = partial(_shares, scores, uncut, query, row, key, tile)
             share = lax.cond(tile.needed, lambda _: share(), lambda _: zero(), None)
             dq, dk, dv, dslopes = totals
             totals = dq.at[number].add(share.dq), dk + share.dk, dv + share.dv, _add(dslopes, share.dalibi_slopes)
@@ -184,16 +196,16 @@ def backward(
         join_rows(dq, q.shape[1]),
         join_keys(dk, k.shape[1]),
         join_keys(dv, k.shape[1]),
-        None if dbias is None else join_tiles(dbias, extras.bias.shape),
-        None if dslopes is None else dslopes.reshape(extras.alibi_slopes.shape),
+        None if extras.bias is None else join_tiles(dbias, extras.bias.shape),
+        None if dslopes is None or extras.alibi_slopes is None else dslopes.reshape(extras.alibi_slopes.shape),
     )
 
 
-def _zero_shares(queries, keys, tiles, rest, dtype) -> _Shares:
+def _zero_shares(queries, keys, tiles, uncut, dtype) -> _Shares:
     def zeros(array, leading):
         return None if array is None else jnp.zeros(array.shape[leading:], dtype)
 
-    shares = _Shares(zeros(queries.q, 1), zeros(keys.k, 1), zeros(keys.v, 1), zeros(tiles.bias, 2), zeros(rest.slopes, 0))
+    shares = _Shares(zeros(queries.q, 1), zeros(keys.k, 1), zeros(keys.v, 1), zeros(tiles.bias, 2), zeros(uncut.slopes, 0))
     return vary(shares, varying_axes(queries, keys))
 
 
@@ -201,16 +213,16 @@ def _add(total, share):
     return None if total is None else total + share
 
 
-def _shares(scores: Scores, rest, query: Queries, row: _Rows, key: Keys, tile: Tiles) -> _Shares:
-    x, tanh = logits(scores, rest, query, key, tile)
+def _shares(scores: Scores, uncut, query: Queries, row: _BlockResiduals, key: Keys, tile: Tiles) -> _Shares:
+    x, tanh = logits(scores, uncut, query, key, tile)
     weights = jnp.exp(x - row.lse[..., None])
-    factor = dropout_factor(scores, rest, query, key, weights.dtype)
+    factor = dropout_factor(scores, uncut, query, key, weights.dtype)
     dweights = product("bhgqd,bhkd->bhgqk", row.dout, key.v, scores) * factor
     dlogits = weights * (dweights - row.delta[..., None])
     dproducts = dlogits * scores.scale
     if tanh is not None:
         dproducts = dproducts * (1 - tanh * tanh)
-    dslopes = None if rest.slopes is None else sum_to(-dlogits * distance(scores, query, key, dlogits.dtype), rest.slopes.shape)
+    dslopes = None if uncut.slopes is None else sum_to(-dlogits * distance(scores, query, key, dlogits.dtype), uncut.slopes.shape)
     return _Shares(
         dq=product("bhgqk,bhkd->bhgqd", dproducts, key.k, scores),
         dk=product("bhgqk,bhgqd->bhkd", dproducts, query.q, scores),

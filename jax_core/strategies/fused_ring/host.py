@@ -8,7 +8,7 @@ from jax_core.config import FwdParams
 from jax_core.kernels.contract import Partial
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
 from jax_core.kernels.tpu.limits import block_sizes
-from jax_core.strategies.contract import Operands, RingSpec, row_delta
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals
 from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
 from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
 from jax_core.strategies.padding import clear_cotangents, clear_operands, clear_values
@@ -29,19 +29,18 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     """As the contract says."""
     operands, (dout, dlse) = clear_operands(operands), clear_cotangents(operands, dout, dlse)
     const = make_constants(spec, operands, spec.bwd_params)
-    delta = row_delta(out, lse, dout, dlse if spec.lse_gradient else None)
-    # exp(x - inf) is 0: no weight where a row saw nothing, nor where rows are padding.
-    residuals = backward_kernel.BlockedResiduals(
-        _in_blocks(const.q, dout.astype(operands.query.dtype).transpose(0, 2, 1, 3), 2),
-        _in_blocks(const.q, jnp.where(jnp.isneginf(lse), jnp.inf, lse)[:, :, None], 3, fill=jnp.inf),
-        _in_blocks(const.q, delta[:, :, None], 3),
+    residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
+    blocked = backward_kernel.BlockedResiduals(
+        _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
+        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that fill up a block have weights exp(-inf) = 0
+        _in_blocks(const.q, residuals.delta[:, :, None], 3),
     )
-    found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), residuals)
+    found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
     dquery = spec.scores.scale * _whole(const.q, found.query).transpose(0, 3, 1, 2)
     dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.scores.scale * found.key, found.value))
-    grads = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
+    query, key, value = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
     nothing = jax.tree.map(lambda _: None, operands)
-    return nothing._replace(**dict(zip(("query", "key", "value"), grads, strict=True)), softmax_aux=_dsinks(operands, lse, delta))
+    return nothing._replace(query=query, key=key, value=value, softmax_aux=_dsinks(operands, lse, residuals.delta))
 
 
 def _rank(spec: RingSpec) -> Array:
@@ -83,6 +82,7 @@ def make_constants(spec: RingSpec, operands: Operands, params: FwdParams) -> Rin
 def _shards(const: RingConstants, operands: Operands) -> Shards:
     q_segments, k_segments = None, None
     if const.segments:
+        assert operands.q_segment_ids is not None and operands.kv_segment_ids is not None
         q_ids, k_ids = (_rows_of_ids(ids, const.batch) for ids in (operands.q_segment_ids, operands.kv_segment_ids))
         q_segments, k_segments = _in_blocks(const.q, q_ids, 2), _in_slots(const.k, k_ids, 2)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in operands[:3])

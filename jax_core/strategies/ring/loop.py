@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Grads, Kernel, Residuals, accumulation_dtype
+from jax_core.kernels.contract import Extras, Grads, Kernel, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient
 from jax_core.masks.layout import Run, runs
-from jax_core.strategies.contract import Operands, RingSpec, row_delta
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals
 from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
 from jax_core.strategies.ring.columns import put_columns, take_columns
 from jax_core.strategies.ring.schedule import Step, steps, visible_shifts
@@ -64,7 +64,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     kernel = _kernel(spec)
     operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
     dout, dlse = clear_cotangents(operands, dout, dlse)
-    residuals = Residuals(out, dout, lse, row_delta(out, lse, dout, dlse if spec.lse_gradient else None))
+    residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
     local_kv, word, plan = _kv_shard(operands), _wire_dtype(spec, operands), _plan(spec, operands)
 
     def run_step(state, step: Step):

@@ -1,0 +1,121 @@
+"""One run of benchmarks/ring.py: what its parts share."""
+
+import argparse
+import faulthandler
+import gc
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from report import Report
+from ring_systems import PEERS, SYSTEMS, Group
+from systems import Case, Inputs, Prepared, difference, make_inputs
+from team import ON_GPU, Team
+from timing import Timed, Times, reason, take_turns
+
+GIB = 2**30
+
+
+class Run:
+    """The processes, the report and the time that is left. At the hard end a process stops whatever it waits for, and torchrun
+    stops the others; the report has what was measured until then."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.start = time.monotonic()
+        faulthandler.dump_traceback_later(options.hard_end, exit=True)
+        self.team = Team(timeout=options.collective_timeout)
+        self.report = Report(options.output if self.team.rank == 0 else None, f"Ring attention on {self.team.size} GPUs")
+        self.peer_groups: dict[str, dist.ProcessGroup] = {}
+
+    def group(self, system: str) -> dist.ProcessGroup:
+        """A peer has a process group of its own, so that a peer which breaks off in the middle breaks nobody else's."""
+        world = dist.group.WORLD
+        assert world is not None
+        if system in PEERS and system not in self.peer_groups:
+            self.peer_groups[system] = dist.new_group()
+        return self.peer_groups.get(system, world)
+
+    def say(self, text: str) -> None:
+        self.report.say(f"[{time.monotonic() - self.start:5.1f} s] {text}")
+
+    def may_begin(self, what: str) -> bool:
+        """Whether there is time to begin something more; the same on all ranks."""
+        begin = self.team.agreed(time.monotonic() - self.start < self.options.budget)
+        self.say(what if begin else f"left out for lack of time: {what}")
+        return begin
+
+    def case(self, name: str, tokens: int) -> Case:
+        heads, kv_heads, dim = self.options.heads
+        return Case(name, tokens, heads, kv_heads, dim)
+
+    def shards(self, tokens: int) -> Inputs:
+        """This rank's, of as many tokens."""
+        return make_inputs(self.case("", tokens), self.team.device, seed=self.team.rank)
+
+    def prepare(
+        self, case: Case, name: str, shards: Inputs, group: Group, truth: list[torch.Tensor] | None = None, memory: bool = False
+    ) -> Prepared | None:
+        """The system, called once in each way; None, on all ranks, after the reason why not is in the report.
+
+        With ``truth`` its results are compared with those, or become them where there are none yet."""
+        made, problem, error = None, None, None
+        try:
+            made = SYSTEMS[name](shards, group)
+            made.passes["both"].call()
+            if memory and ON_GPU:
+                self.add_memory(case, shards, made.passes["both"])
+            if truth is not None:
+                found = made.results("both")
+                truth.extend([] if truth else found)
+                error = difference(found, truth)
+        except Exception as failure:
+            problem = reason(failure)
+        if self.team.agreed(problem is None):
+            if truth is not None:
+                self.report.add(case=case.name, system=name, phase="check", error=error)
+            return made
+        if made is not None:
+            made.opened.close()
+        self.report.add(case=case.name, system=name, phase="check", failed=problem or "it failed on another rank")
+        return None
+
+    def take_turns(
+        self, timed: dict[str, Timed], rounds: int, sample_ms: float = 0.0
+    ) -> tuple[dict[str, Times], dict[str, Exception]]:
+        return take_turns(self.team, timed, self.options.rounds or rounds, max(sample_ms, self.options.sample_ms))
+
+    def add_times(self, case: Case, name: str, phase: str, taken: Times, ranks: int | None = None) -> float:
+        """The slowest rank's median; with ``ranks`` also the rate of each of as many."""
+        median = self.team.slowest(taken.median)
+        rate = {"tflops": case.tflop(phase) / ranks / median * 1000} if ranks else {}
+        self.report.add(case=case.name, system=name, phase=phase, **taken.figures() | {"ms": median} | rate)
+        return median
+
+    def add_memory(self, case: Case, shards: Inputs, call: Timed) -> None:
+        """Peaks of a call, torch's beside JAX's, which is that of the process so far: together an upper bound, for they need not
+        fall at the same moment. Held: q, k, v, out, dout, dq, dk, dv and the LSE of this rank."""
+        import jax
+
+        tidy()
+        torch.cuda.reset_peak_memory_stats()
+        call.call()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        _, length, heads, _ = shards.query.shape
+        held = 2 * shards.nbytes + 4 * length * heads
+        of_torch = torch.cuda.max_memory_allocated()
+        of_jax = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+        sizes = {"held": held, "torch": of_torch, "jax": of_jax, "card": total - free}
+        figures: dict[str, Any] = {f"{name} GiB": size / GIB for name, size in sizes.items()}
+        figures |= {"peak / held": (of_torch + of_jax) / held, "KiB a token": (of_torch + of_jax) / length / 1024}
+        self.report.add(case=case.name, system="auto", phase="memory", **figures)
+
+
+def tidy() -> None:
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

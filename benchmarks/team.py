@@ -1,0 +1,84 @@
+"""The processes of one benchmark: one alone, or all that torchrun started. They measure together, and none waits for ever."""
+
+import os
+import platform
+from datetime import timedelta
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+
+ON_GPU = torch.cuda.is_available()
+PACKAGES = ("torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "ring-flash-attn", "ejkernel")
+
+
+class Team:
+    """This process among the others. Votes go over a process group of their own, on the host: they must not disturb what is
+    measured. A process without torchrun is a team of one."""
+
+    def __init__(self, timeout: float = 120.0):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before JAX starts: the GPU is shared with torch
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
+        if ON_GPU:
+            torch.cuda.set_device(self.device)
+        self.rank, self.size = 0, 1
+        self.votes: dist.ProcessGroup | None = None
+        if "WORLD_SIZE" in os.environ:
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=limit, device_id=self.device if ON_GPU else None)
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.votes = dist.new_group(backend="gloo", timeout=limit)
+
+    def ready(self) -> None:
+        """Returns when every process has finished what it was at, and its GPU too."""
+        if ON_GPU:
+            torch.cuda.set_device(self.device)  # whichever another library made the current one
+            torch.cuda.synchronize()
+        if self.votes is not None:
+            dist.barrier(group=self.votes)
+
+    def slowest(self, time: float) -> float:
+        return self._reduce(time, dist.ReduceOp.MAX)
+
+    def agreed(self, fine: bool) -> bool:
+        return bool(self._reduce(float(fine), dist.ReduceOp.MIN))
+
+    def total(self, count: int) -> int:
+        return int(self._reduce(float(count), dist.ReduceOp.SUM))
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        self.ready()
+        if self.votes is not None:
+            dist.destroy_process_group()
+
+    def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
+        reduced = torch.tensor([value], dtype=torch.float64)
+        if self.votes is not None:
+            dist.all_reduce(reduced, operation, group=self.votes)
+        return reduced.item()
+
+
+def versions() -> dict[str, str]:
+    """Of everything whose change could change a figure; a package that is not there is left out."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if ON_GPU:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version()), "NCCL": nccl}
+    return found
+
+
+def software() -> str:
+    return ", ".join(map(" ".join, versions().items()))
+
+
+def hardware() -> str:
+    return torch.cuda.get_device_name() if ON_GPU else f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
