@@ -159,8 +159,8 @@ class Pruned(ast.NodeTransformer):
 
 
 def import_graph(sources: dict[str, tuple[str, bool]], deferring: Set[str] = frozenset()) -> dict[str, set[str]]:
-    """Which of the modules (name -> source, is it a package) imports which other of them: at its top, or within a function unless it
-    is one of ``deferring``."""
+    """Which of the modules (name -> source, is it a package) imports which other of them: at its top, or within a function unless
+    it is one of ``deferring``."""
     graph = {}
     for module, (source, is_package) in sources.items():
         pruned = ast.unparse(Pruned(module not in deferring).visit(ast.parse(source)))
