@@ -14,7 +14,8 @@ from jax_core.masks.static import make_mask
 from ring_attn.functional import NAMES, attention
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
-from torch_bridge.road import road_of, tensors_per_sequence
+from torch_bridge.road import tensors_per_sequence
+from torch_bridge.roads import road_of
 
 # Errors call the arguments as the module does.
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}

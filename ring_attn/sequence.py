@@ -17,7 +17,8 @@ from torch import Tensor
 from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
 from torch_bridge.agreement import check_agreement
 from torch_bridge.mesh import Ring as ProcessRing
-from torch_bridge.road import Ring, road_of
+from torch_bridge.road import Ring
+from torch_bridge.roads import road_of
 
 
 class ShardedBatch(NamedTuple):

@@ -16,7 +16,8 @@ from jax_core.request.options import Options
 from torch_bridge.announced import ring_call
 from torch_bridge.empty import Empty
 from torch_bridge.request import QKV, Form, Request, Where, forms_of, gather
-from torch_bridge.road import Operators, Program, Ring, Tensors, road_of
+from torch_bridge.road import Operators, Program, Ring, Tensors
+from torch_bridge.roads import road_of
 
 
 class _Prepared(NamedTuple):

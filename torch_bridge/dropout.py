@@ -7,7 +7,7 @@ import jax
 import torch
 
 from jax_core.masks import dropout
-from torch_bridge.road import road_of
+from torch_bridge.roads import road_of
 
 _keep_mask = partial(jax.jit, static_argnums=5)(dropout.keep_mask)
 

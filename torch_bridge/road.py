@@ -1,7 +1,6 @@
 """The contract between torch and a road: one way of torch tensors into a JAX program and of its results back.
 
-A road is a module that has what :class:`Road` says. The type of the tensors' device chooses it, here and nowhere else; importing
-this module loads neither JAX nor torch-xla nor torch-tpu.
+A road is a module that has what :class:`Road` says; ``roads`` chooses it by the type of the tensors' device.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +13,6 @@ if TYPE_CHECKING:
     from torch_bridge.request import Request
 
 Tensors = Sequence[torch.Tensor | None]
-
-
-def road_of(device: torch.device) -> "Road":
-    """The road of tensors on ``device``. Import statements, because torch.compile traces them."""
-    if device.type == "xla":
-        from torch_bridge import torch_xla
-
-        return torch_xla
-    if device.type == "tpu":
-        from torch_bridge import torch_tpu
-
-        return torch_tpu
-    from torch_bridge import dlpack_road
-
-    return dlpack_road
 
 
 class Ring(Protocol):

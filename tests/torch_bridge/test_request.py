@@ -10,7 +10,8 @@ from torch_bridge import dlpack_road, torch_tpu
 from torch_bridge.autograd import _in_words_of_the_caller
 from torch_bridge.mesh import Ring
 from torch_bridge.request import ARRAYS, Form, Request, forms_of, gather
-from torch_bridge.road import road_of, tensors_per_sequence
+from torch_bridge.road import tensors_per_sequence
+from torch_bridge.roads import road_of
 
 ALONE = Ring((0,), 0)
 LOCAL = ("local", None)
