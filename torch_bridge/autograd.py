@@ -119,14 +119,14 @@ class _Attention(torch.autograd.Function):
         return None, *(gradients[number] if number in wanted else None for number in range(len(operands)))
 
 
-def _forward_of(number: int, tensors: Tensors) -> Callable[..., Any]:
+def _forward_of(number: int, tensors: Tensors) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     if _unobserved(tensors):
         return _PROGRAMS[number].program.forward
     own = _own_operators(number)
     return partial(forward_op, program=number) if own is None else partial(_operators_of(tensors).forward, own)
 
 
-def _backward_of(number: int, tensors: Tensors) -> Callable[..., Any]:
+def _backward_of(number: int, tensors: Tensors) -> Callable[..., list[torch.Tensor]]:
     if _unobserved(tensors):
         return _PROGRAMS[number].program.backward
     own = _own_operators(number)

@@ -4,7 +4,7 @@ that JAX compiles over all processes of the ring. JAX is loaded by the first cal
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from torch_bridge.road import Ring as AnyRing
 from torch_bridge.runtime import start
 
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
     from torch_bridge.compiled import Program
     from torch_bridge.request import Request
 
@@ -49,7 +52,7 @@ def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def constant(array: Any, device: torch.device) -> torch.Tensor:
+def constant(array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
     """One that is on ``device`` already stays there."""
     import jax
     import numpy as np

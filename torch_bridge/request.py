@@ -16,12 +16,13 @@ from jax_core.masks.functions import from_mask_mod
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import both_sides, make_spec
 from jax_core.strategies.contract import Operands, RingSpec
+from torch_bridge.mesh import MeshLike
 from torch_bridge.road import Ring, Road, Tensors
 
 ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # what torch hands over, in this order
 QKV = (0, 1, 2)  # the places of query, key and value
 
-Where = tuple[Any, str | int | None]  # mesh and mesh dimension
+Where = tuple[MeshLike, str | int | None]  # mesh and mesh dimension
 
 
 class Form(NamedTuple):
@@ -58,7 +59,7 @@ class Request:
         """Whether there is no pair of a query and a key: a batch or a sequence of length 0."""
         return any(form is not None and 0 in form.shape[:2] for form in self.forms[:3])
 
-    def operands(self, arrays: Sequence[Any], built: tuple[tuple[Any, ...], ...] = ()) -> Operands:
+    def operands(self, arrays: Sequence[object], built: tuple[tuple[object, ...], ...] = ()) -> Operands:
         """``arrays`` in the order of ``forms`` as operands. ``built``: the arrays of a mask builder, which come last."""
         named: dict[str, Any] = dict(zip(ARRAYS, arrays, strict=False))
         lifted = (tuple(arrays[len(ARRAYS) :]),) if self.options.predicates else ()  # a mask function may have no arrays

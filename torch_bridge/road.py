@@ -5,11 +5,17 @@ A road is a module that has what :class:`Road` says; ``roads`` chooses it by the
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from torch_bridge.mesh import MeshLike
+
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    import torch.distributed as dist
+
     from torch_bridge.request import Request
 
 Tensors = Sequence[torch.Tensor | None]
@@ -28,7 +34,7 @@ class Ring(Protocol):
         """The ring ranks whose shards this process's tensors hold."""
 
     @property
-    def group(self) -> Any:
+    def group(self) -> "dist.ProcessGroup | None":
         """The torch ProcessGroup of the ranks; None where this process holds the shards of all."""
 
     def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -77,7 +83,7 @@ class Road(Protocol):
     @property
     def OPERATORS(self) -> Operators | None: ...
 
-    def resolve(self, mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
+    def resolve(self, mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
         """The ring that ``mesh`` means. Cheap: no communication, and no JAX is started."""
 
     def check(self, query: torch.Tensor) -> None:
@@ -92,7 +98,7 @@ class Road(Protocol):
     def tracing(self, ring: Ring, query: torch.Tensor) -> AbstractContextManager[object]:
         """A context in which JAX may trace a mask function for a call with ``query``."""
 
-    def constant(self, array: Any, device: torch.device) -> torch.Tensor:
+    def constant(self, array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
         """An array that a mask function closes over as an operand on ``device``, of one dimension at least."""
 
     def program(self, request: "Request") -> Program:
