@@ -16,7 +16,7 @@ from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
-from torch_bridge.road import tensors_per_sequence
+from torch_bridge.ring import tensors_per_sequence
 from torch_bridge.roads import road_of
 
 # Errors call the arguments as the module does.

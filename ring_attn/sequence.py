@@ -18,7 +18,7 @@ from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_
 from torch_bridge.agreement import check_agreement
 from torch_bridge.mesh import MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
-from torch_bridge.road import Ring
+from torch_bridge.ring import Ring
 from torch_bridge.roads import road_of
 
 

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from jax_core.request.options import Options
 from torch_bridge.announced import ring_call
 from torch_bridge.empty import Empty
-from torch_bridge.request import QKV, Form, Request, Where, forms_of, gather
-from torch_bridge.road import Operators, Program, Ring, Tensors
+from torch_bridge.operands import gather
+from torch_bridge.request import QKV, Form, Request, Where, forms_of
+from torch_bridge.ring import Ring, Tensors
+from torch_bridge.road import Operators, Program
 from torch_bridge.roads import road_of
 
 

@@ -15,7 +15,7 @@ from torch_bridge.crossing import Compiled, Crossing, Join, crossing
 from torch_bridge.dlpack import keeping_device, precision_scope
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.request import Form, LocalAttention, Request, specify
-from torch_bridge.road import Tensors
+from torch_bridge.ring import Tensors
 from torch_bridge.runtime import start
 
 _MUST_AGREE = (

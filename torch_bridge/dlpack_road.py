@@ -11,7 +11,7 @@ import torch
 from torch_bridge.dlpack import narrow_ids, precision_scope, to_jax, to_torch
 from torch_bridge.mesh import Ring
 from torch_bridge.mesh import resolve as resolve
-from torch_bridge.road import Ring as AnyRing
+from torch_bridge.ring import Ring as AnyRing
 from torch_bridge.runtime import start
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from torch_bridge.dlpack import narrow_ids
 from torch_bridge.mesh import AXIS, Ring
 from torch_bridge.mesh import resolve as resolve
 from torch_bridge.request import LocalAttention, Request, specify, words_of_seed
-from torch_bridge.road import Operators, Tensors
-from torch_bridge.road import Ring as AnyRing
+from torch_bridge.ring import Ring as AnyRing
+from torch_bridge.ring import Tensors
+from torch_bridge.road import Operators
 
 FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # operators in the namespace ring_attn; each one's number follows
 Grid = tuple[int, int, int]

@@ -29,8 +29,8 @@ from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
 from torch_bridge.mesh import MeshLike
 from torch_bridge.request import ARRAYS, Request, words_of_seed
-from torch_bridge.road import Ring as AnyRing
-from torch_bridge.road import Tensors
+from torch_bridge.ring import Ring as AnyRing
+from torch_bridge.ring import Tensors
 
 OPERATORS = None
 _HARDWARE = ("CPU", "TPU")
