@@ -17,7 +17,7 @@ from jax_core.masks.functions import from_mask_mod
 from jax_core.request.options import Options
 from jax_core.request.spec import both_sides
 from jax_core.strategies.contract import Operands
-from torch_bridge.announced import ring_call
+from torch_bridge.announced import telling
 from torch_bridge.compiled import ARRAYS, Form, Program, program
 from torch_bridge.dlpack import narrow_ids, precision_scope, to_torch
 from torch_bridge.mesh import Ring, resolve
@@ -92,14 +92,14 @@ def _seed_words(seed: int | torch.Tensor | None, device: torch.device) -> torch.
 @torch.compiler.assume_constant_result
 def _number(where: tuple[Any, str | int | None], options: dict[str, Any], forms: tuple, device: torch.device) -> int:
     """The number of the program; under ``torch.compile`` found once, while tracing."""
-    with ring_call(where, device):
-        return _numbered(resolve(*where), tuple(options.items()), forms, device)
+    return _numbered(resolve(*where), tuple(options.items()), forms, device)
 
 
 @cache
 def _numbered(ring: Ring, options: tuple[tuple[str, Any], ...], forms: tuple, device: torch.device) -> int:
     signature = tuple(None if form is None else Form(*form) for form in forms)
-    _PROGRAMS.append(program(Options(**dict(options)), signature, ring, device))
+    with telling(ring, device):
+        _PROGRAMS.append(program(Options(**dict(options)), signature, ring, device))
     return len(_PROGRAMS) - 1
 
 
