@@ -142,8 +142,9 @@ def ring_attention(
         slopes) is this rank's part, to be summed over the ring like that of every other parameter.
 
     Raises:
-        ValueError: inputs that do not fit together. NotImplementedError: the named platform cannot compute this.
-        torch_bridge.runtime.PeerFailure: another process of the ring died.
+        ValueError: inputs that do not fit together, here or on another rank of the ring. NotImplementedError: the named platform
+            cannot compute this.
+        torch_bridge.runtime.PeerFailure: another process of the ring died, stopped, or calls something else.
     """
     out, lse = attention(
         NAMES,
