@@ -4,6 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+PACKAGES = ("ring_attn", "torch_bridge", "jax_core")
+
 # Tried at both ends: torch 2.11.0 (with Python 3.12, jax 0.11.2) and 2.13.0 (with 3.11, jax 0.10.2), jax 0.10.0 and 0.11.2, numpy
 # 2.0.2 and 2.5.2. Raise an upper bound only after the tests passed with it.
 DEPENDENCIES = ["torch>=2.11,<2.14", "jax>=0.10,<0.12", "numpy>=2.0,<3"]
@@ -38,7 +40,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=find_packages(include=[f"{room}{rest}" for room in ("ring_attn", "torch_bridge", "jax_core") for rest in ("", ".*")]),
+    packages=find_packages(include=[f"{package}{rest}" for package in PACKAGES for rest in ("", ".*")]),
+    package_data={package: ["py.typed"] for package in PACKAGES},
     python_requires=">=3.11",
     install_requires=DEPENDENCIES,
     extras_require=EXTRAS,

@@ -22,7 +22,7 @@ import ring_attn
 from team import ON_GPU, Team, hardware, software
 from torch_bridge import crossing, dlpack, mesh, runtime
 from torch_bridge.autograd import _PROGRAMS
-from torch_bridge.compiled import ARRAYS
+from torch_bridge.request import ARRAYS, Form
 
 Part = Callable[..., Any] | tuple[Callable[[], Any], Callable[..., Any]]  # with what it needs made before, untimed
 DIM, DTYPE = (128, torch.bfloat16) if ON_GPU else (8, torch.float32)
@@ -51,7 +51,8 @@ def whole_calls(inputs: list[torch.Tensor]) -> dict[str, Part]:
 
 def parts(inputs: list[torch.Tensor]) -> dict[str, Part]:
     """Those of the forward, in their order."""
-    program = next(program for program in _PROGRAMS if program.out.shape == tuple(inputs[0].shape))
+    shape = tuple(inputs[0].shape)
+    program: Any = next(made.program for made in _PROGRAMS if made.request.results[0].shape == shape)
     operands = [*inputs, *[None] * (len(ARRAYS) - len(inputs))]
     way: Any = program.crossing
     compiled, query = program.compiled_forward, inputs[0]
@@ -77,11 +78,11 @@ def parts(inputs: list[torch.Tensor]) -> dict[str, Part]:
     }
 
 
-def homes(forms: tuple[crossing.Form, ...]) -> list[torch.Tensor]:
+def homes(forms: tuple[Form, ...]) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in forms]
 
 
-def gpu_parts(way: Any, query: torch.Tensor, forms: tuple[crossing.Form, ...]) -> dict[str, Part]:
+def gpu_parts(way: Any, query: torch.Tensor, forms: tuple[Form, ...]) -> dict[str, Part]:
     stream = torch.cuda.current_stream()
     return {
         "memory for the results": lambda: homes(forms),

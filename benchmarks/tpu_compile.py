@@ -89,7 +89,7 @@ def local_pass(request: Request):
     fused = request.platform == "fused"
     how: dict[str, Any] = dict(strategy="fused") if fused else dict(platform=request.platform, strategy="ring")
     options = Options(**how, layout=request.layout, causal=True, lse_gradient=False)
-    # The devices are TPUs, whatever this process runs on: it decides how loads travel and what the kernel is asked.
+    # The devices are TPUs, whatever this process runs on: this decides how shards are sent and which kernel is chosen.
     place = Placement("ring", request.size, backend="tpu")
 
     def local(*arrays):

@@ -1,11 +1,13 @@
 """Block sizes and launch settings, under the reference design's names."""
 
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Literal, Self, get_args
 
-Platform = Literal["triton", "pallas", "cuda", "xla", "auto"]
+Platform = Literal["triton", "pallas", "cuda", "cudnn", "xla", "auto"]
 Backend = Literal["gpu", "tpu", "cpu", "any"]
 PLATFORMS: tuple[str, ...] = get_args(Platform)
+_ALIASES = {"cudnn": "cuda"}
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
@@ -22,8 +24,11 @@ class FwdParams:
     def __post_init__(self):
         for name in ("q_blocksize", "kv_blocksize", "num_stages", "num_warps"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{type(self).__name__}.{name} must be a positive int or None, got {value!r}")
+            object.__setattr__(self, name, int(value))  # NumPy's integers are no other tile
 
     def completed(self, defaults: Self) -> Self:
         """These parameters, with ``defaults`` where they say None."""
@@ -40,8 +45,8 @@ class BwdParams(FwdParams):
 class RingAttentionConfig:
     """Settings of one ring attention; giving none leaves the block sizes to the kernel.
 
-    ``platform``: which kernel. ``backend``: the hardware that the numbers were chosen for (anything but "any" is checked against
-    the hardware that runs).
+    ``platform``: which kernel; "cudnn" is another name of "cuda". ``backend``: the hardware that the numbers were chosen for
+    (anything but "any" is checked against the hardware that runs).
     """
 
     fwd_params: FwdParams = field(default_factory=FwdParams)
@@ -55,11 +60,13 @@ class RingAttentionConfig:
                 f"fwd_params must be FwdParams and bwd_params BwdParams, got {type(self.fwd_params).__name__} and "
                 f"{type(self.bwd_params).__name__}"
             )
-        check_platform(self.platform)
+        object.__setattr__(self, "platform", checked_platform(self.platform))  # frozen to everyone else
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {self.backend!r}")
 
 
-def check_platform(platform: str) -> None:
+def checked_platform(platform: str) -> str:
+    """The platform's one name; ValueError where there is none such."""
     if platform not in PLATFORMS:
         raise ValueError(f"platform must be one of {', '.join(PLATFORMS)} or None; got {platform!r}")
+    return _ALIASES.get(platform, platform)

@@ -1,17 +1,76 @@
 """``ring_attention`` for torch tensors: this rank's shards in, this rank's shard out."""
 
 from collections.abc import Callable
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
+from torch import Tensor
+
+from jax_core.config import RingAttentionConfig
+from torch_bridge.announced import announced
 
 _FORMATS = ("bshd", "bhsd")
+# What errors call the arguments: the core's name, and that of this function.
+NAMES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "softmax_aux": "sinks",
+    "logits_soft_cap": "softcap",
+    "softmax_scale": "scale",
+    "dropout_prob": "dropout_p",
+    "jax_core.RingAttentionConfig": "ring_attn.RingAttentionConfig",
+}
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`ring_attention`, but ``return_lse``."""
+
+    mesh: Any
+    mesh_dim: str | int | None
+    layout: str
+    qkv_format: str
+    causal: bool
+    scale: float | None
+    sliding_window: int | tuple[int | None, int | None] | None
+    chunk_size: int | None
+    softcap: float | None
+    bias: Tensor | None
+    mask: Tensor | None
+    mask_mod: Callable[..., Any] | None
+    mask_builder: Callable[..., Any] | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+    q_position_ids: Tensor | None
+    kv_position_ids: Tensor | None
+    dropout_p: float
+    dropout_seed: int | Tensor | None
+    fused_backward: bool
+    platform: str
+    strategy: str
+    cfg: RingAttentionConfig | None
+
+
+@overload
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@announced(lambda *_, mesh=None, mesh_dim=None, **__: (mesh, mesh_dim))
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     mesh: Any = None,
     mesh_dim: str | int | None = None,
@@ -22,23 +81,24 @@ def ring_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None,
     chunk_size: int | None = None,
     softcap: float | None = None,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    mask_mod: Callable | None = None,
-    mask_builder: Callable | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    q_segment_ids: torch.Tensor | None = None,
-    kv_segment_ids: torch.Tensor | None = None,
-    q_position_ids: torch.Tensor | None = None,
-    kv_position_ids: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    mask_builder: Callable[..., Any] | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
+    q_position_ids: Tensor | None = None,
+    kv_position_ids: Tensor | None = None,
     dropout_p: float = 0.0,
-    dropout_seed: int | torch.Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     fused_backward: bool = False,
     platform: str = "auto",
-    cfg: Any = None,
-) -> Any:  # a Tensor, with return_lse two: a union would have every caller tell them apart
+    strategy: str = "auto",
+    cfg: RingAttentionConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence sharded across processes; differentiable in q, k, v, bias, sinks, slopes and the LSE.
 
     Every rank of the ring calls it with its shards, of equal shapes on all ranks; K/V travel round the ring. The first call of a
@@ -73,7 +133,8 @@ def ring_attention(
             float64 inputs), ``-inf`` where a row saw no key. Differentiable.
         fused_backward: True demands dQ, dK and dV in one sweep over the scores: faster where memory is slow, and with Triton no
             longer the same bits in every run.
-        platform, cfg: the kernel and its settings, as in :func:`jax_core.ring_attention`.
+        platform, strategy, cfg: the kernel, how it is spread over the ring ("ring", "fused"), and its settings, as in
+            :func:`jax_core.ring_attention`. ``cfg`` is a :class:`ring_attn.RingAttentionConfig`.
 
     Returns:
         The output in q's dtype and format; a row that sees no key gives 0. The gradient of an operand that all ranks hold (sinks,
@@ -83,22 +144,24 @@ def ring_attention(
         ValueError: inputs that do not fit together. NotImplementedError: the named platform cannot compute this.
         torch_bridge.runtime.PeerFailure: another process of the ring died.
     """
-    _check_tensors(dict(q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes), q)
-    _check_numbers(dict(scale=scale, softcap=softcap, dropout_p=dropout_p))
-    if qkv_format not in _FORMATS:
-        raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
-    if qkv_format == "bhsd":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    ids = dict(
-        q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_position_ids=q_position_ids, kv_position_ids=kv_position_ids
-    )
-    _check_tensors(ids, q)
-    out, lse = _road(q.device)(
+    out, lse = attention(
+        NAMES,
         (mesh, mesh_dim),
-        dict(query=q, key=k, value=v, softmax_aux=sinks, bias=bias, mask=mask, alibi_slopes=alibi_slopes, **ids),
-        dropout_seed=_seed(dropout_p, dropout_seed),
+        dict(query=q, key=k, value=v),
+        dict(
+            bias=bias,
+            mask=mask,
+            softmax_aux=sinks,
+            alibi_slopes=alibi_slopes,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            q_position_ids=q_position_ids,
+            kv_position_ids=kv_position_ids,
+        ),
+        dropout_seed=dropout_seed,
+        qkv_format=qkv_format,
         causal=causal,
-        sliding_window=tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window,
+        sliding_window=sliding_window,
         chunk_size=chunk_size,
         logits_soft_cap=softcap,
         softmax_scale=scale,
@@ -107,55 +170,96 @@ def ring_attention(
         mask_mod=mask_mod,
         mask_builder=mask_builder,
         platform=platform,
+        strategy=strategy,
         cfg=cfg,
         fused_backward=fused_backward,
         lse_gradient=return_lse,
     )
-    out = out.transpose(1, 2) if qkv_format == "bhsd" else out
     return (out, lse) if return_lse else out
 
 
-def _road(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The way of a device's tensors into JAX; imported here, so that importing ring_attn loads no jax, torch-xla or torch-tpu."""
-    if device.type == "tpu":
-        from torch_bridge.torch_tpu import attend
-    elif device.type == "xla":
-        from torch_bridge.torch_xla import attend
-    else:
-        from torch_bridge.autograd import attend
-    return attend
+def attention(
+    names: dict[str, str],
+    where: tuple[Any, str | int | None],
+    qkv: dict[str, Tensor],
+    others: dict[str, Tensor | None],
+    *,
+    dropout_seed: int | Tensor | None,
+    qkv_format: str = "bshd",
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` under the core's names of arguments. ``names``: what errors call those that the caller knows by others."""
+    _check_tensors({**qkv, **others}, qkv["query"], names)
+    options = {name: _plain(value) for name, value in options.items()}
+    _check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
+    _check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
+    if qkv_format not in _FORMATS:
+        raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
+    if qkv_format == "bhsd":
+        qkv = {name: x.transpose(1, 2) for name, x in qkv.items()}
+    # Here, so that importing ring_attn loads no jax.
+    from torch_bridge.autograd import differentiable_attention
+
+    seed = _seed(options["dropout_prob"], dropout_seed)
+    out, lse = differentiable_attention(where, {**qkv, **others}, seed, tuple(names.items()), **options)
+    return out.transpose(1, 2) if qkv_format == "bhsd" else out, lse
 
 
-def _check_tensors(tensors: dict[str, torch.Tensor | None], q: torch.Tensor) -> None:
-    for name, x in tensors.items():
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's, lists as tuples: equal calls are then equal data, on every rank."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+
+
+def _check_tensors(tensors: dict[str, Any], query: Tensor, names: dict[str, str]) -> None:
+    for argument, x in tensors.items():
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor):
+        name, q = names.get(argument, argument), names.get("query", "query")
+        if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if name in ("q", "k", "v") and x.dim() != 4:
+        if x.is_nested:
+            raise ValueError(f"{name} must be a dense tensor, got a nested one; pad it, and give padding negative segment ids")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; call .to_dense()")
+        if argument in ("query", "key", "value") and x.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, seq, heads, dim in the order of qkv_format), got {list(x.shape)}"
             )
-        if x.device != q.device:
-            raise ValueError(f"all tensors must be on one device: q is on {q.device}, {name} on {x.device}; move it with .to()")
-        if x.dtype == torch.float64 != q.dtype:
-            raise ValueError(f"{name} may be float64 only where q is: q is {q.dtype}; cast it with .to(q.dtype)")
+        if x.device != query.device:
+            raise ValueError(
+                f"all tensors must be on one device: {q} is on {query.device}, {name} on {x.device}; move it with .to()"
+            )
+        if x.dtype == torch.float64 != query.dtype:
+            raise ValueError(f"{name} may be float64 only where {q} is: {q} is {query.dtype}; cast it with .to({q}.dtype)")
 
 
-def _check_numbers(numbers: dict[str, Any]) -> None:
-    for name, value in numbers.items():
+def _check_numbers(numbers: dict[str, Any], names: dict[str, str]) -> None:
+    for argument, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ValueError(
-                f"{name} must be a Python number, which is compiled in and has no gradient; got {type(value).__name__}; take "
-                ".item() of a tensor, or multiply q by one that is learned"
+                f"{names.get(argument, argument)} must be a number, which is compiled in and has no gradient; got "
+                f"{type(value).__name__}; take .item() of a tensor, or multiply the queries by one that is learned"
             )
 
 
-def _seed(dropout_p: float, seed: int | torch.Tensor | None) -> int | None:
+def _check_integers(numbers: dict[str, Any]) -> None:
+    """Here too, for a program is looked up by its options, and 4.0 equals 4."""
+    for name, value in numbers.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
+
+
+def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | None:
     if seed is None:
-        return int(torch.randint(2**63 - 1, ())) if dropout_p else None
-    if isinstance(seed, torch.Tensor) and seed.numel() == 1 and not seed.is_floating_point():
+        return int(torch.randint(2**63 - 1, ())) if dropout_prob else None
+    if isinstance(seed, Tensor) and seed.numel() == 1 and not seed.is_floating_point():
         seed = int(seed)
+    seed = _plain(seed)
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"dropout_seed must be an int of 64 bits, or an integer tensor of one element; got {seed!r}")
     return seed

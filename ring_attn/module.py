@@ -1,18 +1,23 @@
 """``RingAttention``: ``nn.MultiheadAttention`` over a sequence that is sharded across processes."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import check_layout
 from jax_core.masks.static import make_mask
-from ring_attn.functional import ring_attention
+from ring_attn.functional import NAMES, attention
 from ring_attn.sequence import positions, unshard
-from torch_bridge.mesh import resolve
+from torch_bridge.announced import announced
+from torch_bridge.road import road_of, tensors_per_sequence
 
+# Errors call the arguments as the module does.
+_NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}
 _LOST_MESH = "a mesh that was not pickled"
 _Ids = tuple[Tensor | None, Tensor | None]  # of the queries' segments and of the keys'
 
@@ -40,7 +45,10 @@ class RingAttention(nn.MultiheadAttention):
     - ``num_kv_heads``: fewer K/V heads than query heads (GQA, MQA). The projections of keys and values, and ``bias_k`` and
       ``bias_v``, then have ``num_kv_heads * head_dim`` rows.
     - ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence lies on it, as for :func:`ring_attn.ring_attention`.
-    - ``causal``, ``sliding_window``, ``chunk_size``, ``softcap``, ``scale``, ``platform``, ``cfg``: as there.
+    - ``causal``, ``sliding_window``, ``chunk_size``, ``softcap``, ``scale``, ``mask_mod``, ``mask_builder``, ``fused_backward``,
+      ``platform``, ``strategy``, ``cfg``: as there.
+    - ``alibi_slopes`` ``[num_heads]``: as there. An ``nn.Parameter`` is learned; any other tensor is a buffer, which moves with the
+      module and is not in its state dict. (A bias on the logits is a float ``attn_mask``.)
     - ``sinks``: learned attention sinks, parameter ``sinks``: True for one per head ``[num_heads]``, n for ``[num_heads, n]``.
       They start at 0.
 
@@ -66,6 +74,7 @@ class RingAttention(nn.MultiheadAttention):
 
     _qkv_same_embed_dim: bool
     sinks: nn.Parameter | None
+    alibi_slopes: Tensor | None
 
     def __init__(
         self,
@@ -91,8 +100,13 @@ class RingAttention(nn.MultiheadAttention):
         sinks: bool | int = False,
         softcap: float | None = None,
         scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        mask_builder: Callable[..., Any] | None = None,
+        fused_backward: bool = False,
         platform: str = "auto",
-        cfg: Any = None,
+        strategy: str = "auto",
+        cfg: RingAttentionConfig | None = None,
     ) -> None:
         nn.Module.__init__(self)  # MultiheadAttention's own would make parameters for as many K/V heads as query heads
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -108,9 +122,21 @@ class RingAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.mesh, self.mesh_dim, self.layout = mesh, mesh_dim, layout
         self.causal, self.sliding_window, self.chunk_size = causal, sliding_window, chunk_size
-        self.softcap, self.scale, self.platform, self.cfg = softcap, scale, platform, cfg
+        self.softcap, self.scale = softcap, scale
+        self.mask_mod, self.mask_builder, self.fused_backward = mask_mod, mask_builder, fused_backward
+        self.platform, self.strategy, self.cfg = platform, strategy, cfg
+        self._hold_slopes(alibi_slopes)
         self._make_parameters(bias, add_bias_kv, sinks, {"device": device, "dtype": dtype})
         self._reset_parameters()
+
+    def _hold_slopes(self, alibi_slopes: Tensor | None) -> None:
+        """A parameter stays one; any other tensor moves with the module and is no part of its state dict."""
+        if alibi_slopes is not None and alibi_slopes.shape != (self.num_heads,):
+            raise ValueError(f"alibi_slopes must be [num_heads] = [{self.num_heads}], got {list(alibi_slopes.shape)}")
+        if isinstance(alibi_slopes, nn.Parameter):
+            self.register_parameter("alibi_slopes", alibi_slopes)
+        else:
+            self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
 
     def _make_parameters(self, bias: bool, add_bias_kv: bool, sinks: bool | int, factory: dict[str, Any]) -> None:
         kv_dim = self.num_kv_heads * self.head_dim
@@ -142,6 +168,7 @@ class RingAttention(nn.MultiheadAttention):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
 
+    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim))
     def forward(
         self,
         query: Tensor,
@@ -187,13 +214,18 @@ class RingAttention(nn.MultiheadAttention):
         _check_inputs(q, k, v, (self.embed_dim, self.kdim, self.vdim))
         masks = self._masks(q, k, key_padding_mask, attn_mask, (q_segment_ids, kv_segment_ids))
         options = {**masks._asdict(), "q_position_ids": q_position_ids, "kv_position_ids": kv_position_ids}
-        out = self._attend(*self._project(q, k, v), causal=self.causal or is_causal, **options)
+        out = self._core_attention(*self._project(q, k, v), causal=self.causal or is_causal, **options)
         out = self.out_proj(out.flatten(2))
         return (out if self.batch_first else out.transpose(0, 1)) if batched else out.squeeze(0), None
 
     def extra_repr(self) -> str:
         names = ("embed_dim", "num_heads", "num_kv_heads", "layout", "causal", "sliding_window", "chunk_size", "softcap", "dropout")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    def __copy__(self) -> "RingAttention":
+        new = type(self).__new__(type(self))
+        new.__setstate__(self.__dict__.copy())  # not __getstate__, which is a pickle's
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RingAttention":
         new = type(self).__new__(type(self))
@@ -283,18 +315,32 @@ class RingAttention(nn.MultiheadAttention):
             return forbidden, None
         return forbidden, added[:, None, None, :].expand(-1, 1, query.shape[1], -1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def _core_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **tensors: Tensor | None) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
         # Drawn on the CPU, where torch.manual_seed and checkpointing put the generator back; nothing is drawn without dropout.
         seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")) if dropout_p > 0 else None
-        options |= {"sinks": self._all_sinks(), "dropout_p": dropout_p, "dropout_seed": seed}
-        options |= {"mesh": self.mesh, "mesh_dim": self.mesh_dim, "layout": self.layout, "scale": self.scale}
-        options |= {"sliding_window": self.sliding_window, "chunk_size": self.chunk_size, "softcap": self.softcap}
-        options |= {"platform": self.platform, "cfg": self.cfg}
-        if self.bias_k is None:
-            return ring_attention(q, k, v, **options)
-        out, lse = ring_attention(q, k, v, return_lse=True, **options)
-        return self._join_bias_kv(q, out, lse, k.shape[1], dropout_p, seed)
+        out, lse = attention(
+            _NAMES,
+            (self.mesh, self.mesh_dim),
+            dict(query=q, key=k, value=v),
+            {**tensors, "softmax_aux": self._all_sinks(), "alibi_slopes": self.alibi_slopes},
+            dropout_seed=seed,
+            causal=causal,
+            sliding_window=self.sliding_window,
+            chunk_size=self.chunk_size,
+            logits_soft_cap=self.softcap,
+            softmax_scale=self.scale,
+            dropout_prob=dropout_p,
+            layout=self.layout,
+            mask_mod=self.mask_mod,
+            mask_builder=self.mask_builder,
+            platform=self.platform,
+            strategy=self.strategy,
+            cfg=self.cfg,
+            fused_backward=self.fused_backward,
+            lse_gradient=self.bias_k is not None,
+        )
+        return out if self.bias_k is None else self._join_bias_kv(q, out, lse, k.shape[1], dropout_p, seed)
 
     def _all_sinks(self) -> Tensor | None:
         """[num_heads, n]. ``add_zero_attn``'s key of zeros has logit 0 and adds the value 0: it is a sink at 0."""
@@ -332,8 +378,8 @@ class RingAttention(nn.MultiheadAttention):
         return keep_mask(seed, batch[:, None, None], heads, rows[:, None], column, self.dropout).unsqueeze(-1)
 
     def _ring_size(self, shard: Tensor) -> int:
-        """How many tensors like ``shard`` make the whole sequence: one on an XLA device, where a process sees all of it."""
-        return 1 if shard.device.type == "xla" else resolve(self.mesh, self.mesh_dim).size
+        """How many tensors like ``shard`` make the whole sequence."""
+        return tensors_per_sequence(road_of(shard.device).resolve(self.mesh, self.mesh_dim))
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float, sinks: int) -> None:

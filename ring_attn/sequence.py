@@ -16,7 +16,8 @@ from torch import Tensor
 
 from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
 from torch_bridge.agreement import check_agreement
-from torch_bridge.mesh import Ring, resolve
+from torch_bridge.mesh import Ring as ProcessRing
+from torch_bridge.road import Ring, road_of
 
 
 class ShardedBatch(NamedTuple):
@@ -49,7 +50,7 @@ def shard(
     ring = _ring(mesh, mesh_dim, tensor.device)
     _check_whole_length(tensor.shape[dim], dim, layout, ring.size)
     shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
-    return ring.split(shards, dim) if tensor.device.type == "xla" else shards
+    return ring.split(shards, dim)
 
 
 def unshard(
@@ -76,7 +77,7 @@ def unshard(
     """
     _check_tensor(tensor)
     ring = _ring(mesh, mesh_dim, tensor.device)
-    if tensor.device.type == "xla":
+    if len(ring.held) == ring.size:
         return _natural_order(tensor, _checked_dim(tensor, dim), layout, ring, length)
     # Before any other check: a rank that raised alone would leave the others waiting in the collective.
     _check_agreement(tensor, dim, length, layout, ring)
@@ -187,15 +188,11 @@ def shard_batch(
     return ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length)
 
 
-def _ring(mesh: Any, mesh_dim: str | int | None, device: torch.device) -> Any:  # torch_xla's Ring on an XLA device
-    if device.type != "xla":
-        return resolve(mesh, mesh_dim)
-    from torch_bridge import torch_xla as xla  # loads torch-xla, and JAX
-
-    return xla.resolve(mesh, mesh_dim)
+def _ring(mesh: Any, mesh_dim: str | int | None, device: torch.device) -> Ring:
+    return road_of(device).resolve(mesh, mesh_dim)
 
 
-def _held(layout: str, ring: Any, length: int) -> tuple[Run, ...]:
+def _held(layout: str, ring: Ring, length: int) -> tuple[Run, ...]:
     """The runs of positions of all shards, ``length`` positions each, that are here."""
     return tuple(run for rank in ring.held for run in runs(layout, rank, ring.size, length))
 
@@ -211,7 +208,7 @@ def _take(whole: Tensor, dim: int, held: tuple[Run, ...]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _natural_order(tensor: Tensor, dim: int, layout: str, ring: Any, length: int | None) -> Tensor:
+def _natural_order(tensor: Tensor, dim: int, layout: str, ring: Ring, length: int | None) -> Tensor:
     """Of all shards, which are here already."""
     whole = tensor.shape[dim]
     _check_whole_length(whole, dim, layout, ring.size)
@@ -231,7 +228,7 @@ class _Unshard(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         total = _sum_over_ring(grad, ctx.ring)
-        return _take(total, ctx.dim, runs(ctx.layout, ctx.ring.rank, ctx.ring.size, ctx.length)), None, None, None
+        return _take(total, ctx.dim, _held(ctx.layout, ctx.ring, ctx.length)), None, None, None
 
 
 def _gather(tensor: Tensor, ring: Ring) -> list[Tensor]:
@@ -273,6 +270,7 @@ def _check_agreement(tensor: Tensor, dim: int, length: int | None, layout: str, 
         "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring; pad the shards "
         "to one length first"
     )
+    assert isinstance(ring, ProcessRing)  # any other holds all shards
     check_agreement(ring, call, must, tensor.device)
 
 

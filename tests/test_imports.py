@@ -1,25 +1,27 @@
-"""Who may import whom (DESIGN.md), read from the source, and what an import may load, seen in a fresh process."""
+"""Which module may import which (DESIGN.md), read from the source; what an import loads, seen in a fresh process; how long host
+files and functions may be; and that the packages are typed."""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("ring_attn", "torch_bridge", "jax_core")
-FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+PACKAGES = ("ring_attn", "torch_bridge", "jax_core")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 STANDARD_LIBRARY_ONLY = ("jax_core.masks.layout", "jax_core.masks.static")
-# The storeys of jax_core from the lowest up: none imports one above it.
-STOREYS = (("config", "varying"), ("masks",), ("kernels",), ("strategies",), ("request",), ("api",))
-# Rooms whose folders are siblings: none imports another, but the files that lie beside them.
+# The layers of jax_core from the lowest up: none imports one above it.
+LAYERS = (("config", "varying"), ("masks",), ("kernels",), ("strategies",), ("request",), ("api",))
+# Layers whose folders are alternatives to each other: none imports another, only the files beside them.
 WITH_SIBLINGS = ("kernels", "strategies")
-OUTSIDE = ("testing",)  # the oracle: tests and benchmarks import it, and of the house it takes dropout's definition alone
+OUTSIDE = ("testing",)  # the oracle: only tests and benchmarks import it, and it imports nothing but the definition of dropout
 
-# Host files and functions that are longer than the house likes, each with its reason. Empty is best.
+# Host files and functions over the limit, each with its reason. Empty is best.
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 
@@ -64,11 +66,11 @@ def within(name: str, package: str) -> bool:
 
 def forbidden(module: str, name: str) -> str | None:
     """Why ``module`` may not import ``name``, or None."""
-    checks = (room_reason, standard_library_reason, sibling_reason, oracle_reason, storey_reason)
+    checks = (package_reason, standard_library_reason, sibling_reason, oracle_reason, layer_reason)
     return next((reason for check in checks if (reason := check(module, name))), None)
 
 
-def room_reason(module: str, name: str) -> str | None:
+def package_reason(module: str, name: str) -> str | None:
     above = {"ring_attn": ("jax", "jaxlib"), "torch_bridge": ("ring_attn",), "jax_core": ("ring_attn", "torch_bridge", "torch")}
     if any(within(name, other) for other in above[module.split(".")[0]]):
         return "the order is ring_attn -> torch_bridge -> jax_core; only the bridge knows both torch and jax"
@@ -83,14 +85,14 @@ def standard_library_reason(module: str, name: str) -> str | None:
 
 
 def sibling_reason(module: str, name: str) -> str | None:
-    (room, folder), (other_room, other) = sibling(module), sibling(name)
-    if room is None or room != other_room or None in (folder, other) or folder == other:
+    (own_layer, own), (layer, other) = sibling(module), sibling(name)
+    if own_layer is None or own_layer != layer or None in (own, other) or own == other:
         return None
-    return f"{folder} and {other} are siblings in jax_core.{room}: what both need lies beside them"
+    return f"{own} and {other} are siblings in jax_core.{layer}: what both need lies beside them"
 
 
 def sibling(name: str) -> tuple[str | None, str | None]:
-    """The room with siblings that a module is in, and its folder there."""
+    """The layer with siblings that a module is in, and its folder there."""
     parts = name.split(".")
     if len(parts) < 3 or parts[0] != "jax_core" or parts[1] not in WITH_SIBLINGS:
         return None, None
@@ -107,18 +109,18 @@ def oracle_reason(module: str, name: str) -> str | None:
     return None if allowed else "the oracle shares no code with what it checks, but dropout's pattern, which is a definition"
 
 
-def storey_reason(module: str, name: str) -> str | None:
-    own, other = storey(module), storey(name)
+def layer_reason(module: str, name: str) -> str | None:
+    own, other = layer(module), layer(name)
     if own is None or other is None or other <= own:
         return None
-    return f"{module} is below {name}: " + " -> ".join("/".join(rooms) for rooms in reversed(STOREYS))
+    return f"{module} is below {name}: " + " -> ".join("/".join(names) for names in reversed(LAYERS))
 
 
-def storey(name: str) -> int | None:
+def layer(name: str) -> int | None:
     parts = name.split(".")
     if parts[0] != "jax_core" or len(parts) < 2:
         return None
-    return next((height for height, rooms in enumerate(STOREYS) if parts[1] in rooms), None)
+    return next((height for height, names in enumerate(LAYERS) if parts[1] in names), None)
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
@@ -129,18 +131,52 @@ def test_imports_follow_the_rule(path):
     assert not broken
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_room_is_read(room):
-    assert any(within(module_name(path), room) for path in FILES)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_read(package):
+    assert any(within(module_name(path), package) for path in FILES)
 
 
-def test_every_room_of_the_core_has_a_storey():
-    rooms = {module_name(path) for path in FILES} - {"jax_core"}
-    assert (
-        sorted(room for room in rooms if within(room, "jax_core") and storey(room) is None and room.split(".")[1] not in OUTSIDE)
-        == []
-    )
-    assert len(STOREYS) <= 6
+def test_every_module_of_the_core_is_in_a_layer():
+    modules = {module_name(path) for path in FILES if within(module_name(path), "jax_core")} - {"jax_core"}
+    assert [name for name in sorted(modules) if layer(name) is None and name.split(".")[1] not in OUTSIDE] == []
+    assert len(LAYERS) <= 6
+
+
+def import_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """Which of the modules (name -> source, is it a package) imports which other of them, at its top or within a function."""
+    graph = {}
+    for module, (source, is_package) in sources.items():
+        names = imported(source, module, is_package) & sources.keys()
+        # `from package import module` gives both names, and is an import of the module.
+        graph[module] = {name for name in names if not any(other.startswith(name + ".") for other in names)} - {module}
+    return graph
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other():
+    """Neither directly nor in a circle, an import within a function included."""
+    sources = {module_name(path): (path.read_text(encoding="utf-8"), path.name == "__init__.py") for path in FILES}
+    graph = import_graph(sources)
+    assert sum(map(len, graph.values())) > len(FILES)  # imports are seen
+    assert cycle(graph) == []
+
+
+def test_a_circle_of_imports_is_seen():
+    sources = {
+        "room": ("from room import a", True),
+        "room.a": ("from room.b import x", False),
+        "room.b": ("def f():\n    from . import c", False),
+        "room.c": ("import room.a", False),
+    }
+    assert set(cycle(import_graph(sources))) == {"room.a", "room.b", "room.c"}
+    assert cycle(import_graph(sources | {"room.c": ("", False)})) == []
 
 
 @pytest.mark.parametrize(
@@ -194,13 +230,12 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("module", ["ring_attn", "torch_bridge", "torch_bridge.mesh", "ring_attn.sequence"])
-def test_import_loads_no_jax(module):
-    assert not loaded_after(f"import {module}") & {"jax", "jaxlib"}
+def test_the_torch_packages_load_no_jax():
+    assert not loaded_after("import ring_attn.sequence, torch_bridge.mesh") & {"jax", "jaxlib"}
 
 
 @pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)
-def test_arithmetic_rooms_load_no_framework(module):
+def test_position_arithmetic_loads_no_framework(module):
     assert not loaded_after(f"import {module}") & {"jax", "jaxlib", "torch", "numpy"}
 
 
@@ -213,6 +248,15 @@ def test_jax_core_starts_no_backend_and_loads_no_torch():
     loaded = loaded_after(touch + check)
     assert "jax" in loaded
     assert "torch" not in loaded
+
+
+def test_the_packages_are_typed(tmp_path):
+    """Each has its marker, and a built wheel brings it along."""
+    assert [package for package in PACKAGES if not (ROOT / package / "py.typed").is_file()] == []
+    build = ["build_py", "--build-lib", str(tmp_path), "egg_info", "--egg-base", str(tmp_path)]
+    command = [sys.executable, "setup.py", "--quiet", *build]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    assert [package for package in PACKAGES if not (tmp_path / package / "py.typed").is_file()] == []
 
 
 def host_files() -> list[Path]:

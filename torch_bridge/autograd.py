@@ -1,111 +1,105 @@
-"""Attention as a torch operator: ``torch.library`` custom ops around the compiled pair, and their ``autograd.Function``.
+"""Attention as a function that torch differentiates: one ``autograd.Function`` for every road, around ``torch.library`` operators.
 
 Torch saves plain tensors (the operands, the output, the LSE), so checkpointing and offload hooks work as for any operator.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from jax_core.masks.functions import from_mask_mod
 from jax_core.request.options import Options
-from jax_core.request.spec import both_sides
-from jax_core.strategies.contract import Operands
-from torch_bridge.compiled import ARRAYS, Form, Program, program
-from torch_bridge.dlpack import narrow_ids, precision_scope, to_torch
-from torch_bridge.mesh import Ring, resolve
-from torch_bridge.runtime import start
+from torch_bridge.announced import ring_call
+from torch_bridge.empty import Empty
+from torch_bridge.request import QKV, Form, Request, Where, forms_of, gather
+from torch_bridge.road import Operators, Program, Ring, Tensors, road_of
+
+
+class _Prepared(NamedTuple):
+    request: Request
+    program: Program
+
 
 # An operator's arguments are tensors and numbers; a program goes by its number in this list, which only grows.
-_PROGRAMS: list[Program] = []
+_PROGRAMS: list[_Prepared] = []
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+Names = tuple[tuple[str, str], ...]  # the core's name of an argument, and the caller's
 
 
-def attend(
-    where: tuple[Any, str | int | None],
-    tensors: dict[str, torch.Tensor | None],
-    dropout_seed: int | torch.Tensor | None,
-    **options,
+def differentiable_attention(
+    where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, names: Names = (), **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of this rank's shards.
+    """``(out, lse)`` of this rank's shards, on the road of the query's device.
 
-    ``where``: mesh and mesh dimension, as :func:`torch_bridge.mesh.resolve` takes them. ``tensors``: by the names of
-    :class:`jax_core.strategies.contract.Operands`, queries, keys and values ``[batch, seq, heads, dim]``, ids of any integer type.
-    ``dropout_seed``: 64 bits, or an integer tensor of one element. ``options``: the fields of :class:`Options`.
+    ``where``: mesh and mesh dimension, as the road's ``resolve`` takes them. ``tensors``: by the names of
+    :class:`jax_core.strategies.contract.Operands`, query, key and value ``[batch, seq, heads, dim]``, ids of any integer type.
+    ``dropout_seed``: 64 bits. ``options``: the fields of :class:`Options`. ``names``: what errors call the arguments.
     """
-    ids = {name: narrow_ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
+    # JAX traces a mask function afresh in every call, which torch.compile goes around.
+    run = _call if options["mask_mod"] is None else _untraced_call
+    return run(where, tensors, dropout_seed, names, options)
+
+
+def _call(
+    where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, names: Names, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     query = tensors["query"]
     assert query is not None
-    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": _seed_words(dropout_seed, query.device)}
-    arrays: tuple[Any, ...] = both_sides(Operands(**named))[: len(ARRAYS)]
-    if options["mask_mod"] is not None:
-        options, arrays = _lift_mask_mod(where, options, arrays)
+    road = road_of(query.device)
+    options, arrays = gather(road, where, tensors, dropout_seed, options)
     if torch.compiler.is_compiling():
         arrays = _distinct(arrays)
-    forms = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in arrays)
-    return _Attention.apply(_number(where, options, forms, query.device), *arrays)
+    return _Attention.apply(_number(where, options, forms_of(arrays), query.device, names), *arrays)
 
 
-def _distinct(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+_untraced_call = torch.compiler.disable(_call)
+
+
+def _distinct(arrays: Tensors) -> Tensors:
     """Dynamo does not trace an autograd function that is given one tensor twice; ids often serve queries and keys."""
     twice = [x is not None and any(x is other for other in arrays[:place]) for place, x in enumerate(arrays)]
-    return tuple(x.view_as(x) if again else x for x, again in zip(arrays, twice, strict=True))
-
-
-@torch.compiler.disable
-def _lift_mask_mod(where, options: dict[str, Any], arrays: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The mask function as it is now: traced, and the arrays that it closes over as further operands."""
-    device = arrays[0].device
-    start(ring=resolve(*where), device=device)
-    with precision_scope(arrays[0].dtype):
-        predicate, consts = from_mask_mod(options["mask_mod"])
-        further = [_operand(const, device) for const in consts]
-    return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)
-
-
-def _operand(const: Any, device: torch.device) -> torch.Tensor:
-    """An array that a mask function closes over, with a dimension at least, on ``device``. One that is there already stays."""
-    if isinstance(const, jax.Array) and const.platform() != "cpu" and device.type != "cpu" and len(const.devices()) == 1:
-        tensor = to_torch(const).to(device)
-    else:
-        tensor = torch.from_numpy(np.array(const)).to(device, non_blocking=True)
-    return tensor if tensor.dim() else tensor.reshape(1)
-
-
-def _seed_words(seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """64 bits as two int32 words, low first; JAX reads them as unsigned."""
-    if seed is None:
-        return None
-    if not isinstance(seed, torch.Tensor):
-        # Filled on the device: a copy from the host would wait for all that is queued there.
-        seed = torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
-    return seed.to(device, torch.int64).reshape(1).view(torch.int32)
+    return tuple(x.view_as(x) if x is not None and again else x for x, again in zip(arrays, twice, strict=True))
 
 
 @torch.compiler.assume_constant_result
-def _number(where: tuple[Any, str | int | None], options: dict[str, Any], forms: tuple, device: torch.device) -> int:
+def _number(where: Where, options: dict[str, Any], forms: tuple, device: torch.device, names: Names) -> int:
     """The number of the program; under ``torch.compile`` found once, while tracing."""
-    return _numbered(resolve(*where), tuple(options.items()), forms, device)
+    with ring_call(where, device):
+        return _numbered(road_of(device).resolve(*where), tuple(options.items()), forms, device, names)
 
 
 @cache
-def _numbered(ring: Ring, options: tuple[tuple[str, Any], ...], forms: tuple, device: torch.device) -> int:
-    signature = tuple(None if form is None else Form(*form) for form in forms)
-    _PROGRAMS.append(program(Options(**dict(options)), signature, ring, device))
+def _numbered(ring: Ring, options: tuple[tuple[str, Any], ...], forms: tuple, device: torch.device, names: Names) -> int:
+    request = Request(ring, Options(**dict(options)), tuple(None if form is None else Form(*form) for form in forms), device)
+    try:
+        return _prepared(request)
+    except (ValueError, NotImplementedError) as error:
+        error.args = (_in_words_of_the_caller(str(error), dict(names)),)
+        raise
+
+
+@cache
+def _prepared(request: Request) -> int:
+    program = road_of(request.device).program(request)  # checks it, also where nothing is to be computed
+    _PROGRAMS.append(_Prepared(request, Empty(request) if request.empty else program))
     return len(_PROGRAMS) - 1
+
+
+def _in_words_of_the_caller(text: str, names: Mapping[str, str]) -> str:
+    """The core's error with the names that the caller gave to its arguments."""
+    if not names:
+        return text
+    return re.sub(r"\b(" + "|".join(map(re.escape, names)) + r")\b", lambda found: names[found[0]], text)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, number: int, *operands: torch.Tensor | None):
-        run = _PROGRAMS[number].forward if _unobserved(operands) else partial(forward_op, program=number)
-        out, lse = run(list(operands))
+        out, lse = _forward_of(number, operands)(operands)
         ctx.save_for_backward(*operands, out, lse)
         ctx.set_materialize_grads(False)  # an LSE that nothing was made of has no gradient, not one of zeros
         ctx.number = number
@@ -117,13 +111,41 @@ class _Attention(torch.autograd.Function):
         *operands, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        run = _PROGRAMS[ctx.number].backward if _unobserved((*operands, dout, dlse)) else partial(backward_op, program=ctx.number)
-        found = run(operands, out, lse, dout, dlse, wanted)
-        gradients = dict(zip(wanted, found, strict=True))
-        return None, *(gradients.get(number) for number in range(len(operands)))
+        # Those of query, key and value always: what travels must not depend on which of them a rank wants.
+        made = sorted({*QKV, *wanted})
+        found = _backward_of(ctx.number, (*operands, dout, dlse))(operands, out, lse, dout, dlse, made)
+        gradients = dict(zip(made, found, strict=True))
+        return None, *(gradients[number] if number in wanted else None for number in range(len(operands)))
 
 
-def _unobserved(tensors: Sequence[torch.Tensor | None]) -> bool:
+def _forward_of(number: int, tensors: Tensors) -> Callable[..., Any]:
+    if _unobserved(tensors):
+        return _PROGRAMS[number].program.forward
+    own = _own_operators(number)
+    return partial(forward_op, program=number) if own is None else partial(_operators_of(tensors).forward, own)
+
+
+def _backward_of(number: int, tensors: Tensors) -> Callable[..., Any]:
+    if _unobserved(tensors):
+        return _PROGRAMS[number].program.backward
+    own = _own_operators(number)
+    return partial(backward_op, program=number) if own is None else partial(_operators_of(tensors).backward, own)
+
+
+def _operators_of(tensors: Tensors) -> Operators:
+    query = tensors[0]
+    assert query is not None
+    found = road_of(query.device).OPERATORS
+    assert found is not None
+    return found
+
+
+@torch.compiler.assume_constant_result
+def _own_operators(number: int) -> int | None:
+    return _PROGRAMS[number].program.operators
+
+
+def _unobserved(tensors: Tensors) -> bool:
     """Whether torch has nobody to show an operator to: no tracer, no mode, no profiler, no subclass. The way through its dispatcher
     takes longer than that of the tensors to JAX and back."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled():
@@ -133,12 +155,12 @@ def _unobserved(tensors: Sequence[torch.Tensor | None]) -> bool:
 
 @torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, int program) -> (Tensor, Tensor)")
 def forward_op(operands, program):
-    return _PROGRAMS[program].forward(operands)
+    return _PROGRAMS[program].program.forward(operands)
 
 
 @forward_op.register_fake
 def _(operands, program):
-    out, lse = _PROGRAMS[program].out, _PROGRAMS[program].lse
+    out, lse = _PROGRAMS[program].request.results
     return operands[0].new_empty(out.shape), operands[0].new_empty(lse.shape, dtype=lse.dtype)
 
 
@@ -148,7 +170,7 @@ def _(operands, program):
     schema="(Tensor?[] operands, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, int[] wanted, int program) -> Tensor[]",
 )
 def backward_op(operands, out, lse, dout, dlse, wanted, program):
-    return _PROGRAMS[program].backward(operands, out, lse, dout, dlse, wanted)
+    return _PROGRAMS[program].program.backward(operands, out, lse, dout, dlse, wanted)
 
 
 @backward_op.register_fake

@@ -1,14 +1,28 @@
-"""A small process beside global rank 0: JAX's coordination service, and who of the world is still alive.
+"""A small process beside global rank 0: JAX's coordination service, and the messages between ranks that cannot use collectives.
 
 It is a process of its own for two reasons. When a process that hosts the service dies, JAX aborts every other process from
 C++ at once, before any of them can say which ring and step it was in; and a service inside rank 0 would force rank 0 to
-outlive all others. It imports neither torch nor JAX's Python, ends when the last rank has left, and is started as a script.
+outlive all others. It imports neither torch nor JAX's Python, and ends when the last rank has left.
 
 Liveness needs no heartbeat: every rank holds one TCP connection, and the kernel closes it when the process ends, however it
 ends. A host that vanishes is found by TCP keepalive. A busy or stopped process is not taken for a dead one.
 
-The protocol is lines of JSON. To the coordinator: ``{"token", "rank"}`` once, ``{"bye": true}`` before a clean end. From it:
-``{"gone": rank, "clean": bool}`` for every rank that has left.
+The protocol is lines of JSON. A ring is the list of its global ranks; ``number`` counts each rank's calls of that ring.
+
+====================================================  ======================================================================
+To the coordinator                                    What it does
+====================================================  ======================================================================
+``{"token", "rank"}``                                 first line: tells this rank who has left so far
+``{"compare": {"ring", "number", "call"}}``           once all members have sent theirs, sends ``{"compared": {"ring", "number",
+                                                      "calls"}}`` to each: None where all are equal, else all of them
+``{"failed": {"ring", "number", "error"}}``           passes it on to the other members, with the ``"rank"``
+``{"waits": seconds}``                                sends ``{"ask": n}`` to all ranks, at most once in so many seconds
+``{"ask": n, "report": Report}``                      when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
+                                                      every ring that can never go on (:mod:`torch_bridge.stuck`)
+``{"bye": true}``                                     the connection's end is then a clean one
+====================================================  ======================================================================
+
+When a connection ends, all others get ``{"gone": rank, "clean": bool}``.
 """
 
 import json
@@ -19,28 +33,40 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_bridge.stuck import Ranks, Report, asked_for, stuck_rings
 
 # Keepalive finds a vanished host after IDLE + COUNT * INTERVAL seconds.
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 5, 3, 3
 # JAX's own heartbeat is only the last resort: the connections tell sooner.
 SERVICE_HEARTBEAT = 100
+# How long the answers to one question may take, in seconds; a rank that is silent for longer is taken for an idle one.
+ANSWER_TIME = 1.0
+# A connection that sends more than this before it has named its rank is a stranger's.
+_HELLO = 4096
+
+# The folder of the packages comes last on the path: what lies in it must not hide a module of the standard library.
+_MAIN = "import sys; sys.path.append({folder!r}); from torch_bridge.coordinator import main; main()"
 
 
 class Endpoint(NamedTuple):
-    """Where the coordinator listens: the ports of JAX's service and of the liveness connections, and their token."""
+    """Where the coordinator listens: the ports of JAX's service and of the ranks' connections, and their token."""
 
     service_port: int
-    liveness_port: int
+    port: int
     token: str
 
 
 def launch(world: int, timeout: float) -> Endpoint:
     """Start a coordinator for ``world`` ranks in a process of its own; it ends by itself. RuntimeError when it cannot start."""
     token = secrets.token_hex(16)
-    command = [sys.executable, "-P", __file__, str(world), str(timeout)]
+    program = _MAIN.format(folder=str(Path(__file__).parents[1]))
+    command = [sys.executable, "-P", "-c", program, str(world), str(timeout)]
     try:
         done = subprocess.run(
             command, input=token, capture_output=True, text=True, timeout=timeout, check=False, start_new_session=True
@@ -50,7 +76,7 @@ def launch(world: int, timeout: float) -> Endpoint:
     if done.returncode or not done.stdout.strip():
         raise RuntimeError(f"the coordinator process could not start ({command}):\n{done.stderr.strip()}")
     ports = json.loads(done.stdout.splitlines()[-1])
-    return Endpoint(ports["service"], ports["liveness"], token)
+    return Endpoint(ports["service"], ports["ranks"], token)
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -64,23 +90,36 @@ def keep_alive(connection: socket.socket) -> None:
 
 @dataclass
 class _Peer:
-    """One connection: its rank once it has said so, and what has arrived of its next line."""
+    """One connection: its rank once it has said so, what has arrived of its next line, and its last report."""
 
     connection: socket.socket
-    rank: int | None = None
+    rank: int = -1
     clean: bool = False
     pending: bytes = b""
+    report: Report | None = None
+    silent_since: float = 0.0  # when it was first asked what it has not answered; 0: it has answered
 
 
 @dataclass
-class Liveness:
-    """Accepts the ranks' connections and tells everyone when one closes."""
+class _Question:
+    """One round of asking all ranks where they are."""
+
+    number: int = 0
+    asked: float = 0.0
+    waiting_for: set[int] = field(default_factory=set)
+    open: bool = False
+
+
+@dataclass
+class Exchange:
+    """Accepts the ranks' connections, and passes their messages on as the module says."""
 
     listener: socket.socket
     token: str
-    peers: dict[int, _Peer] = field(default_factory=dict)
+    connections: dict[int, _Peer] = field(default_factory=dict)  # by file descriptor
     gone: list[bytes] = field(default_factory=list)
-    seen: int = 0
+    comparisons: dict[tuple[Ranks, int], dict[int, str]] = field(default_factory=dict)
+    question: _Question = field(default_factory=_Question)
 
     def serve(self, world: int, timeout: float) -> None:
         """Run until every rank has left, or none is here ``timeout`` seconds after the start."""
@@ -88,15 +127,17 @@ class Liveness:
         with selectors.DefaultSelector() as selector:
             self.listener.setblocking(False)
             selector.register(self.listener, selectors.EVENT_READ, None)
-            while len(self.gone) < world and (self._ranks() or time.monotonic() < deadline):
-                for key, _ in selector.select(timeout=1.0):
+            while len(self.gone) < world and (self._peers() or time.monotonic() < deadline):
+                for key, _ in selector.select(timeout=0.1 if self.question.open else 1.0):
                     if key.data is None:
                         self._accept(selector)
                     else:
                         self._read(selector, key.data)
+                if self.question.open and time.monotonic() - self.question.asked > ANSWER_TIME:
+                    self._judge()
 
-    def _ranks(self) -> list[_Peer]:
-        return [peer for peer in self.peers.values() if peer.rank is not None]
+    def _peers(self) -> dict[int, _Peer]:
+        return {peer.rank: peer for peer in self.connections.values() if peer.rank >= 0}
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
@@ -104,17 +145,18 @@ class Liveness:
             keep_alive(connection)
             connection.settimeout(1.0)  # a peer that does not read must not stop the notices to the others
             peer = _Peer(connection)
-            self.peers[connection.fileno()] = peer
+            self.connections[connection.fileno()] = peer
             selector.register(connection, selectors.EVENT_READ, peer)
 
     def _read(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
         try:
-            data = peer.connection.recv(4096)
+            data = peer.connection.recv(65536)
         except OSError:
             data = b""
         if data:
             *lines, peer.pending = (peer.pending + data).split(b"\n")
-            if all(self._understand(peer, line) for line in lines):
+            understood = all(self._understand(peer, line) for line in lines)
+            if understood and (peer.rank >= 0 or len(peer.pending) <= _HELLO):
                 return
         self._close(selector, peer)
 
@@ -122,29 +164,104 @@ class Liveness:
         """Take one line; False when it does not come from a rank of this job."""
         with suppress(ValueError, KeyError, TypeError):
             message = json.loads(line)
-            if peer.rank is None:
-                if not secrets.compare_digest(str(message["token"]), self.token):
-                    return False
+            if peer.rank >= 0:
+                self._take(peer, message)
+                return True
+            if secrets.compare_digest(str(message["token"]), self.token):
                 peer.rank = int(message["rank"])
                 self._send(peer, b"".join(self.gone))
-            peer.clean = peer.clean or "bye" in message
-            return True
+                return True
         return False
+
+    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if "compare" in message:
+            self._compare(peer, **message["compare"])
+        elif "failed" in message:
+            self._pass_on(peer, **message["failed"])
+        elif "waits" in message:
+            self._ask(float(message["waits"]))
+        elif "report" in message:
+            self._take_report(peer, message["ask"], Report.from_json(message["report"]))
+        peer.clean = peer.clean or "bye" in message
+
+    def _compare(self, peer: _Peer, ring: list[int], number: int, call: str) -> None:
+        key = (tuple(ring), number)
+        calls = self.comparisons.setdefault(key, {})
+        calls[peer.rank] = call
+        if len(calls) == len(ring):
+            del self.comparisons[key]
+            different = [calls[rank] for rank in ring] if len(set(calls.values())) > 1 else None
+            self._tell(ring, {"compared": {"ring": ring, "number": number, "calls": different}})
+
+    def _pass_on(self, peer: _Peer, ring: list[int], number: int, error: str) -> None:
+        self.comparisons.pop((tuple(ring), number), None)  # it will never be complete
+        others = [rank for rank in ring if rank != peer.rank]
+        self._tell(others, {"failed": {"ring": ring, "number": number, "rank": peer.rank, "error": error}})
+
+    def _ask(self, pause: float) -> None:
+        now = time.monotonic()
+        if self.question.open or now - self.question.asked < pause:
+            return
+        peers = self._peers()
+        self.question = _Question(self.question.number + 1, now, set(peers), open=True)
+        for peer in peers.values():
+            peer.silent_since = peer.silent_since or now
+        self._tell(list(peers), {"ask": self.question.number})
+
+    def _take_report(self, peer: _Peer, question: int, report: Report) -> None:
+        peer.report, peer.silent_since = report, 0.0
+        if question == self.question.number:
+            self.question.waiting_for.discard(peer.rank)
+            if self.question.open and not self.question.waiting_for:
+                self._judge()
+
+    def _judge(self) -> None:
+        """Close the question, and tell the members of every ring that can never go on."""
+        self.question.open = False
+        peers = self._peers()
+        limit = min((peer.report.limit for peer in peers.values() if peer.report), default=0.0)
+        reports = {rank: _report(peer, limit) for rank, peer in peers.items()}
+        for ring, why in stuck_rings(reports).items():
+            words = f"{why}. Last asked for: {asked_for(ring, reports)}"
+            self._tell(ring, {"stuck": {"ring": list(ring), "words": words}})
 
     def _close(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
         selector.unregister(peer.connection)
-        del self.peers[peer.connection.fileno()]
+        del self.connections[peer.connection.fileno()]
         peer.connection.close()
-        if peer.rank is None:
+        if peer.rank < 0:
             return
-        notice = json.dumps({"gone": peer.rank, "clean": peer.clean}).encode() + b"\n"
+        notice = _line({"gone": peer.rank, "clean": peer.clean})
         self.gone.append(notice)
-        for other in self._ranks():
+        self.question.waiting_for.discard(peer.rank)
+        for other in self._peers().values():
             self._send(other, notice)
 
-    def _send(self, peer: _Peer, notice: bytes) -> None:
+    def _tell(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
+        peers, line = self._peers(), _line(message)
+        for rank in ranks:
+            if rank in peers:
+                self._send(peers[rank], line)
+
+    def _send(self, peer: _Peer, line: bytes) -> None:
         with suppress(OSError):  # a dead peer shows when it is read
-            peer.connection.sendall(notice)
+            peer.connection.sendall(line)
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _report(peer: _Peer, limit: float) -> Report:
+    """The last report of a rank; of one that has not answered since, what is known of it."""
+    report = peer.report or Report(limit, 0.0, "", {})
+    if not peer.silent_since:
+        return report
+    silent = time.monotonic() - peer.silent_since
+    busy = peer.report is not None and not report.idle  # in its last report; a long call may not let its process answer
+    return report._replace(
+        idle=0.0 if busy else report.idle + silent, place=f"has not answered for {silent:.0f} s: is its process stopped?"
+    )
 
 
 def _listener(world: int) -> socket.socket:
@@ -196,11 +313,7 @@ def main() -> None:
     _detach()
     listener = _listener(world)
     _service, port = _start_service(world)  # it lives as long as its object
-    print(json.dumps({"service": port, "liveness": listener.getsockname()[1]}), flush=True)
+    print(json.dumps({"service": port, "ranks": listener.getsockname()[1]}), flush=True)
     _close_standard_streams()
-    Liveness(listener, token).serve(world, timeout)
+    Exchange(listener, token).serve(world, timeout)
     os._exit(0)  # without the service's own farewell: nobody is left to hear it
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ Who waits for whom, and whose memory is whose, is argued in docs/streams.md; thi
 import atexit
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from threading import Lock
 from typing import NamedTuple, Protocol
@@ -15,19 +15,13 @@ import jax
 import torch
 
 from torch_bridge.dlpack import DEFAULT_STREAM, conversions, exportable
+from torch_bridge.request import Form
+from torch_bridge.road import Tensors
 
-Tensors = Sequence[torch.Tensor | None]
 Join = Callable[[jax.Array], jax.Array]
 
 _LETTING_GO = 0.02  # seconds
 _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
-
-
-class Form(NamedTuple):
-    """Shape and dtype of a tensor: all that checks and compilation need of it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Compiled(NamedTuple):

@@ -39,6 +39,10 @@ class Ring:
         """The ring ranks whose shards this process holds."""
         return (self.rank,)
 
+    def split(self, tensor: "torch.Tensor", dim: int) -> "torch.Tensor":
+        """``tensor``, a shard: all of it is on this process's device."""
+        return tensor
+
     def __str__(self) -> str:
         return f"ring of global ranks {list(self.ranks)}"
 

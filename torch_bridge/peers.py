@@ -1,70 +1,110 @@
-"""Who of the world is still alive, and what becomes of a ring call whose peer is not.
+"""What this process knows of the others of the world, what it tells them of itself, and the thread that ends it when a ring call
+can never return (:mod:`torch_bridge.calls` says which).
 
-Two things end such a call. gloo reports a broken connection to a neighbour, within milliseconds: :class:`watch` raises
-:class:`PeerFailure` from it. Whoever waits for others hangs in C++, where no Python exception reaches it (as does every GPU
-under NCCL): the watchdog thread, which the coordinator tells of the death, prints the same message and ends the process.
+All news come through the coordinator. While all is well nothing is sent: a ring call writes down what it is, and one that has
+lasted for a quarter of the wait limit makes the watchdog ask where the others are.
 """
 
+import hashlib
 import json
+import math
 import os
-import re
 import socket
 import sys
 import threading
 import time
-from collections import Counter
+import traceback
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 
 from torch_bridge import coordinator
 from torch_bridge.mesh import Ring
+from torch_bridge.stuck import ASK_AFTER, Ranks, Report, Standing
 
 # How long after the death of a peer the others may live on, in seconds; `runtime.start(peer_timeout=)` changes it.
 PEER_TIMEOUT = 20.0
 # The exit status of a process that the watchdog ends: os.EX_UNAVAILABLE, "a service is unavailable".
 EXIT_PEER_FAILURE = 69
+# How many calls of a ring are remembered: more than a GPU's queue lets one rank run ahead of another.
+_REMEMBERED = 128
 
-# What JAX's CPU and GPU collectives say when a connection breaks. They come as ValueError or JaxRuntimeError.
-_COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (reset|closed)|socket closed", re.IGNORECASE)
 
+class Call(Protocol):
+    """A ring call of this process, as the watchdog sees it. ``begun``: when, by the monotonic clock; ``finished``: the device is
+    known to be past it."""
 
-class PeerFailure(RuntimeError):
-    """A process of the ring has died in the middle of a step. The message names the ring (its global ranks) and the step."""
+    ring: Ring
+    begun: float
+    finished: bool
+
+    def overdue(self) -> bool:
+        """Whether it has had its time to end by itself since the news that it cannot go on."""
+
+    def describe(self) -> str:
+        """What to say when it ends the process."""
 
 
 @dataclass
-class _Peers:
+class Settings:
+    """What ``runtime.start`` sets: seconds after a death, seconds to wait for an idle rank, and whether to compare every call."""
+
+    peer_timeout: float = PEER_TIMEOUT
+    wait_timeout: float = PEER_TIMEOUT
+    every_call: bool = False
+
+
+@dataclass
+class RingCalls:
+    """This process's calls of one ring: their number, those of each kind, and what the last ones were: (number, step, what)."""
+
+    number: int = 0
+    steps: Counter[str] = field(default_factory=Counter)
+    recent: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    last: Call | str = ""
+
+
+@dataclass
+class State:
     """What this process knows of the others, and its own ring calls that have not ended."""
 
-    timeout: float = PEER_TIMEOUT
+    settings: Settings = field(default_factory=Settings)
     collectives_see_the_end: bool = False
     connection: socket.socket | None = None
-    gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
+    cut_off: bool = False
+    sending: threading.Lock = field(default_factory=threading.Lock)
     news: threading.Condition = field(default_factory=threading.Condition)
-    active: dict[int, "watch"] = field(default_factory=dict)
-    launched: dict[tuple[int, ...], tuple["watch", torch.cuda.Event]] = field(default_factory=dict)
-    calls: Counter[tuple[tuple[int, ...], str]] = field(default_factory=Counter)
+    gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
+    failed: dict[tuple[Ranks, int], str] = field(default_factory=dict)  # by ring and number: which rank's call raised what
+    stuck: dict[Ranks, str] = field(default_factory=dict)
+    compared: dict[tuple[Ranks, int], list[str] | None] = field(default_factory=dict)
+    calls: defaultdict[Ranks, RingCalls] = field(default_factory=lambda: defaultdict(RingCalls))
+    active: dict[int, Call] = field(default_factory=dict)
+    launched: dict[Ranks, tuple[Call, torch.cuda.Event]] = field(default_factory=dict)
+    preparing: set[int] = field(default_factory=set)
+    left: float = 0.0  # when the last ring call of this process returned
+    asked: float = 0.0  # when the watchdog last asked where the others are
 
 
 # A process has one life, and its peers see one end of it: this state cannot live anywhere but in the module.
-_peers = _Peers()
+state = State()
 
 
-def join(address: str, endpoint: coordinator.Endpoint, rank: int, peer_timeout: float, patience: float) -> None:
+def join(address: str, endpoint: coordinator.Endpoint, rank: int, settings: Settings, patience: float) -> None:
     """Tell the coordinator that this rank lives, and listen for those who do not. The first call counts.
 
     Raises OSError when the coordinator cannot be reached within ``patience`` seconds.
     """
-    if _peers.connection is not None:
+    if state.connection is not None:
         return
-    connection = socket.create_connection((address, endpoint.liveness_port), timeout=patience)
+    connection = socket.create_connection((address, endpoint.port), timeout=patience)
     connection.settimeout(None)
     coordinator.keep_alive(connection)
     connection.sendall(json.dumps({"token": endpoint.token, "rank": rank}).encode() + b"\n")
-    _peers.connection, _peers.timeout = connection, peer_timeout
+    state.connection, state.settings, state.left = connection, settings, time.monotonic()
     os.register_at_fork(after_in_child=_forget)
     for loop, arguments in ((_listen, (connection,)), (_watchdog, ())):
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
@@ -72,121 +112,135 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, peer_timeout: 
 
 def say_goodbye() -> None:
     """Leave in good order, unless an exception ends this process: then it has died, for the others."""
-    if _peers.connection is not None and getattr(sys, "last_value", None) is None:
-        with suppress(OSError):
-            _peers.connection.sendall(b'{"bye": true}\n')
+    if getattr(sys, "last_value", None) is None:
+        send({"bye": True})
 
 
 def trust_collectives() -> None:
     """The collectives report by themselves when a process has ended, as gloo does: leave good ends to them."""
-    _peers.collectives_see_the_end = True
+    state.collectives_see_the_end = True
 
 
 def _forget() -> None:
     """In a forked child, as torch's DataLoader makes: an open copy of the connection would hide the death of the parent."""
-    if _peers.connection is not None:
-        os.close(_peers.connection.detach())
-    _peers.connection = None
+    if state.connection is not None:
+        os.close(state.connection.detach())
+    state.connection = None
+
+
+def send(message: dict[str, Any]) -> None:
+    with suppress(OSError), state.sending:  # the listener learns that the coordinator has gone
+        if state.connection is not None:
+            state.connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _listen(connection: socket.socket) -> None:
-    """Write down who leaves, until this process does."""
+    """Write down what the coordinator says, until this process ends."""
     with suppress(OSError, ValueError), connection.makefile("r") as lines:
         for line in lines:
-            notice = json.loads(line)
-            with _peers.news:
-                _peers.gone[int(notice["gone"])] = bool(notice["clean"])
-                _peers.news.notify_all()
+            message = json.loads(line)
+            if "ask" in message:
+                send({"ask": message["ask"], "report": _report().to_json()})
+                continue
+            with state.news:
+                _note(message)
+                state.news.notify_all()
+    with state.news:
+        state.cut_off = True
+        state.news.notify_all()
+
+
+def _note(message: dict[str, Any]) -> None:
+    if "gone" in message:
+        state.gone[int(message["gone"])] = bool(message["clean"])
+    elif "compared" in message:
+        compared = message["compared"]
+        state.compared[tuple(compared["ring"]), compared["number"]] = compared["calls"]
+    elif "failed" in message:
+        failed = message["failed"]
+        state.failed[tuple(failed["ring"]), failed["number"]] = f"global rank {failed['rank']} ({failed['error']})"
+    elif "stuck" in message:
+        _stick(tuple(message["stuck"]["ring"]), message["stuck"]["words"])
+
+
+def _stick(ranks: Ranks, words: str) -> None:
+    if ranks not in state.stuck and not any(call.ring.ranks == ranks for call in _unfinished()):
+        print(f"ring_attn: the ring of global ranks {list(ranks)} cannot go on: {words}", file=sys.stderr, flush=True)
+    state.stuck[ranks] = words
 
 
 def _watchdog() -> None:
-    """End this process when a ring call cannot return because a peer has gone."""
+    """Ask about the others when a ring call lasts long, and end this process when the call cannot return."""
     while True:
-        with _peers.news:
-            _peers.news.wait_for(lambda: _peers.gone)
-        for call in _unfinished():
-            if call.overdue():
-                _end(call)
-        time.sleep(0.25)
+        time.sleep(min(max(state.settings.wait_timeout / 16, 0.05), 0.5))
+        _ask(time.monotonic())
+        if state.gone or state.failed or state.stuck:
+            for call in _unfinished():
+                if call.overdue():
+                    _end(call)
 
 
-def _unfinished() -> list["watch"]:
-    launched = [call for call, event in list(_peers.launched.values()) if not event.query()]
-    return list(_peers.active.values()) + launched
+def _ask(now: float) -> None:
+    pause = ASK_AFTER * state.settings.wait_timeout
+    if now - state.asked > pause / 2 and any(now - call.begun > pause for call in _unfinished(now - pause)):
+        state.asked = now
+        send({"waits": pause / 4})
 
 
-def _end(call: "watch") -> None:
-    print(f"{PeerFailure.__module__}.PeerFailure: {call.describe()} This process ends.", file=sys.stderr, flush=True)
+def _unfinished(young: float = math.inf) -> list[Call]:
+    """The calls that have not ended. One that was launched after ``young`` counts without a look at its event: CUDA forbids that
+    while some stream's work is recorded as a graph."""
+    launched = [call for call, event in list(state.launched.values()) if call.begun > young or _runs(call, event)]
+    return list(state.active.values()) + launched
+
+
+def _runs(call: Call, event: torch.cuda.Event) -> bool:
+    call.finished = call.finished or event.query()
+    return not call.finished
+
+
+def _end(call: Call) -> None:
+    print(f"ring_attn.PeerFailure: {call.describe()} This process ends.", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(EXIT_PEER_FAILURE)
 
 
-class watch:
-    """Around a ring call: names the ring and the step when a peer dies in it, instead of hanging.
+def _report() -> Report:
+    """What this process does, for the others that wait for it."""
+    now = time.monotonic()
+    unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
+    busy = unfinished or state.preparing
+    idle = 0.0 if busy else now - state.left
+    begun: dict[Ranks, float] = {}
+    for call in unfinished:
+        begun[call.ring.ranks] = max(call.begun, begun.get(call.ring.ranks, 0.0))
+    rings = {}
+    for ranks, calls in list(state.calls.items()):
+        digests = {number: _digest(step, what) for number, step, what in calls.recent.copy()}
+        waits = now - begun[ranks] if ranks in begun else None
+        rings[ranks] = Standing(calls.number, waits, digests, str(calls.last))
+    return Report(state.settings.wait_timeout, idle, _place(idle, unfinished), rings)
 
-    ``step``: "forward" or "backward", counted per ring. Inside it: compute, and wait for the results, or set ``event`` to one that
-    is complete when the device has them: the call then goes on after the block. A broken collective raises
-    :class:`PeerFailure`, and so does a new step of a ring that has lost a member. A call that hangs although a member of its
-    ring has died ends the process within the ``peer_timeout`` of ``runtime.start``, with the same message on stderr and exit
-    status ``EXIT_PEER_FAILURE``. A ring of one is not watched.
-    """
 
-    __slots__ = ("call", "event", "ring", "since", "step")
+def _digest(step: str, what: str) -> str:
+    return hashlib.blake2b(f"{step} {what}".encode(), digest_size=8).hexdigest()
 
-    def __init__(self, ring: Ring, step: str) -> None:
-        self.ring, self.step, self.call, self.since = ring, step, 0, 0.0
-        self.event: torch.cuda.Event | None = None
 
-    def __enter__(self) -> "watch":
-        if self.ring.size > 1:
-            key = (self.ring.ranks, self.step)
-            _peers.calls[key] += 1
-            self.call = _peers.calls[key]
-            if _peers.gone and self._gone():
-                raise PeerFailure(self.describe())
-            _peers.active[id(self)] = self
-        return self
+def _place(idle: float, unfinished: list[Call]) -> str:
+    """Where the main thread is: the innermost line that is not of an installed package."""
+    if unfinished:
+        return f"it is in a call of the {unfinished[0].ring}"
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines = [line for line in traceback.extract_stack(frame) if not line.filename.startswith((sys.prefix, sys.base_prefix, "<"))]
+    where = f", now at {lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name}" if frame and lines else ""
+    return f"it has been in no ring call for {idle:.0f} s{where}" if idle else f"it prepares a call{where}"
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.ring.size == 1:
-            return
-        if error is None and self.event is not None:
-            _peers.launched[self.ring.ranks] = (self, self.event)
-        _peers.active.pop(id(self), None)
-        if isinstance(error, Exception) and _COLLECTIVE_ERROR.search(str(error)):
-            self._await_notice()
-            raise PeerFailure(self.describe(str(error))) from error
 
-    def overdue(self) -> bool:
-        """True once this call has had its time to end by itself since a member of its ring has gone."""
-        grace = self._grace()
-        if grace is None:
-            return False
-        self.since = self.since or time.monotonic()
-        return time.monotonic() - self.since > grace
+def prepare(key: int) -> None:
+    """This process prepares a ring call (traces, compiles): until :func:`prepared` it is not idle."""
+    state.preparing.add(key)
 
-    def _gone(self) -> dict[int, bool]:
-        return {rank: clean for rank, clean in list(_peers.gone.items()) if rank in self.ring.ranks}
 
-    def _grace(self) -> float | None:
-        """Seconds for this call to end by itself, None where there is no need to end it."""
-        gone = self._gone()
-        if not all(gone.values()):
-            return _peers.timeout / 4  # of a vanished host, the kernel learns only after most of the timeout
-        # A peer that ended in good order may have given all it had, and this call be computing on it.
-        return 3 * _peers.timeout if gone and not _peers.collectives_see_the_end else None
-
-    def _await_notice(self, seconds: float = 2.0) -> None:
-        """The broken collective is often seen before the notice of who has died."""
-        with _peers.news:
-            _peers.news.wait_for(self._gone, timeout=seconds)
-
-    def describe(self, cause: str = "") -> str:
-        """The ring, the step, who has gone, and what to do."""
-        gone = [f"{rank} ({'ended' if clean else 'died'})" for rank, clean in self._gone().items()]
-        who = f"global rank {', then '.join(gone)}" if gone else "a peer cannot be reached"
-        because = f" ({cause.strip().splitlines()[0]})" if cause.strip() else ""
-        return (
-            f"the {self.ring} lost a member in {self.step} step {self.call}, on global rank {self.ring.ranks[self.ring.rank]}: "
-            f"{who}{because}. See the log of that process for the reason, and start all processes of the job again."
-        )
+def prepared(key: int) -> None:
+    state.preparing.discard(key)
+    state.left = time.monotonic()

@@ -4,29 +4,41 @@ Nothing here is asked of the user. The first call of a ring of more than one pro
 collective call of the *whole world*, also when the rings are subsets of it: JAX has one ``jax.distributed`` per job. A program
 in which only some ranks ever use a ring calls ``start()`` on all ranks, once, after ``init_process_group``.
 
-What happens when a process dies is in ``torch_bridge.peers``, whose names for callers are here too.
+What happens when a process dies, fails, or does not come is in ``torch_bridge.calls``, whose names for callers are here too.
 """
 
 import atexit
+import json
 import os
 import socket
 import threading
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
 from torch_bridge import coordinator, peers
+from torch_bridge.calls import PeerFailure, compare, watch
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, to_global, to_local
-from torch_bridge.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT, PeerFailure, watch
+from torch_bridge.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT
+from torch_bridge.stuck import named
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["EXIT_PEER_FAILURE", "PEER_TIMEOUT", "START_TIMEOUT", "PeerFailure", "shutdown", "start", "watch"]
+__all__ = [
+    "EXIT_PEER_FAILURE",
+    "PEER_TIMEOUT",
+    "START_TIMEOUT",
+    "PeerFailure",
+    "shutdown",
+    "start",
+    "watch",
+]
 
 # How long the processes wait for one another at the start, in seconds; `start(start_timeout=)` changes it.
 START_TIMEOUT = 300.0
@@ -40,6 +52,7 @@ class _State:
     started: bool = False
     distributed: bool = False
     owns_distributed: bool = False
+    refused: bool = False
     connected: set[Ring] = field(default_factory=set)
 
 
@@ -52,7 +65,9 @@ def start(
     *,
     device: torch.device | None = None,
     peer_timeout: float = PEER_TIMEOUT,
-    start_timeout: float = START_TIMEOUT,
+    start_timeout: float | None = None,
+    wait_timeout: float | None = None,
+    check: Literal["new_programs", "every_call"] = "new_programs",
 ) -> None:
     """Have JAX run in this process, as one of the torch world. Idempotent, thread-safe, and nearly free once it has run.
 
@@ -61,20 +76,37 @@ def start(
     index is then the global torch rank, and each process has exactly one device.
 
     ``device``: the torch device of the tensors to come (default: the current CUDA device, or the CPU). ``peer_timeout``:
-    seconds after a peer's death within which this process ends with :class:`PeerFailure`. ``start_timeout``: seconds to wait
-    for the other processes. Both count only in the call that starts JAX. Raises RuntimeError when the user's program has
-    started JAX in a way that cannot work.
+    seconds after a peer's death within which this process ends with :class:`PeerFailure`. ``wait_timeout`` (default:
+    ``peer_timeout``): seconds within which it does so when it is in a ring call that a living member of the ring never joins.
+    A rank that computes or compiles in the same call has any time; one that pauses between its calls (a checkpoint, a slow
+    data loader) while others wait has three quarters of it. ``start_timeout``: seconds to wait for the other processes here
+    (default: ``START_TIMEOUT``; where the first ring call comes without ``start()``, the others have ``wait_timeout`` to come
+    to theirs). ``check``: "new_programs" compares the ranks' requests when a ring meets a new program, "every_call" before
+    every forward and backward, to find the call that differs.
+
+    All count only in the call that starts JAX. Raises ValueError for another ``check`` or where ranks differ in it, RuntimeError
+    when the user's program has started JAX in a way that cannot work, and PeerFailure when a rank does not come.
     """
     if ring in _state.connected:
         return
+    if check not in ("new_programs", "every_call"):
+        raise ValueError(f'check must be "new_programs" or "every_call", got {check!r}')
     with _state.lock:
         alone = _world_size() == 1 if ring is None else ring.size == 1
         if not alone and not _state.distributed:
-            _start_world(device, peer_timeout, start_timeout)
+            wait = peer_timeout if wait_timeout is None else wait_timeout
+            arrival = (wait if ring else START_TIMEOUT) if start_timeout is None else start_timeout
+            settings = peers.Settings(peer_timeout, wait, check == "every_call")
+            _start_world(device, settings, arrival, START_TIMEOUT if start_timeout is None else start_timeout)
         elif alone and not _state.started:
             _start_alone(device)
         if ring is not None:
             _connect_ring(ring, device)
+
+
+def refused() -> bool:
+    """Whether a start has failed before the processes had met: then they have no way to tell one another anything."""
+    return _state.refused
 
 
 def _world_size() -> int:
@@ -86,21 +118,27 @@ def _start_alone(device: torch.device | None) -> None:
     _state.started = True
 
 
-def _start_world(device: torch.device | None, peer_timeout: float, start_timeout: float) -> None:
-    _settings_before_jax(device)
-    _refuse_what_cannot_work()
+def _start_world(device: torch.device | None, settings: peers.Settings, arrival: float, timeout: float) -> None:
+    try:
+        endpoint, address = _meet(arrival, timeout, device)
+    except Exception:
+        _state.refused = True
+        raise
     import jax
 
-    endpoint, address = _agree(start_timeout)
-    peers.join(address, endpoint, dist.get_rank(), peer_timeout, start_timeout)
+    peers.join(address, endpoint, dist.get_rank(), settings, timeout)
     atexit.register(shutdown)
-    with watch(Ring(tuple(range(_world_size())), dist.get_rank()), "start"):
+    world = Ring(tuple(range(_world_size())), dist.get_rank())
+    with watch(world, "start"):
         if not jax.distributed.is_initialized():
-            _initialize(address, endpoint, device, start_timeout)
+            _initialize(address, endpoint, device, timeout)
         _verify()
+    check = "every_call" if settings.every_call else "new_programs"
+    compare(world, f'ring_attn.start(check="{check}")', "ring_attn.start must have the same check on all ranks")
     if jax.default_backend() == "cpu":
         peers.trust_collectives()
     _state.started = _state.distributed = True
+    _state.refused = False
 
 
 def _settings_before_jax(device: torch.device | None) -> None:
@@ -155,19 +193,71 @@ def _refuse_what_cannot_work() -> None:
         )
 
 
-def _agree(timeout: float) -> tuple[coordinator.Endpoint, str]:
-    """Rank 0 starts the coordinator and tells the others where it is, or why it is nowhere: none may wait for what is not."""
-    told: list[Any] = [None]
+def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[coordinator.Endpoint, str]:
+    """Wait until every rank has come here; rank 0 starts the coordinator and tells the others where it is.
+
+    All of it goes through torch's store, where a wait has a limit and can tell who is missing: RuntimeError where a rank's JAX or
+    the coordinator cannot start, PeerFailure where a rank does not come.
+    """
+    store = dist.PrefixStore("ring_attn/start", dist.distributed_c10d._get_default_store())
+    problem = _problem(device)
+    store.set(f"rank {dist.get_rank()}", problem)
+    if problem:
+        raise RuntimeError(problem)
+    _await_all(store, arrival)
     if dist.get_rank() == 0:
-        try:
-            told = [(tuple(coordinator.launch(dist.get_world_size(), timeout)), _address(), None)]
-        except RuntimeError as error:
-            told = [((), "", str(error))]
-    dist.broadcast_object_list(told, src=0, device=_group_device(dist.group.WORLD))
-    endpoint, address, problem = told[0]
+        store.set("coordinator", json.dumps(_launch(timeout)))
+    _await_keys(store, ["coordinator"], timeout, "rank 0 has not started the coordinator")
+    endpoint, address, problem = json.loads(store.get("coordinator"))
     if problem:
         raise RuntimeError(f"rank 0 could not start JAX's coordinator: {problem}")
     return coordinator.Endpoint(*endpoint), address
+
+
+def _problem(device: torch.device | None) -> str:
+    """Why JAX cannot start in this process; empty where it can."""
+    try:
+        _settings_before_jax(device)
+        _refuse_what_cannot_work()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _await_all(store: dist.Store, arrival: float) -> None:
+    """Wait for all ranks, each of which may take ``arrival`` seconds."""
+    names = [f"rank {rank}" for rank in range(_world_size())]
+    try:
+        store.wait(names, timedelta(seconds=arrival))
+    except RuntimeError:
+        missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+        if not missing:
+            raise
+        here = set(range(len(names))) - set(missing)
+        raise PeerFailure(
+            f"the first ring call of a job, as ring_attn.start(), is a collective call of all {len(names)} ranks: "
+            f"{named(missing)} asked for nothing in {arrival:g} s, while {named(here)} waited in it. Where some ranks come late, "
+            "call ring_attn.start(start_timeout=seconds) on all of them after init_process_group"
+        ) from None
+    problems = {rank: text for rank, name in enumerate(names) if (text := store.get(name).decode())}
+    if problems:
+        raise RuntimeError("JAX cannot start on " + "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
+
+
+def _await_keys(store: dist.Store, names: list[str], timeout: float, what: str) -> None:
+    try:
+        store.wait(names, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise PeerFailure(f"{what} within {timeout:g} s ({error}). See the log of that process for the reason") from None
+
+
+def _launch(timeout: float) -> tuple[tuple[int, int, str] | None, str, str]:
+    """The coordinator's endpoint and address, or why there is none: nobody may wait for what is not."""
+    try:
+        endpoint = coordinator.launch(_world_size(), timeout)
+        return (endpoint.service_port, endpoint.port, endpoint.token), _address(), ""
+    except RuntimeError as error:
+        return None, "", str(error)
 
 
 def _address() -> str:
@@ -234,17 +324,15 @@ def _connect_ring(ring: Ring, device: torch.device | None) -> None:
     """Have the ring's processes meet once and open their connections, before any waits in a real step.
 
     gloo gives the processes 30 seconds to arrive at the first collective of a ring, and one may compile or read data for
-    longer; torch's own wait has torch's timeout.
+    longer: the comparison waits as long as it must.
     """
     if ring.size > 1 and ring not in _state.connected:
-        together = torch.zeros(1, device=device or _group_device(ring.group))
-        dist.all_reduce(together, group=ring.group)
-        together.item()  # a GPU only queues it
-        _rotate_once(ring, together.device)
+        compare(ring, "the first call of this ring")
+        _rotate_once(ring, device or _default_device(ring.group))
     _state.connected.add(ring)
 
 
-def _group_device(group: Any) -> torch.device:
+def _default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", _local_device(None)) if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
 

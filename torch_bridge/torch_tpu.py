@@ -4,7 +4,8 @@ torch-tpu holds the TPU and compiles what JAX has traced; JAX itself runs nothin
 world, in which equal rings that tile it run side by side.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -16,58 +17,59 @@ import torch
 import torch.distributed as dist
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_core.masks.functions import from_mask_mod
-from jax_core.request.options import Options, Placement
-from jax_core.request.spec import both_sides, make_spec
-from jax_core.strategies.contract import Operands, RingSpec
-from torch_bridge.crossing import Form
+from jax_core.request.options import Placement
+from torch_bridge import dlpack_road
 from torch_bridge.dlpack import narrow_ids
-from torch_bridge.mesh import AXIS, Ring, resolve
+from torch_bridge.mesh import AXIS, Ring
+from torch_bridge.mesh import resolve as resolve
+from torch_bridge.request import LocalAttention, Request, specify, words_of_seed
+from torch_bridge.road import Operators, Tensors
+from torch_bridge.road import Ring as AnyRing
 
 FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # operators in the namespace ring_attn; each one's number follows
 Grid = tuple[int, int, int]
 
 
-def attend(
-    where: tuple[Any, str | int | None], tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of this rank's shards on a TPU; arguments and results as :func:`torch_bridge.autograd.attend`.
-
-    With a ring of several processes all processes of the world make the call, with equal shapes, dtypes and options, which are
-    not compared. Raises NotImplementedError for float64 and for rings that do not tile the world, ImportError without torch-tpu,
-    RuntimeError where JAX would take the TPU, and what :func:`jax_core.request.options.make_spec` raises.
-    """
-    given = _given(tensors, dropout_seed)
-    return _attend(where, given, [], options) if options["mask_mod"] is None else _with_mask_mod(where, given, options)
+def check(query: torch.Tensor) -> None:
+    """Raises NotImplementedError for float64."""
+    if query.dtype == torch.float64:
+        raise NotImplementedError("q, k and v must be bfloat16, float16 or float32 on a TPU, got float64; cast them")
 
 
-@torch.compiler.disable
-def _with_mask_mod(where, given: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask function as it is now: traced, and the arrays that it closes over as further operands, of a dimension at least."""
-    _keep_jax_on_cpu()
-    predicate, consts = from_mask_mod(options["mask_mod"])
-    further = [torch.from_numpy(np.array(const, ndmin=1)).to(given["query"].device) for const in consts]
-    return _attend(where, given, further, {**options, "mask_mod": None, "predicates": (predicate,)})
+def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return narrow_ids(tensor, name)
 
 
-def _attend(
-    where, given: dict[str, torch.Tensor], further: list[torch.Tensor], options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    arrays = [*given.values(), *further]
-    forms = tuple(Form(tuple(x.shape), x.dtype) for x in arrays)
-    run = getattr(torch.ops.ring_attn, f"{FORWARD}_{_number(where, options, tuple(given), forms)}")
-    out, lse = run([x.contiguous() for x in arrays])
-    return out, lse
+def seed_words(seed: int, device: torch.device) -> torch.Tensor:
+    """As data: a number in the program would compile it anew for every seed."""
+    return words_of_seed(seed, "cpu").to(device)
 
 
-@torch.compiler.assume_constant_result
-def _number(where: tuple[Any, str | int | None], options: dict[str, Any], names: tuple[str, ...], forms: tuple[Form, ...]) -> int:
-    """The number of the operators; under ``torch.compile`` found once, while tracing."""
-    _keep_jax_on_cpu()
-    return operators(tile_world(resolve(*where)), tuple(options.items()), names, forms).number
+@contextmanager
+def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
+    del ring, query
+    keep_jax_on_cpu()
+    yield
 
 
-def _keep_jax_on_cpu() -> None:
+def constant(array: Any, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.array(array, ndmin=1)).to(device)
+
+
+def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
+    """Computed on the CPU."""
+    return dlpack_road.keep_mask(seed, *(index.cpu() for index in indices), prob=prob).to(indices[0].device)
+
+
+def program(request: Request) -> "Program":
+    """With a ring of several processes all processes of the world make the call, with equal shapes, dtypes and options, which are
+    not compared. Raises NotImplementedError for rings that do not tile the world, ImportError without torch-tpu, RuntimeError where
+    JAX would take the TPU."""
+    keep_jax_on_cpu()
+    return Program(operators(request).number)
+
+
+def keep_jax_on_cpu() -> None:
     """A TPU has one owner, torch-tpu; what JAX has to compute while it traces is for the CPU."""
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # made at run time
     if not platforms:
@@ -76,23 +78,6 @@ def _keep_jax_on_cpu() -> None:
         raise RuntimeError(
             f"JAX must keep to the CPU beside torch-tpu, which holds the TPU; got platforms {platforms!r}; set JAX_PLATFORMS=cpu"
         )
-
-
-def _given(tensors: dict[str, torch.Tensor | None], dropout_seed: int | None) -> dict[str, torch.Tensor]:
-    """The operands that there are, by name and in the order of :class:`Operands`, in dtypes that JAX has."""
-    query = tensors["query"]
-    assert query is not None
-    if query.dtype == torch.float64:
-        raise NotImplementedError("q, k and v must be bfloat16, float16 or float32 on a TPU, got float64; cast them")
-    ids = {name: narrow_ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
-    seed = None if dropout_seed is None else _seed_words(dropout_seed).to(query.device)
-    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
-    return {name: x for name, x in both_sides(Operands(**named))._asdict().items() if isinstance(x, torch.Tensor)}
-
-
-def _seed_words(seed: int) -> torch.Tensor:
-    """64 bits as two int32 words, low first; JAX reads them as unsigned."""
-    return torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64).view(torch.int32)
 
 
 def tile_world(ring: Ring) -> Grid | None:
@@ -112,9 +97,59 @@ def tile_world(ring: Ring) -> Grid | None:
     return world // (ring.size * step), ring.size, step
 
 
-class Operators(NamedTuple):
-    """One attention in torch, by the number in its names: ``forward (Tensor[] operands) -> (Tensor out, Tensor lse)``, whose
-    autograd calls ``backward (Tensor[] arrays, int[] wanted) -> Tensor[]`` with the operands, out, lse and their cotangents."""
+def forward(number: int, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = getattr(torch.ops.ring_attn, f"{FORWARD}_{number}")(_contiguous(operands))
+    return out, lse
+
+
+def backward(
+    number: int,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    wanted: Sequence[int],
+) -> list[torch.Tensor]:
+    # One program whether or not a rank made something of the LSE.
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    return getattr(torch.ops.ring_attn, f"{BACKWARD}_{number}")(_contiguous((*operands, out, lse, dout, dlse)), list(wanted))
+
+
+def _contiguous(tensors: Tensors) -> list[torch.Tensor]:
+    """Those that there are. An operator knows a tensor's shape alone."""
+    return [tensor.contiguous() for tensor in tensors if tensor is not None]
+
+
+# By the number of a program, in its name: torch.compile traces these, where it would not trace a method of an object.
+OPERATORS = Operators(forward, backward)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One attention as two torch operators of its own: ``tpu_forward_N (Tensor[] operands) -> (Tensor out, Tensor lse)``, and
+    ``tpu_backward_N (Tensor[] arrays, int[] wanted) -> Tensor[]`` of the operands, out, lse and their cotangents. ``wanted`` counts
+    as the request's forms do."""
+
+    operators: int
+
+    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return forward(self.operators, operands)
+
+    def backward(
+        self,
+        operands: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        wanted: Sequence[int],
+    ) -> list[torch.Tensor]:
+        return backward(self.operators, operands, out, lse, dout, dlse, wanted)
+
+
+class Made(NamedTuple):
+    """The two operators of a request, and the number in their names."""
 
     forward: Any
     backward: Any
@@ -122,26 +157,22 @@ class Operators(NamedTuple):
 
 
 @cache
-def operators(
-    grid: Grid | None, options: tuple[tuple[str, Any], ...], names: tuple[str, ...], forms: tuple[Form, ...]
-) -> Operators:
-    """Checks the request (ValueError, NotImplementedError) and makes its operators.
-
-    ``names``: the first operands' among :class:`Operands`; those of a mask function follow. ``forms``: of all.
-    """
-    attention = specify(grid, Options(**dict(options)), names, forms)
+def operators(request: Request) -> Made:
+    """Checks the request and makes its operators."""
+    assert isinstance(request.ring, Ring)
+    grid = tile_world(request.ring)
+    attention = specify(request, placement(grid))
     pallas = _pallas()
     world = None if grid is None else pallas.get_pallas_mesh(AXIS)
     number = operators.cache_info().misses  # the same on all ranks, which make their programs in one order
     rows = None if world is None else PartitionSpec(AXIS)
 
-    def register(name: str, function: Callable) -> Any:
+    def operator(name: str, function: Callable[..., Any]) -> Any:
         specs = {} if rows is None else dict(mesh=world, input_partition_specs=(rows, None), output_partition_specs=(AXIS,))
         return pallas.jax_op(f"ring_attn::{name}_{number}", function, **specs)
 
-    forward, backward = map(register, (FORWARD, BACKWARD), over_world(attention, world, grid))
-    forward.register_autograd(partial(_gradients, backward, attention.spec.lse_gradient), setup_context=_save)
-    return Operators(forward, backward, number)
+    of_rows = over_world(attention, world, grid)
+    return Made(operator(FORWARD, of_rows[0]), operator(BACKWARD, of_rows[1]), number)
 
 
 def _pallas() -> ModuleType:
@@ -154,45 +185,31 @@ def _pallas() -> ModuleType:
     return pallas
 
 
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """One attention of local shards in JAX, on lists of arrays that begin with the operands in ``names``."""
-
-    spec: RingSpec
-    names: tuple[str, ...]
-    masks: tuple[tuple[np.ndarray, ...], ...]  # of a mask builder: constants of the program
-
-    def forward(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return self.spec.strategy.forward(self.spec, self._operands(operands))
-
-    def backward(self, arrays: Sequence[jax.Array], wanted: Sequence[int]) -> list[jax.Array]:
-        count = len(arrays) - (4 if self.spec.lse_gradient else 3)
-        gradients = self.spec.strategy.backward(self.spec, self._operands(arrays[:count]), *arrays[count:])
-        return [getattr(gradients, self.names[number]) for number in wanted]
-
-    def _operands(self, arrays: Sequence[jax.Array]) -> Operands:
-        named: dict[str, Any] = dict(zip(self.names, arrays, strict=False))
-        lifted = len(self.masks) < len(self.spec.scores.predicates)  # a mask function was, whose arrays may be none
-        return Operands(**named, predicate_arrays=((tuple(arrays[len(self.names) :]),) if lifted else ()) + self.masks)
+def placement(grid: Grid | None) -> Placement:
+    return Placement(AXIS, grid[1], backend="tpu") if grid else Placement(backend="tpu")
 
 
-def specify(grid: Grid | None, options: Options, names: tuple[str, ...], forms: tuple[Form, ...]) -> Attention:
-    named: dict[str, Any] = dict(zip(names, forms, strict=False))
-    place = Placement(AXIS, grid[1], backend="tpu") if grid else Placement(backend="tpu")
-    spec, completed = make_spec(options, Operands(**named), place)
-    return Attention(spec, names, tuple(tuple(np.asarray(array) for array in arrays) for arrays in completed.predicate_arrays))
-
-
-def over_world(attention: Attention, world: Mesh | None, grid: Grid | None) -> tuple[Callable, Callable]:
+def over_world(attention: LocalAttention, world: Mesh | None, grid: Grid | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Its forward and backward on arrays whose blocks of rows are the shards of the world's processes, as in
     :mod:`torch_bridge.compiled`: no operand needs a sharding of its own. ``jax_op`` reads their signatures."""
-    rings = _rings(world, grid)
+    rings, given = _rings(world, grid), [number for number, form in enumerate(attention.request.forms) if form is not None]
+
+    def spread(arrays: Sequence[jax.Array]) -> list[jax.Array | None]:
+        """In the places of the request's forms."""
+        places = dict(zip(given, arrays, strict=False))
+        return [places.get(number) for number in range(len(attention.request.forms))]
+
+    def local_forward(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return attention.forward(*spread(arrays))
+
+    def local_backward(arrays: Sequence[jax.Array], wanted: Sequence[int]) -> list[jax.Array]:
+        return attention.backward(wanted, *spread(arrays), *arrays[len(given) :])
 
     def forward(operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _on_rows(rings, attention.forward)(operands)
+        return _on_rows(rings, local_forward)(operands)
 
     def backward(arrays: Sequence[jax.Array], wanted: Sequence[int]) -> Sequence[jax.Array]:
-        return _on_rows(rings, partial(attention.backward, wanted=wanted))(arrays)
+        return _on_rows(rings, partial(local_backward, wanted=wanted))(arrays)
 
     return forward, backward
 
@@ -204,22 +221,8 @@ def _rings(world: Mesh | None, grid: Grid | None) -> Mesh | None:
     return Mesh(world.devices.reshape(grid), ("before", AXIS, "after"))
 
 
-def _on_rows(rings: Mesh | None, function: Callable) -> Callable:
+def _on_rows(rings: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
     if rings is None:
         return function
     rows = PartitionSpec(rings.axis_names)
     return jax.shard_map(function, mesh=rings, in_specs=rows, out_specs=rows, check_vma=False)
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[0], *output)
-
-
-def _gradients(backward_op, lse_gradient: bool, ctx, dout: torch.Tensor, dlse: torch.Tensor) -> list[torch.Tensor | None]:
-    needed = ctx.needs_input_grad[0]
-    # Those of query, key and value always: what travels must not depend on which of them a rank wants.
-    wanted = [number for number, need in enumerate(needed) if need or number < 3]
-    cotangents = [dout, dlse] if lse_gradient else [dout]
-    found = iter(backward_op([*ctx.saved_tensors, *(x.contiguous() for x in cotangents)], wanted))
-    gradients = {number: next(found) for number in wanted}
-    return [gradients[number] if need else None for number, need in enumerate(needed)]

@@ -9,7 +9,7 @@ This module loads torch-xla and JAX; it is imported where a tensor's device type
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -22,19 +22,16 @@ import torch_xla.core.xla_builder as xla_builder
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from jax.sharding import AbstractMesh
-from torch.autograd.function import once_differentiable
 
-from jax_core.api.global_arrays import Pair, pair_on_mesh, plan_sequence
+from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_sequence
 from jax_core.masks import dropout
-from jax_core.masks.functions import from_mask_mod
 from jax_core.request.options import Options
-from jax_core.request.spec import both_sides
 from jax_core.strategies.contract import Operands
+from torch_bridge.request import ARRAYS, Request, words_of_seed
+from torch_bridge.road import Ring as AnyRing
+from torch_bridge.road import Tensors
 
-ARRAYS = Operands._fields[: Operands._fields.index("origin")]
-Form = tuple[tuple[int, ...], torch.dtype]
-Forms = tuple[Form | None, ...]
-Tensors = Sequence[torch.Tensor]
+OPERATORS = None
 _HARDWARE = ("CPU", "TPU")
 _WIDE = (torch.float64, torch.int64)
 
@@ -51,6 +48,10 @@ class Ring:
     @property
     def held(self) -> Sequence[int]:
         return range(self.size)
+
+    @property
+    def group(self) -> None:
+        """There is one process."""
 
     def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """``tensor``, which nobody has split yet, with its dimension ``dim`` split over the ring."""
@@ -110,92 +111,98 @@ def _of_mesh(mesh: spmd.Mesh, mesh_dim: str | int | None) -> Ring:
     return Ring(AbstractMesh(sizes, names), index, sizes[index], mesh)
 
 
-def attend(
-    where: tuple[Any, str | int | None], tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of whole tensors in the layout's order; arguments as of :func:`torch_bridge.autograd.attend`.
+def tracing(ring: AnyRing, query: torch.Tensor) -> AbstractContextManager[None]:
+    del ring, query
+    return _jax_for_torch_xla()
 
-    Ids may be of 64 bits, and are computed with as they are; ValueError for position ids of 64 bits beside a ``mask_mod``.
-    """
-    query = tensors["query"]
-    assert query is not None
-    seed = None if dropout_seed is None else seed_words(dropout_seed, query.device)
-    named: dict[str, Any] = {**tensors, "dropout_seed": seed}
-    arrays: tuple[Any, ...] = both_sides(Operands(**named))[: len(ARRAYS)]
-    ring = resolve(*where)
-    if options["mask_mod"] is not None:
-        _check_positions(tensors)
-        options, arrays = _lift_mask_mod(options, arrays, query.device)
-    forms = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in arrays)
-    return _Attention.apply(_program(Options(**options), forms, ring), *arrays)
+
+def check(query: torch.Tensor) -> None:
+    del query
+    _platform()
+
+
+def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """As they are: ids of 64 bits are computed with as such."""
+    del name
+    return tensor
 
 
 def seed_words(seed: int, device: torch.device) -> torch.Tensor:
-    """64 bits as two int32 words, low first, as data: a number in the graph would compile it anew for every seed."""
-    return torch.from_numpy(np.array([seed % 2**64], "<u8").view("<i4")).to(device)
+    """As data: a number in the graph would compile it anew for every seed."""
+    return words_of_seed(seed, "cpu").to(device)
+
+
+def constant(array: Any, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.atleast_1d(np.array(array))).to(device)
 
 
 def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
-    """:func:`torch_bridge.dropout.keep_mask` of tensors on an XLA device."""
     words = seed_words(seed, indices[0].device)
     (kept,) = call(_keep_mask(prob), [words, *(index.to(torch.int32) for index in indices)], _platform())
     return kept
 
 
 @cache
-def _keep_mask(prob: float) -> Callable:
+def _keep_mask(prob: float) -> Callable[..., jax.Array]:
     return partial(dropout.keep_mask, prob=prob)
 
 
-def _check_positions(tensors: dict[str, torch.Tensor | None]) -> None:
-    for name in ("q_position_ids", "kv_position_ids"):
-        ids = tensors[name]
-        if ids is not None and ids.dtype == torch.int64:  # whether they fit in 32 bits is not known before the graph has run
-            raise ValueError(f"mask_mod takes positions of 32 bits: {name} must be int32, got {ids.dtype}; call .to(torch.int32)")
-
-
-def _lift_mask_mod(options: dict[str, Any], arrays: tuple, device: torch.device) -> tuple[dict[str, Any], tuple]:
-    """The mask function as it is now: traced, and the arrays that it closes over as further operands."""
-    with _jax_for_torch_xla():
-        predicate, consts = from_mask_mod(options["mask_mod"])
-    further = [torch.from_numpy(np.atleast_1d(np.array(const))).to(device) for const in consts]
-    return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)
-
-
 @dataclass(frozen=True, eq=False)
-class _Program:
-    """One attention as functions of torch tensors."""
+class Program:
+    """One attention as parts of torch-xla's graph."""
 
-    forms: Forms
-    pair: Pair
+    attention: GlobalAttention
     platform: str
-    backward_of: Callable[[tuple[str, ...], bool], Callable]  # for the wanted gradients, and whether the LSE's is given
+    backward_of: Callable[[tuple[str, ...], bool], Callable[..., Any]]  # for the wanted gradients, and whether the LSE's is given
+    operators: None = None
 
-    def forward(self, operands) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = call(self.pair.forward, [x for x in operands if x is not None], self.platform)
+    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = call(self.attention.forward, _given(operands), self.platform)
         return out, lse
 
-    def backward(self, operands, out, lse, dout, dlse, wanted: list[int]) -> list[torch.Tensor]:
+    def backward(
+        self,
+        operands: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        wanted: Sequence[int],
+    ) -> list[torch.Tensor]:
         names = tuple(ARRAYS[number] for number in wanted)
-        cotangents = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
-        given = [*cotangents, *(x for x in operands if x is not None)]
-        return call(self.backward_of(names, dlse is not None), given, self.platform)
+        results = _given((out, lse, dout, dlse))
+        return call(self.backward_of(names, dlse is not None), [*results, *_given(operands)], self.platform)
 
 
-@cache
-def _program(options: Options, forms: Forms, ring: Ring) -> _Program:
-    platform = _platform()
+def _given(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def program(request: Request) -> Program:
+    """ValueError for position ids of 64 bits beside a mask function."""
+    ring, platform = request.ring, _platform()
+    assert isinstance(ring, Ring)
+    _check_positions(request)
     with _jax_for_torch_xla():
-        structs: list[Any] = [None if form is None else _struct(*form) for form in forms[: len(ARRAYS)]]
+        structs: list[Any] = [None if form is None else _struct(*form) for form in request.forms[: len(ARRAYS)]]
         operands = Operands(*structs)
         plan = None if ring.mesh is None else plan_sequence(ring.mesh, ring.mesh.axis_names[ring.dim], operands.query.shape[0])
-        pair = pair_on_mesh(_without_pallas(options), operands, plan, platform)
+        attention = attention_on_mesh(_without_pallas(request.options), operands, plan, platform)
 
     @cache
-    def backward_of(names: tuple[str, ...], with_dlse: bool) -> Callable:
-        return partial(_backward, pair, names, with_dlse)
+    def backward_of(names: tuple[str, ...], with_dlse: bool) -> Callable[..., Any]:
+        return partial(_backward, attention, names, with_dlse)
 
-    return _Program(forms, pair, platform, backward_of)
+    return Program(attention, platform, backward_of)
+
+
+def _check_positions(request: Request) -> None:
+    if not request.options.predicates:
+        return
+    for name, form in zip(ARRAYS, request.forms, strict=False):
+        # Whether they fit in 32 bits is not known before the graph has run.
+        if form is not None and name.endswith("_position_ids") and form.dtype == torch.int64:
+            raise ValueError(f"mask_mod takes positions of 32 bits: {name} must be int32, got {form.dtype}; call .to(torch.int32)")
 
 
 def _without_pallas(options: Options) -> Options:
@@ -204,12 +211,17 @@ def _without_pallas(options: Options) -> Options:
     named = {options.platform, options.cfg.platform if options.cfg else None} - {None, "auto"}
     if "pallas" in named:
         raise NotImplementedError('the torch-xla road has no Pallas kernels, got platform="pallas"; use platform="xla" or "auto"')
+    if options.strategy not in ("auto", "ring"):
+        raise NotImplementedError(
+            f'the torch-xla road has the ring around plain XLA, got strategy="{options.strategy}"; use strategy="auto"'
+        )
     return options if named else replace(options, platform="xla")
 
 
-def _backward(pair: Pair, names: tuple[str, ...], with_dlse: bool, *arrays):
-    cotangents = arrays[:4] if with_dlse else (*arrays[:3], None)
-    return pair.backward(names, *cotangents, *arrays[3 + with_dlse :])
+def _backward(attention: GlobalAttention, names: tuple[str, ...], with_dlse: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    out, lse, dout = arrays[:3]
+    dlse = arrays[3] if with_dlse else None
+    return attention.backward(names, out, lse, dout, dlse, *arrays[3 + with_dlse :])
 
 
 def _platform() -> str:
@@ -220,26 +232,7 @@ def _platform() -> str:
     return hardware.lower()
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, program: _Program, *operands: torch.Tensor | None):
-        out, lse = program.forward(operands)
-        ctx.save_for_backward(*operands, out, lse)
-        ctx.set_materialize_grads(False)  # an LSE that nothing was made of has no gradient, not one of zeros
-        ctx.program = program
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
-        *operands, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        gradients = dict(zip(wanted, ctx.program.backward(operands, out, lse, dout, dlse, wanted), strict=True))
-        return None, *(gradients.get(number) for number in range(len(operands)))
-
-
-def call(function: Callable, tensors: Tensors, platform: str) -> list[torch.Tensor]:
+def call(function: Callable[..., Any], tensors: Sequence[torch.Tensor], platform: str) -> list[torch.Tensor]:
     """``function`` of JAX arrays as a part of the graph of ``tensors``, which are on an XLA device. It is traced once for each
     shape and dtype, so keep one function object."""
     forms = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -247,7 +240,9 @@ def call(function: Callable, tensors: Tensors, platform: str) -> list[torch.Tens
 
 
 @cache
-def _computation(function: Callable, forms: tuple[Form, ...], platform: str) -> Callable[[list], list]:
+def _computation(
+    function: Callable[..., Any], forms: tuple[tuple[tuple[int, ...], torch.dtype], ...], platform: str
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     wide = any(dtype in _WIDE for _, dtype in forms)
     with _jax_for_torch_xla(), jax.enable_x64(wide):
         traced = jax.jit(function, keep_unused=True).trace(*(_struct(*form) for form in forms))

@@ -40,8 +40,8 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
-    """One attention. ``arrays`` are the operands that :func:`pair_on_mesh` was given, in the order of
+class GlobalAttention:
+    """One attention. ``arrays`` are the operands that :func:`attention_on_mesh` was given, in the order of
     :class:`jax_core.strategies.contract.Operands` without those that are None, then the arrays of ``options.predicates``."""
 
     plan: MeshPlan | None
@@ -102,7 +102,7 @@ class Pair:
         return partial(jax.shard_map(function, mesh=self.plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False), places)
 
 
-def pair_on_mesh(options: Options, operands: Operands, plan: MeshPlan | None, backend: str) -> Pair:
+def attention_on_mesh(options: Options, operands: Operands, plan: MeshPlan | None, backend: str) -> GlobalAttention:
     """The pair for one request, which is checked (ValueError, NotImplementedError).
 
     ``operands``: global, in the layout's order; only their shapes and dtypes are read, so ``jax.ShapeDtypeStruct`` will do.
@@ -115,7 +115,7 @@ def pair_on_mesh(options: Options, operands: Operands, plan: MeshPlan | None, ba
     axis, size = (None, 1) if plan is None else (plan.sequence, plan.size(plan.sequence))
     spec, completed = make_spec(options, Operands(**local), Placement(axis if size > 1 else None, size, backend=backend))
     masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in completed.predicate_arrays)
-    return Pair(plan, spec, specs, masks, bool(options.predicates))
+    return GlobalAttention(plan, spec, specs, masks, bool(options.predicates))
 
 
 def _spec(plan: MeshPlan | None, operands: Operands, name: str) -> PartitionSpec:

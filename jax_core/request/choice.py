@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, check_platform
+from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, checked_platform
 from jax_core.kernels import cudnn, tpu, triton, xla
 from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
@@ -98,9 +98,9 @@ def _completed(given: RingAttentionConfig, defaults: tuple[FwdParams, BwdParams]
 
 def named_platform(platform: str | None, cfg: RingAttentionConfig) -> str:
     """The platform that the call or its ``cfg`` names, "auto" if neither does."""
+    platform = None if platform is None else checked_platform(platform)
     if platform is None or platform == cfg.platform:
         return cfg.platform
-    check_platform(platform)
     if cfg.platform != "auto" and platform != "auto":
         raise ValueError(f'platform="{platform}" and cfg.platform="{cfg.platform}" differ; give one of them')
     return platform if cfg.platform == "auto" else cfg.platform

@@ -6,12 +6,14 @@ import math
 import pickle
 import sys
 
+import numpy as np
 import pytest
 import torch
 from launch import torchrun
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ring_attn.functional import ring_attention
 from ring_attn.module import RingAttention
 
 N, L, S, E, H = 2, 6, 6, 16, 4
@@ -270,6 +272,40 @@ def test_chunks_segments_and_positions_reach_the_ring():
     torch.testing.assert_close(out, dense(module, x, visible=index[:, None] <= index))
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_what_the_function_takes_the_module_takes(learned):
+    """Slopes, mask functions, strategy and fused_backward against the function on the module's own projections."""
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+    extras = dict(
+        mask_mod=lambda batch, head, q_pos, k_pos: (q_pos - k_pos) % 3 != 1,
+        mask_builder=lambda q_len, kv_len, heads, head, reps: np.tri(q_len, kv_len, dtype=bool),
+        fused_backward=True,
+        strategy="ring",
+        platform="xla",
+    )
+    given = nn.Parameter(slopes.clone()) if learned else slopes
+    module = randomised(RingAttention(E, H, batch_first=True, alibi_slopes=given, dtype=torch.float64, **extras))
+    with torch.no_grad():
+        module.alibi_slopes.copy_(slopes)
+    assert ("alibi_slopes" in module.state_dict()) == learned
+    assert module.to(torch.float32).alibi_slopes.dtype == torch.float32
+    module.double()
+    x = inputs({"batch_first": True})[0]
+    out = module(x, x, x)[0]
+    q, k, v = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).unflatten(-1, (3, H, -1)).unbind(2)
+    expected = module.out_proj(ring_attention(q, k, v, alibi_slopes=slopes, **extras).flatten(2))
+    torch.testing.assert_close(out, expected)
+    plain = module.out_proj(ring_attention(q, k, v, **extras).flatten(2))
+    assert not torch.allclose(out, plain)
+    out.sum().backward()
+    assert not learned or module.alibi_slopes.grad.abs().min() > 0
+
+
+def test_slopes_are_one_a_head():
+    with pytest.raises(ValueError, match=r"alibi_slopes must be \[num_heads\] = \[4\], got \[3\]"):
+        RingAttention(E, H, alibi_slopes=torch.zeros(3))
+
+
 def test_a_row_that_sees_nothing_gives_zero():
     _, module = pair(bias=False, batch_first=True)
     x = inputs({"batch_first": True})[0]
@@ -283,7 +319,6 @@ def test_a_row_that_sees_nothing_gives_zero():
 
 def test_dropout_is_the_pattern_of_one_key_more():
     import jax.numpy as jnp
-    import numpy as np
 
     from jax_core.masks.dropout import keep_mask, seed_words
 
@@ -360,6 +395,8 @@ def test_a_copy_shares_the_mesh_and_a_pickle_says_that_it_lost_it():
     ring = (sys.stdout.buffer,)  # like a process group: it can be neither copied nor pickled
     module = RingAttention(E, H, mesh=ring, mesh_dim="cp")
     assert copy.deepcopy(module).mesh is ring
+    shallow = copy.copy(module)
+    assert shallow.mesh is ring and shallow.mesh_dim == "cp" and shallow.in_proj_weight is module.in_proj_weight
     assert copy.deepcopy(nn.Sequential(module))[0].mesh is ring
     lost = pickle.loads(pickle.dumps(module))
     assert lost.mesh_dim == "cp"

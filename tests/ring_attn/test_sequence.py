@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import torchrun
 
-import ring_attn.sequence as sequence
 from jax_core.masks.layout import LAYOUTS, shard_indices, shard_multiple
 from ring_attn.sequence import pad, positions, shard, shard_batch, unshard
+from torch_bridge import dlpack_road
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,11 +30,14 @@ class FakeRing:
     def held(self) -> tuple[int, ...]:
         return (self.rank,)
 
+    def split(self, tensor, dim):
+        return tensor
+
 
 @pytest.fixture(autouse=True)
 def fake_rings(monkeypatch):
-    real = sequence.resolve
-    monkeypatch.setattr(sequence, "resolve", lambda mesh, dim: mesh if isinstance(mesh, FakeRing) else real(mesh, dim))
+    real = dlpack_road.resolve
+    monkeypatch.setattr(dlpack_road, "resolve", lambda mesh, dim: mesh if isinstance(mesh, FakeRing) else real(mesh, dim))
 
 
 def on_every_rank(size, call):
@@ -71,7 +74,7 @@ def test_shards_hold_the_positions_of_the_layout(layout, size, blocks, dim, as_b
     for rank in range(size):
         indices = torch.tensor(shard_indices(layout, rank, size, length), dtype=torch.int64)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sequence, "resolve", lambda mesh, _: mesh)
+            patch.setattr(dlpack_road, "resolve", lambda mesh, _: mesh)
             own = shard(whole, FakeRing(rank, size), dim=dim, layout=layout)
         assert own.is_contiguous()
         assert torch.equal(own, whole.index_select(dim, indices))

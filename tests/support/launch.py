@@ -1,11 +1,15 @@
 """Starting a worker script in several real processes."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+WORKERS = ROOT / "tests" / "support" / "workers"
 
 
 def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 240, **variables: str) -> str:
@@ -13,7 +17,7 @@ def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 240,
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": "", **variables}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "support" / "workers" / worker), *arguments],
+        [*command, str(WORKERS / worker), *arguments],
         cwd=ROOT,
         env=environment,
         timeout=timeout,
@@ -24,3 +28,51 @@ def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 240,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one process ended, and when."""
+
+    status: int
+    out: str
+    err: str
+    at: float
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without the eight devices of conftest.py, as a user's shell has it, and without GPUs."""
+    unset = ("XLA_FLAGS", "JAX_PLATFORMS")
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def processes(world: int, script: str, *arguments: str, timeout: float = 90.0) -> list[Ended]:
+    """Start the script as every rank of a world, without torchrun, which would end the survivors of a death itself."""
+    port = str(free_port())
+    own_ports = {f"OWN_PORT_{rank}": str(free_port()) for rank in range(world)}
+    running = []
+    for rank in range(world):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        own = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **own_ports}
+        command = [sys.executable, str(WORKERS / script), *arguments]
+        running.append(
+            subprocess.Popen(command, env=environment(**ranks, **own), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    return [_end(process, timeout) for process in running]
+
+
+def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"a process did not end within {timeout} s\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err, time.time())

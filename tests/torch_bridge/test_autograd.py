@@ -78,7 +78,7 @@ def test_gradcheck_of_everything_that_has_a_gradient():
 
 
 def test_operators_keep_torchs_rules():
-    from torch_bridge.compiled import ARRAYS
+    from torch_bridge.request import ARRAYS
 
     attention = ring_attn.ring_attention(*qkv(), causal=True)
     number = attention.grad_fn.number
@@ -199,13 +199,12 @@ def test_all_64_bits_of_a_seed_count(seed):
 
 
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**31, 2**40 + 5, 2**63 - 1, -(2**63)])
-def test_a_seed_is_two_words_wherever_it_comes_from(seed):
-    from torch_bridge.autograd import _seed_words
+def test_a_seed_is_two_words(seed):
+    from torch_bridge.request import words_of_seed
 
-    words = _seed_words(seed, torch.device("cpu"))
+    words = words_of_seed(seed, "cpu")
     assert words.dtype == torch.int32
     assert [word % 2**32 for word in words.tolist()] == [seed % 2**32, (seed >> 32) % 2**32]
-    assert torch.equal(words, _seed_words(torch.tensor([seed]), torch.device("cpu")))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of every autograd.Function
@@ -267,7 +266,7 @@ def bad_inputs():
     return {
         "rank": (dict(q=q[0]), "4 dimensions"),
         "no tensor": (dict(k=k.numpy()), "torch.Tensor"),
-        "heads": (dict(k=k[:, :, :3], v=v[:, :, :3]), "multiple of key/value heads"),
+        "heads": (dict(k=k[:, :, :3], v=v[:, :, :3]), "q heads must be a multiple of k/v heads"),
         "k and v": (dict(v=v[:, :20]), "share length and heads"),
         "head dim": (dict(k=k[..., :7]), "share the head dim"),
         "batch": (dict(k=k[:1], v=v[:1]), "batch"),
@@ -285,7 +284,7 @@ def bad_inputs():
         "mask": (dict(mask=torch.zeros(2, 4, 21, 21)), "dtype bool"),
         "ids": (dict(q_segment_ids=ids.float()), "integers"),
         "one side of ids": (dict(k=k[:, :20], v=v[:, :20], q_segment_ids=ids), "together"),
-        "sinks": (dict(sinks=torch.zeros(3, 2, dtype=torch.float64)), "softmax_aux"),
+        "sinks": (dict(sinks=torch.zeros(3, 2, dtype=torch.float64)), "sinks must be"),
         "mesh": (dict(mesh=3), "DeviceMesh"),
         "mask_mod": (dict(mask_mod=lambda b, h, i, j: i), "boolean"),
         "python if": (dict(mask_mod=lambda b, h, i, j: i > j if i else j > i), "operators"),

@@ -6,67 +6,17 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from launch import WORKERS, environment, processes
 
-from torch_bridge import coordinator, mesh, peers, runtime
+from torch_bridge import calls, coordinator, mesh, peers, runtime
 from torch_bridge.mesh import Ring, jax_mesh, resolve, to_global, to_local
 
-WORKERS = Path(__file__).parents[1] / "support" / "workers"
 PEER_TIMEOUT = 12.0  # what killed_peer.py gives to start()
 NOISE = re.compile(r"Traceback|Check failure|grpc|CANCELLED|UNAVAILABLE|coordination|Error|Warning")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How one process ended, and when."""
-
-    status: int
-    out: str
-    err: str
-    at: float
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def environment(**more: str) -> dict[str, str]:
-    """This process's, without the eight devices of conftest.py, as a user's shell has it, and without GPUs."""
-    unset = ("XLA_FLAGS", "JAX_PLATFORMS")
-    kept = {name: value for name, value in os.environ.items() if name not in unset}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(WORKERS.parents[2]), "OMP_NUM_THREADS": "1", **more}
-
-
-def processes(world: int, script: str, *arguments: str, timeout: float = 90.0) -> list[Ended]:
-    """Start the script as every rank of a world, without torchrun, which would end the survivors of a death itself."""
-    port = str(free_port())
-    own_ports = {f"OWN_PORT_{rank}": str(free_port()) for rank in range(world)}
-    running = []
-    for rank in range(world):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        own = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **own_ports}
-        command = [sys.executable, str(WORKERS / script), *arguments]
-        running.append(
-            subprocess.Popen(command, env=environment(**ranks, **own), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    return [_end(process, timeout) for process in running]
-
-
-def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"a process did not end within {timeout} s\n{out}\n{err}")
-    return Ended(process.returncode, out, err, time.time())
 
 
 @pytest.mark.slow
@@ -261,8 +211,8 @@ class Event:
 @pytest.fixture
 def fresh(monkeypatch):
     """The state of a process that knows nothing of its peers yet."""
-    state = peers._Peers(timeout=0.08)
-    monkeypatch.setattr(peers, "_peers", state)
+    state = peers.State(settings=peers.Settings(peer_timeout=0.08))
+    monkeypatch.setattr(peers, "state", state)
     return state
 
 
@@ -273,6 +223,7 @@ def test_a_launched_call_is_watched_until_its_stream_is_past_it():
         call.event = event
     assert peers._unfinished() == [call]
     event.complete = True
+    assert peers._unfinished(young=call.begun - 1) == [call]  # nobody looks at a young event
     assert peers._unfinished() == []
 
 
@@ -305,7 +256,7 @@ def test_a_new_step_of_a_ring_that_lost_a_member_fails_at_once(fresh):
 
 def test_the_coordinator_ignores_strangers_and_ends_with_the_last_rank():
     endpoint = coordinator.launch(2, 30.0)
-    address = ("localhost", endpoint.liveness_port)
+    address = ("localhost", endpoint.port)
     stranger, first, second = (socket.create_connection(address, timeout=10) for _ in range(3))
     stranger.sendall(b'{"token": "", "rank": 0}\n')
     assert stranger.recv(1) == b""
@@ -318,6 +269,52 @@ def test_the_coordinator_ignores_strangers_and_ends_with_the_last_rank():
     for connection in (stranger, second):
         connection.close()
     assert _refuses(address)
+
+
+def test_an_error_inside_a_call_is_told_once_and_is_no_call_of_the_ring_any_more(fresh, monkeypatch):
+    sent: list[dict] = []
+    monkeypatch.setattr(peers, "send", sent.append)
+    error = MemoryError("no room")
+    with pytest.raises(MemoryError), runtime.watch(Ring((0, 1), 0), "forward", "q"):
+        raise error
+    calls.tell_failure(Ring((0, 1), 0), error)  # as around the whole call
+    assert sent == [{"failed": {"ring": (0, 1), "number": 1, "error": "MemoryError: no room"}}]
+    assert not fresh.calls[0, 1].recent
+
+
+def test_a_call_that_failed_elsewhere_fails_here_and_the_next_one_runs(fresh):
+    fresh.failed[(0, 1), 1] = "global rank 1 (ValueError: no)"
+    with pytest.raises(ValueError, match=r"failed on global rank 1 \(ValueError: no\); here: forward step 1: q; every rank"):
+        runtime.watch(Ring((0, 1), 0), "forward", "q").__enter__()
+    with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
+        assert call.number == 2
+
+
+def test_a_device_that_waits_for_a_call_that_failed_elsewhere_ends(fresh):
+    with runtime.watch(Ring((0, 1), 0), "forward") as call:
+        call.event = Event()
+    fresh.failed[(0, 1), call.number] = "global rank 1 (ValueError: no)"
+    assert not call.overdue()  # a program without transfers ends by itself
+    time.sleep(0.03)
+    assert call.overdue()
+    assert "the call failed on global rank 1 (ValueError: no)" in call.describe()
+
+
+def test_a_report_says_what_this_process_does(fresh):
+    fresh.left = time.monotonic() - 5
+    ring = Ring((0, 1), 0)
+    idle = peers._report()
+    assert 5 <= idle.idle < 6 and not idle.rings
+    assert re.search(r"in no ring call for 5 s, now at .*test_runtime.py:\d+ in test_a_report", idle.place)
+    with runtime.watch(ring, "forward", "q"):
+        busy = peers._report()
+    assert (busy.idle, busy.rings[0, 1].number, busy.rings[0, 1].last) == (0, 1, "forward step 1: q")
+    assert (busy.rings[0, 1].waits or 0) > 0
+    peers.prepare(1)
+    assert peers._report().idle == 0
+    peers.prepared(1)
+    assert 0 < peers._report().idle < 1
+    assert peers._report().rings[0, 1].waits is None
 
 
 def _refuses(address: tuple[str, int]) -> bool:

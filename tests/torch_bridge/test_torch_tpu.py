@@ -9,7 +9,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jax_core
 import ring_attn
 from jax_core.request.options import Options
-from torch_bridge import autograd as function
 from torch_bridge import torch_tpu as tpu
-from torch_bridge.crossing import Form
 from torch_bridge.mesh import AXIS, Ring
+from torch_bridge.request import ARRAYS, Form, Request, specify
 
 WORLD, RANK = 8, 3
 GRIDS = [pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 4, 1), (2, 2, 2)]
+ALONE = Ring((RANK,), 0)
 QKV = ("query", "key", "value")
+OF_DYNAMO = "ignore:.*should not be instantiated:DeprecationWarning"  # its own, of every autograd.Function
 needs_torch_tpu = pytest.mark.skipif(find_spec("torch_tpu") is None, reason="needs torch-tpu: make test-torch-tpu")
 
 
@@ -53,7 +53,8 @@ def torch_tpu(world):
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this is, and waits
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         patch.setattr(_device_ops_backend, "_get_local_device_attributes", lambda: {"device_kind": "TPU v5 lite"})
-        patch.setattr("ring_attn.functional._road", lambda device: tpu.attend)
+        for module in ("torch_bridge.autograd", "ring_attn.module", "torch_bridge.dropout"):
+            patch.setattr(f"{module}.road_of", lambda device: tpu)
         yield
 
 
@@ -69,13 +70,6 @@ def form(tensor):
     return tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()
 
 
-def test_the_device_chooses_the_road():
-    from ring_attn.functional import _road
-
-    assert _road(SimpleNamespace(type="tpu")) is tpu.attend
-    assert _road(torch.device("cpu")) is function.attend
-
-
 def test_torch_tpu_is_loaded_only_for_its_tensors():
     code = "import sys, torch_bridge.torch_tpu\nassert 'torch_tpu' not in sys.modules"
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
@@ -85,27 +79,29 @@ def test_torch_tpu_is_loaded_only_for_its_tensors():
 @pytest.mark.skipif(find_spec("torch_tpu") is not None, reason="torch-tpu is here")
 def test_without_torch_tpu_the_error_says_what_to_install():
     with pytest.raises(ImportError, match=r'tensors on "tpu" need torch-tpu >= 0.2.*pip install'):
-        attend(*qkv())
+        program(*qkv())
 
 
-def attend(q, k, v, where=("local", None), **options):
-    settings = {"mask_mod": None, "mask_builder": None, "lse_gradient": False, **options}
-    return tpu.attend(where, dict(zip(QKV, (q, k, v), strict=True)), None, **settings)
+def request_of(q, k, v, ring=ALONE, further=None, **options):
+    given = dict(zip(QKV, (q, k, v), strict=True)) | (further or {})
+    options = {"lse_gradient": False, **options}
+    forms = (None if x is None else Form(tuple(x.shape), x.dtype) for x in map(given.get, ARRAYS))
+    return Request(ring, Options(**options), tuple(forms), q.device)
 
 
-@pytest.mark.parametrize("seed", [0, 5, 2**40 + 3, 2**64 - 1, -(2**63)])
-def test_seeds_are_those_of_the_other_road(seed):
-    assert torch.equal(tpu._seed_words(seed), function._seed_words(seed, torch.device("cpu")))
+def program(q, k, v, **options):
+    tpu.check(q)
+    return tpu.program(request_of(q, k, v, **options))
 
 
 def test_float64_is_refused():
     with pytest.raises(NotImplementedError, match="must be bfloat16, float16 or float32 on a TPU, got float64; cast"):
-        attend(*qkv(dtype=torch.float64))
+        program(*qkv(dtype=torch.float64))
 
 
 def test_kernels_of_a_gpu_are_refused():
     with pytest.raises(NotImplementedError, match=r'platform="triton": the arrays are on "tpu", .* use platform="auto"'):
-        attend(*qkv(), platform="triton")
+        program(*qkv(), platform="triton")
 
 
 @pytest.fixture
@@ -118,12 +114,12 @@ def platforms():
 def test_jax_must_not_take_the_tpu(platforms):
     platforms("tpu,cpu")
     with pytest.raises(RuntimeError, match=r"got platforms 'tpu,cpu'; set JAX_PLATFORMS=cpu"):
-        attend(*qkv())
+        program(*qkv())
 
 
 def test_jax_that_was_told_nothing_keeps_to_the_cpu(platforms):
     platforms(None)
-    tpu._keep_jax_on_cpu()
+    tpu.keep_jax_on_cpu()
     assert jax.config.jax_platforms == "cpu"
 
 
@@ -157,12 +153,10 @@ def test_its_jax_functions_are_ring_attention(grid):
         order = jnp.moveaxis(split, 1, dim + 2)  # the ring's axis goes in front of the sequence
         return order.reshape(-1, *array.shape[1:dim], length, *array.shape[dim + 1 :])
 
-    attention = tpu.specify(
-        grid,
-        Options(causal=True, platform="xla"),  # the Pallas kernels do not run on a CPU
-        (*QKV, "softmax_aux"),
-        tuple(Form((len(x) // WORLD, *x.shape[1:]), torch.float32) for x in (query, key, value, sinks)),
-    )
+    shards = [torch.empty(len(x) // WORLD, *x.shape[1:], device="meta") for x in (query, key, value, sinks)]
+    options = dict(causal=True, platform="xla", lse_gradient=True)  # the Pallas kernels do not run on a CPU
+    request = request_of(*shards[:3], further={"softmax_aux": shards[3]}, **options)
+    attention = specify(request, tpu.placement(grid))
     forward, backward = tpu.over_world(attention, Mesh(np.array(jax.devices()[:WORLD]), (AXIS,)), grid)
     operands = [query, key, value, sinks]
     out, lse = jax.jit(forward)(operands)
@@ -239,9 +233,15 @@ def test_operators_keep_torchs_rules(torch_tpu):
     assert str(made.backward._opoverload._schema).endswith("(Tensor[] arrays, SymInt[] wanted) -> Tensor[]")
 
 
-def made_for(grid, *tensors, further=(), **options):
-    forms = tuple(Form(tuple(x.shape), x.dtype) for x in tensors)
-    return tpu.operators(grid, tuple(options.items()), (*QKV, *further), forms)
+def made_for(grid, *tensors, further=None, **options):
+    """The operators of this process in a ring of ``grid``."""
+    _, size, after = grid
+    rank = RANK // after % size
+    first = RANK - rank * after
+    ring = Ring(tuple(first + after * place for place in range(size)), rank)
+    made = request_of(*tensors[:3], ring=ring, further=further, **options)
+    assert tpu.tile_world(ring) == grid
+    return tpu.operators(made)
 
 
 class Operators(TorchDispatchMode):
@@ -271,18 +271,20 @@ def test_what_reaches_the_operators_is_contiguous(torch_tpu):
 def test_equal_requests_are_one_operator(torch_tpu):
     first, second = (ring_attn.ring_attention(*qkv(), causal=True) for _ in range(2))
     other = ring_attn.ring_attention(*qkv(), causal=False)
-    assert first.grad_fn.name() == second.grad_fn.name() != other.grad_fn.name()
+    assert first.grad_fn.number == second.grad_fn.number != other.grad_fn.number
 
 
 @needs_torch_tpu
 def test_a_second_derivative_raises(torch_tpu):
     inputs = qkv()
-    (gradient,) = torch.autograd.grad(ring_attn.ring_attention(*inputs).sum(), inputs[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
-        torch.autograd.grad(gradient.sum(), inputs[1])
+    out = ring_attn.ring_attention(*inputs)
+    (gradient,) = torch.autograd.grad(out, inputs[:1], torch.empty_like(out).requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 @needs_torch_tpu
+@pytest.mark.filterwarnings(OF_DYNAMO)
 def test_torch_compile_in_one_graph(torch_tpu):
     def attention(q, k, v, ids):
         return ring_attn.ring_attention(q * 2, k, v, causal=True, q_segment_ids=ids, dropout_p=0.1, dropout_seed=3) + 1
@@ -294,6 +296,7 @@ def test_torch_compile_in_one_graph(torch_tpu):
 
 
 @needs_torch_tpu
+@pytest.mark.filterwarnings(OF_DYNAMO)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's, where it goes on
 def test_torch_compile_around_a_mask_mod(torch_tpu):
     def attention(q, k, v):
@@ -371,6 +374,7 @@ def test_a_program_with_every_operand_compiles_for_eight_tpus(eight_tpus):
         "dropout_seed": meta(2, dtype=torch.int32, grad=False),
     }
     inputs = [x.detach() for x in (*qkv(length), *further.values())]
+    assert (*QKV, *further) == ARRAYS
     made = made_for((2, 4, 1), *inputs, further=further, causal=True, dropout_prob=0.1, lse_gradient=True)
     out, lse = made.forward(inputs)
     floats = [number for number, x in enumerate(inputs) if x.is_floating_point()]

@@ -3,28 +3,34 @@
 After FlashAttention-2 (Dao 2023, arXiv:2307.08691): each sum has one writer, so every run gives the same bits.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_core.kernels.tpu.constants import TileConstants
+from jax_core.kernels.tpu.constants import BlockedExtras, Shards, TileConstants
 from jax_core.kernels.tpu.products import column, product
 from jax_core.kernels.tpu.scores import Tile, TileIndex, dropped, logit_gradient, make_tile
+from jax_core.kernels.tpu.specs import Place
 from jax_core.kernels.tpu.visits import FIRST, LAST, update_if_visible, visit
 
 
 class _Gradients(NamedTuple):
-    """A tile's weights, and the gradients of its logits and of the products of queries and keys; transposed or not as the tile."""
+    """A tile's weights, and the gradients of its logits and of ``q . k``; transposed if the tile is."""
 
     tile: Tile
-    weights: Any
-    dlogits: Any
-    dproducts: Any
+    weights: Array
+    dlogits: Array
+    dproducts: Array
 
 
-def _gradients(const: TileConstants, at: TileIndex, shards, blocked, masked: bool, transposed: bool) -> _Gradients:
+def _gradients(
+    const: TileConstants, at: TileIndex, shards: Shards[Ref], blocked: BlockedExtras[Ref], masked: bool, transposed: bool
+) -> _Gradients:
+    assert shards.dout is not None and shards.lse is not None and shards.delta is not None
     tile = make_tile(const, at, shards.q[...], shards.k[...], blocked, masked, transposed)
     lse, delta = (x[...] if transposed else column(x[...]) for x in (shards.lse, shards.delta))
     weights = jnp.exp(tile.logits - lse)
@@ -33,8 +39,18 @@ def _gradients(const: TileConstants, at: TileIndex, shards, blocked, masked: boo
     return _Gradients(tile, weights, *logit_gradient(const, tile, weights, dweights, delta))
 
 
-def queries_kernel(const: TileConstants, size: tuple[int, int], words, scalars, shards, blocked, before, dq, sum_dq):
-    """dQ of a block of queries, on top of what was ``before`` (may be None)."""
+def queries_kernel(
+    const: TileConstants,
+    size: tuple[int, int],
+    words: Ref,
+    scalars: Ref,
+    shards: Shards[Ref],
+    blocked: BlockedExtras[Ref],
+    before: Ref | None,
+    dq: Ref,
+    sum_dq: Ref,
+) -> None:
+    """dQ of a block of queries, added to what was ``before`` (may be None)."""
     batch, head, number = (pl.program_id(axis) for axis in range(3))
     q, k, flags = visit(const, size, words, batch, number)
     at = TileIndex(batch, head, q, k, scalars)
@@ -56,19 +72,30 @@ def queries_kernel(const: TileConstants, size: tuple[int, int], words, scalars, 
 
 
 class _Sums(NamedTuple):
-    """In fast memory: of a block of keys ``[k, dim]`` and ``[k, value_dim]``; of a group's heads, by query, ``[group, 1, q]``."""
+    """In VMEM, float32: of a block of keys ``[k, dim]`` and ``[k, value_dim]``; of a group's heads, by query, ``[group, 1, q]``."""
 
-    dk: Any
-    dv: Any
-    dslopes: Any
+    dk: Ref
+    dv: Ref
+    dslopes: Ref
 
 
 def keys_kernel(
-    const: TileConstants, size: tuple[int, int], words, scalars, shards, blocked, before, dk, dv, dslopes, dq, *scratch
-):
+    const: TileConstants,
+    size: tuple[int, int],
+    words: Ref,
+    scalars: Ref,
+    shards: Shards[Ref],
+    blocked: BlockedExtras[Ref],
+    before: Ref | None,
+    dk: Ref,
+    dv: Ref,
+    dslopes: Ref | None,
+    dq: Ref | None,
+    *scratch: Ref,
+) -> None:
     """dK and dV of a block of keys, summed over the query heads that share them, and the slopes' gradients (None without slopes).
 
-    ``dq`` is None, or in a fused backward all of dQ in the large memory, in the place of ``before``; visits add to its blocks.
+    ``dq`` is None, or in a fused backward all of dQ, in HBM and in the buffer of ``before``; visits add to its blocks.
     """
     del before
     batch, kv_head, number, member = (pl.program_id(axis) for axis in range(4))
@@ -83,16 +110,16 @@ def keys_kernel(
 
     def update(masked: bool) -> None:
         found = _gradients(const, at, shards, blocked, masked, transposed=True)
+        assert shards.dout is not None
         query, dout = shards.q[...], shards.dout[...]
         dproducts = found.dproducts.astype(query.dtype)
         sums.dk[...] += product(dproducts, query, (1, 0), const.scores)
         sums.dv[...] += product(dropped(const, found.tile, found.weights).astype(dout.dtype), dout, (1, 0), const.scores)
-        if dslopes is not None:
+        if found.tile.distance is not None:
             sums.dslopes[member] -= (found.dlogits * found.tile.distance).sum(0, keepdims=True)
         if dq is not None:
-            _add_block(
-                dq.at[batch, at.head, pl.ds(q * const.q.block, const.q.block)], dproducts, shards.k[...], const, *scratch[3:]
-            )
+            rows = dq.at[batch, at.head, pl.ds(q * const.q.block, const.q.block)]
+            _add_block(rows, dproducts, shards.k[...], const, *scratch[3:])
 
     update_if_visible(flags, update)
 
@@ -103,9 +130,9 @@ def keys_kernel(
             dslopes[...] = sums.dslopes[:, 0]
 
 
-def _add_block(place, dproducts, key, const: TileConstants, block, arrived, left) -> None:
-    """Adds a transposed tile's share of dQ to ``place``. The copy back is waited for: the next visit may be to the same block."""
-    copy_in, copy_out = pltpu.make_async_copy(place, block, arrived), pltpu.make_async_copy(block, place, left)
+def _add_block(dq: Ref, dproducts: Array, key: Array, const: TileConstants, block: Ref, arrived: Ref, left: Ref) -> None:
+    """Adds a transposed tile's share to a block of dQ. The copy back is waited for: the next visit may be to the same block."""
+    copy_in, copy_out = pltpu.make_async_copy(dq, block, arrived), pltpu.make_async_copy(block, dq, left)
     copy_in.start()
     share = product(dproducts, key, (0, 0), const.scores)
     copy_in.wait()
@@ -114,13 +141,22 @@ def _add_block(place, dproducts, key, const: TileConstants, block, arrived, left
     copy_out.wait()
 
 
-def bias_kernel(const: TileConstants, place, kinds, scalars, shards, blocked, dbias, total):
-    """The gradient of a tile of the bias, summed over all that share it: the last grid axis. ``kinds``: flags of all pairs."""
+def bias_kernel(
+    const: TileConstants,
+    place: Callable[..., Place],
+    pair_flags: Ref,
+    scalars: Ref,
+    shards: Shards[Ref],
+    blocked: BlockedExtras[Ref],
+    dbias: Ref,
+    total: Ref,
+) -> None:
+    """The gradient of a tile of the bias, summed over all tiles of scores that share it: the last grid axis."""
     number, count = pl.program_id(4), pl.num_programs(4)
     batch, head, q, k = place(*(pl.program_id(axis) for axis in range(5)))
     at = TileIndex(batch, head, q, k, scalars)
     pairs = const.q.blocks * const.k.blocks
-    flags = kinds[(batch * pairs if kinds.shape[0] > pairs else 0) + q * const.k.blocks + k]
+    flags = pair_flags[(batch * pairs if pair_flags.shape[0] > pairs else 0) + q * const.k.blocks + k]
 
     @pl.when(number == 0)
     def start():

@@ -6,17 +6,14 @@ Arrays come as ``[batch, heads, length, dim]``, every run padded to whole blocks
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.blocks import BlockLayout, block_layout, dense_mask, in_blocks, same_rows, starts
+from jax_core.kernels.blocks import BlockLayout, Runs, block_layout, dense_mask, in_blocks, same_rows, starts
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.functions import Predicate
-from jax_core.masks.layout import Run
-
-Runs = tuple[Run, ...]
 
 
 @dataclass(frozen=True)
@@ -38,28 +35,31 @@ class TileConstants:
         return self.heads // self.kv_heads
 
 
-class Shards(NamedTuple):
+T = TypeVar("T")  # an array, a reference to its block inside a kernel, or the specification of its blocks
+
+
+class Shards(NamedTuple, Generic[T]):
     """The large arrays of a pair of shards; ``dout``, ``lse`` and ``delta`` in the backward alone."""
 
-    q: Array
-    k: Array
-    v: Array
-    dout: Array | None = None
-    lse: Array | None = None
-    delta: Array | None = None
+    q: T
+    k: T
+    v: T
+    dout: T | None = None
+    lse: T | None = None
+    delta: T | None = None
 
 
-class BlockedExtras(NamedTuple):
+class BlockedExtras(NamedTuple, Generic[T]):
     """The contract's extras as the kernels take them, each may be None: ids ``[batch|1, 1, length]``, ``bias`` and ``mask`` (int8)
     ``[batch|1, heads|1, rows|1, keys]``, ``slopes`` float32 ``[1, batch|1 * heads]``."""
 
-    q_segments: Array | None
-    k_segments: Array | None
-    q_positions: Array | None
-    k_positions: Array | None
-    bias: Array | None
-    mask: Array | None
-    slopes: Array | None
+    q_segments: T | None
+    k_segments: T | None
+    q_positions: T | None
+    k_positions: T | None
+    bias: T | None
+    mask: T | None
+    slopes: T | None
 
 
 def make_constants(shards: Sequence[Array], q_runs: Runs, k_runs: Runs, scores: Scores, blocks: tuple[int, int]) -> TileConstants:
@@ -88,7 +88,7 @@ def blocked_statistics(x: Array, layout: BlockLayout, fill: float = 0) -> Array:
     return in_blocks(x, 2, layout, fill)[:, :, None]
 
 
-def block_extras(const: TileConstants, shards: Sequence[Array], q_runs: Runs, k_runs: Runs, extras: Extras) -> BlockedExtras:
+def block_extras(const: TileConstants, shards: Sequence[Array], q_runs: Runs, k_runs: Runs, extras: Extras) -> BlockedExtras[Array]:
     segments = same_rows(extras.q_segment_ids, extras.kv_segment_ids)
     positions = same_rows(extras.q_position_ids, extras.kv_position_ids)
     given = zip(const.scores.predicates, extras.predicate_arrays, strict=True)
@@ -101,7 +101,7 @@ def block_extras(const: TileConstants, shards: Sequence[Array], q_runs: Runs, k_
         _ids(positions[0], const.q),
         _ids(positions[1], const.k),
         _tiles(_on_tpu(extras.bias), const),
-        None if mask is None else _tiles(mask, const).astype(jnp.int8),
+        _mask_tiles(mask, const),
         None if slopes is None else slopes.astype(jnp.float32).reshape(1, -1),
     )
 
@@ -120,6 +120,11 @@ def _tiles(x: Array | None, const: TileConstants) -> Array | None:
         return None
     x = in_blocks(x, 3, const.k, 0)
     return x if x.shape[2] == 1 else in_blocks(x, 2, const.q, 0)
+
+
+def _mask_tiles(mask: Array | None, const: TileConstants) -> Array | None:
+    tiles = _tiles(mask, const)
+    return None if tiles is None else tiles.astype(jnp.int8)
 
 
 def make_scalars(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:

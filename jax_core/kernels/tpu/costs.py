@@ -1,38 +1,39 @@
-"""What a launch costs, for XLA's scheduler and whoever reads its cost analysis: counted over what is visible on average."""
+"""Cost estimates of the launches, for XLA's scheduler and its cost analysis, of what is visible on average."""
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jax_core.kernels.blocks import BlockLayout
 from jax_core.kernels.tpu.constants import TileConstants
 
 
-def forward(const: TileConstants, dtype) -> pl.CostEstimate:
+def forward(const: TileConstants, dtype: jnp.dtype) -> pl.CostEstimate:
     return _by_queries(const, dtype, products=(const.dim, const.value_dim), read=0, written=const.value_dim)
 
 
-def queries(const: TileConstants, dtype) -> pl.CostEstimate:
+def queries(const: TileConstants, dtype: jnp.dtype) -> pl.CostEstimate:
     return _by_queries(const, dtype, products=(const.dim, const.value_dim, const.dim), read=const.value_dim, written=const.dim)
 
 
-def keys(const: TileConstants, dtype, fused: bool) -> pl.CostEstimate:
-    """Queries come with every visit, and in a fused sweep dQ comes and goes."""
+def keys(const: TileConstants, dtype: jnp.dtype, fused: bool) -> pl.CostEstimate:
+    """Queries are fetched at every visit, and in a fused sweep dQ is read and written."""
     q, k, dims = _length(const.q), _length(const.k), const.dim + const.value_dim
-    coming = const.heads * const.k.blocks * share(const) * q * (dims * dtype.itemsize + (8 * const.dim if fused else 0))
-    staying = const.kv_heads * k * dims * (dtype.itemsize + 4)
+    fetched = const.heads * const.k.blocks * share(const) * q * (dims * dtype.itemsize + (8 * const.dim if fused else 0))
+    once = const.kv_heads * k * dims * (dtype.itemsize + 4)
     products = (const.dim, const.value_dim, const.dim, const.value_dim, *([const.dim] if fused else []))
-    return _estimate(const, products, const.batch * (coming + staying))
+    return _estimate(const, products, const.batch * (fetched + once))
 
 
-def bias(const: TileConstants, dtype) -> pl.CostEstimate:
+def bias(const: TileConstants, dtype: jnp.dtype) -> pl.CostEstimate:
     return _by_queries(const, dtype, products=(const.dim, const.value_dim), read=const.value_dim, written=0)
 
 
-def _by_queries(const: TileConstants, dtype, products: tuple[int, ...], read: int, written: int) -> pl.CostEstimate:
-    """Keys and values come with every visit. ``read``, ``written``: numbers of a query beside the query, and of its result."""
+def _by_queries(const: TileConstants, dtype: jnp.dtype, products: tuple[int, ...], read: int, written: int) -> pl.CostEstimate:
+    """Keys and values are fetched at every visit. ``read``, ``written``: further elements per query."""
     q, k, dims = _length(const.q), _length(const.k), const.dim + const.value_dim
-    coming = const.heads * const.q.blocks * share(const) * k * dims * dtype.itemsize
-    staying = const.heads * q * ((const.dim + read) * dtype.itemsize + written * 4)
-    return _estimate(const, products, const.batch * (coming + staying))
+    fetched = const.heads * const.q.blocks * share(const) * k * dims * dtype.itemsize
+    once = const.heads * q * ((const.dim + read) * dtype.itemsize + written * 4)
+    return _estimate(const, products, const.batch * (fetched + once))
 
 
 def _estimate(const: TileConstants, products: tuple[int, ...], memory: float) -> pl.CostEstimate:
@@ -41,12 +42,12 @@ def _estimate(const: TileConstants, products: tuple[int, ...], memory: float) ->
     return pl.CostEstimate(flops=int(2 * pairs * sum(products)), transcendentals=int(pairs), bytes_accessed=int(memory))
 
 
-def _length(side: BlockLayout) -> int:
-    return side.runs * side.length
+def _length(layout: BlockLayout) -> int:
+    return layout.runs * layout.length
 
 
 def share(const: TileConstants) -> float:
-    """Of all pairs, how many the static mask leaves, on average over the ring: which shards meet is known on the device alone."""
+    """The share of all pairs that the static mask leaves, on average over the ring: only the device knows which shards it has."""
     mask, keys = const.scores.mask, _length(const.k)
     before = _least(mask.left, mask.chunk and mask.chunk // 2)
     after = 0 if mask.causal else mask.right

@@ -1,18 +1,29 @@
 """The forward kernel: online softmax over the key blocks on the list, after FlashAttention (Dao et al. 2022, arXiv:2205.14135)."""
 
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 
 from jax_core.kernels.tpu import softmax
-from jax_core.kernels.tpu.constants import TileConstants
+from jax_core.kernels.tpu.constants import BlockedExtras, Shards, TileConstants
 from jax_core.kernels.tpu.products import column, product, row
 from jax_core.kernels.tpu.scores import TileIndex, dropped, make_tile
 from jax_core.kernels.tpu.softmax import SoftmaxState
 from jax_core.kernels.tpu.visits import FIRST, LAST, update_if_visible, visit
 
 
-def forward_kernel(const: TileConstants, size: tuple[int, int], words, scalars, shards, blocked, before, out, lse, *scratch):
-    """``before``: the partial result so far, or None. ``size``: of the visits' list."""
+def forward_kernel(
+    const: TileConstants,
+    size: tuple[int, int],
+    words: Ref,
+    scalars: Ref,
+    shards: Shards[Ref],
+    blocked: BlockedExtras[Ref],
+    before: tuple[Ref, Ref] | None,
+    out: Ref,
+    lse: Ref,
+    *scratch: Ref,
+) -> None:
+    """``before``: ``out`` and ``lse`` of the partial result so far, or None. ``size``: of the lists of visits."""
     batch, head, number = (pl.program_id(axis) for axis in range(3))
     q, k, flags = visit(const, size, words, batch, number)
     at, state = TileIndex(batch, head, q, k, scalars), SoftmaxState(*scratch)

@@ -1,14 +1,19 @@
-"""The Pallas kernels (TPU) under the kernel contract: what they take, and their launches."""
+"""The Pallas kernels (TPU) under the kernel contract: what they handle, and their launches."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.blocks import BlockSparsity, out_of_blocks
+from jax_core.kernels.blocks import BlockSparsity, Runs, out_of_blocks
 from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
 from jax_core.kernels.tpu import costs, launch, limits, params
 from jax_core.kernels.tpu.backward_kernels import bias_kernel, keys_kernel, queries_kernel
@@ -25,9 +30,8 @@ from jax_core.kernels.tpu.constants import (
     remainder,
 )
 from jax_core.kernels.tpu.forward_kernel import forward_kernel
-from jax_core.kernels.tpu.specs import Specs
+from jax_core.kernels.tpu.specs import Place, Specs
 from jax_core.kernels.tpu.visits import Visits, flags_of, list_visits, pairs_to_visit, visit
-from jax_core.masks.layout import Run
 
 _LISTED = 250_000  # of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
@@ -64,7 +68,18 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
 
 
 def forward(
-    q, k, v, q_runs, k_runs, *, diagonal: bool, scores: Scores, extras: Extras, carry: Partial | None, out_dtype, config: FwdParams
+    q: Array,
+    k: Array,
+    v: Array,
+    q_runs: Runs,
+    k_runs: Runs,
+    *,
+    diagonal: bool,
+    scores: Scores,
+    extras: Extras,
+    carry: Partial | None,
+    out_dtype: DTypeLike,
+    config: FwdParams,
 ) -> Partial:
     del diagonal  # the runs say it
     const = make_constants((q, k, v), q_runs, k_runs, scores, _fitting(config, q_runs, k_runs))
@@ -86,26 +101,26 @@ def forward(
         (specs.shards(), specs.extras(blocked), None if carry is None else result_specs),
         results,
         result_specs,
-        grid=(const.batch, const.heads, visits.count),
+        grid=(const.batch, const.heads, visits.longest),
         scratch=[pltpu.VMEM((size, columns), jnp.float32) for columns in (1, 1, const.value_dim)],
         aliases=_in_place(inputs, before, results),
         cost=costs.forward(const, q.dtype),
     )
-    return Partial(_from_rows(out, const), _from_numbers(lse, const))
+    return Partial(_from_rows(out, const), _from_statistics(lse, const))
 
 
 def backward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     residuals: Residuals,
-    q_runs,
-    k_runs,
+    q_runs: Runs,
+    k_runs: Runs,
     *,
     diagonal: bool,
     scores: Scores,
     extras: Extras,
-    dq,
+    dq: Array | None,
     fused: bool,
     config: BwdParams,
 ) -> Grads:
@@ -121,27 +136,32 @@ def backward(
     run = _Backward(const, shards, blocked, pairs, make_scalars(q_runs, k_runs, extras))
     before = None if dq is None else blocked_rows(dq, const.q)
     if fused:
-        dk, dv, dslopes, dq = run.keys(jnp.zeros(shards.q.shape, jnp.float32) if before is None else before)
+        dk, dv, dslopes, found = run.keys(jnp.zeros(shards.q.shape, jnp.float32) if before is None else before)
+        assert found is not None
     else:
         dk, dv, dslopes, _ = run.keys(None)
-        dq = run.queries(before)
+        found = run.queries(before)
     return Grads(
-        _from_rows(dq, const),
+        _from_rows(found, const),
         _from_rows(dk, const, of_keys=True),
         _from_rows(dv, const, of_keys=True),
         None if extras.bias is None else run.bias(extras.bias.shape),
-        None if extras.alibi_slopes is None else _slope_gradient(dslopes, extras.alibi_slopes),
+        None if dslopes is None else _slope_gradient(dslopes, extras.alibi_slopes),
     )
 
 
+@dataclass(frozen=True)
 class _Backward:
     """The launches of a backward pass over one pair of shards."""
 
-    def __init__(self, const: TileConstants, shards: Shards, blocked: BlockedExtras, pairs: BlockSparsity, scalars):
-        self.const, self.shards, self.blocked, self.pairs, self.scalars = const, shards, blocked, pairs, scalars
+    const: TileConstants
+    shards: Shards[Array]
+    blocked: BlockedExtras[Array]
+    pairs: BlockSparsity
+    scalars: Array
 
-    def queries(self, before):
-        """dQ, ``[batch, heads, length in blocks, dim]``."""
+    def queries(self, before: Array | None) -> Array:
+        """dQ, ``[batch, heads, length in blocks, dim]``, added to what was ``before``."""
         const, visits = self.const, list_visits(self.pairs)
         specs = Specs(const, _place(const, visits))
         inputs = self.shards, self.blocked, before
@@ -153,21 +173,21 @@ class _Backward:
             (specs.shards(backward=True), specs.extras(self.blocked), None if before is None else specs.query(const.dim)),
             [result],
             [specs.query(const.dim)],
-            grid=(const.batch, const.heads, visits.count),
+            grid=(const.batch, const.heads, visits.longest),
             scratch=[pltpu.VMEM((const.q.block, const.dim), jnp.float32)],
             aliases=_in_place(inputs, before, [result]),
             cost=costs.queries(const, self.shards.q.dtype),
         )
         return dq
 
-    def keys(self, dq):
-        """``(dk, dv, dslopes or None, dq or None)``: with ``dq`` in one sweep, which adds to it."""
+    def keys(self, dq: Array | None) -> tuple[Array, Array, Array | None, Array | None]:
+        """``(dk, dv, dslopes or None, dq or None)``; with ``dq``, the same sweep adds to it."""
         const, visits = self.const, list_visits(self.pairs, by_columns=True)
         specs = Specs(const, _place_of_member(const, visits))
         block, whole = (const.q.block, const.k.block), pl.BlockSpec(memory_space=pl.ANY)
         slopes = None if self.blocked.slopes is None else (const.batch, const.kv_heads, const.k.blocks, const.group, block[0])
         shapes = self.shards.k.shape, self.shards.v.shape, slopes, None if dq is None else dq.shape
-        results = [shape and jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        results = [None if shape is None else jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         inputs = self.shards, self.blocked, dq
         scratch = [
             pltpu.VMEM(shape, jnp.float32)
@@ -175,27 +195,34 @@ class _Backward:
         ]
         if dq is not None:
             scratch += [pltpu.VMEM((block[0], const.dim), jnp.float32), pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA]
-        return launch.launch(
+        dk, dv, dslopes, dq = launch.launch(
             partial(keys_kernel, const, visits.size),
             (visits.words, self.scalars),
             inputs,
             (specs.shards(backward=True), specs.extras(self.blocked), None if dq is None else whole),
             results,
-            [specs.key(const.dim), specs.key(const.value_dim), slopes and specs.slopes(), None if dq is None else whole],
-            grid=(const.batch, const.kv_heads, visits.count, const.group),
+            [
+                specs.key(const.dim),
+                specs.key(const.value_dim),
+                None if slopes is None else specs.slopes(),
+                None if dq is None else whole,
+            ],
+            grid=(const.batch, const.kv_heads, visits.longest, const.group),
             scratch=scratch,
             aliases=_in_place(inputs, dq, [x for x in results if x is not None]),
             cost=costs.keys(const, self.shards.q.dtype, fused=dq is not None),
             all_in_blocks=dq is None,
         )
+        return dk, dv, dslopes, dq
 
-    def bias(self, shape):
+    def bias(self, shape: tuple[int, ...]) -> Array:
         """The gradient of a bias of ``shape``."""
         const, bias = self.const, self.blocked.bias
+        assert bias is not None
         split = [length > 1 for length in bias.shape[:3]]
         counts = const.batch, const.heads, const.q.blocks
-        outer = [count if own else 1 for count, own in zip(counts, split, strict=True)]
-        inner = [1 if own else count for count, own in zip(counts, split, strict=True)]
+        outer = [count if varies else 1 for count, varies in zip(counts, split, strict=True)]
+        inner = [1 if varies else count for count, varies in zip(counts, split, strict=True)]
         place = partial(_place_of_tile, inner)
         specs = Specs(const, place)
         (dbias,) = launch.launch(
@@ -214,60 +241,63 @@ class _Backward:
         return (dbias if shape[2] == 1 else out_of_blocks(dbias, 2, const.q)).reshape(shape)
 
 
-def _place(const: TileConstants, visits: Visits):
+def _place(const: TileConstants, visits: Visits) -> Callable[..., Place]:
     """Of a visit on the grid (batch, head, visit)."""
 
-    def place(batch, head, number, words, *_):
+    def place(batch: Array, head: Array, number: Array, words: Ref, *rest: Ref) -> Place:
+        del rest
         q, k, _ = visit(const, visits.size, words, batch, number)
         return batch, head, q, k
 
     return place
 
 
-def _place_of_member(const: TileConstants, visits: Visits):
+def _place_of_member(const: TileConstants, visits: Visits) -> Callable[..., Place]:
     """Of a visit on the grid (batch, key head, visit, head of the group)."""
 
-    def place(batch, kv_head, number, member, words, *_):
+    def place(batch: Array, kv_head: Array, number: Array, member: Array, words: Ref, *rest: Ref) -> Place:
+        del rest
         q, k, _ = visit(const, visits.size, words, batch, number)
         return batch, kv_head * const.group + member, q, k
 
     return place
 
 
-def _place_of_tile(inner: list[int], batch, head, q, k, number, *_):
-    """On the grid of a bias' tiles and what is summed for each: one of every pair is 0, so the sum is the other."""
+def _place_of_tile(inner: list[int], batch: Array, head: Array, q: Array, k: Array, number: Array, *rest: Ref) -> Place:
+    """On the grid of a bias' tiles and, last, of the tiles of scores that share one: in each sum below one term is always 0."""
+    del rest
     heads, rows = inner[1:]
     further = quotient(number, heads * rows), remainder(quotient(number, rows), heads), remainder(number, rows)
     return batch + further[0], head + further[1], q + further[2], k
 
 
-def _shards(const: TileConstants, q, k, v) -> Shards:
+def _shards(const: TileConstants, q: Array, k: Array, v: Array) -> Shards[Array]:
     return Shards(blocked_rows(q, const.q), blocked_rows(k, const.k), blocked_rows(v, const.k))
 
 
-def _from_rows(x, const: TileConstants, of_keys: bool = False):
+def _from_rows(x: Array, const: TileConstants, of_keys: bool = False) -> Array:
     return jnp.swapaxes(out_of_blocks(x, 2, const.k if of_keys else const.q), 1, 2)
 
 
-def _from_numbers(x, const: TileConstants):
+def _from_statistics(x: Array, const: TileConstants) -> Array:
     return out_of_blocks(x[:, :, 0], 2, const.q)
 
 
-def _in_place(inputs, before, results) -> dict[int, int]:
-    """The last leaves of ``inputs`` are ``before``: results of their type go to where they were."""
+def _in_place(inputs: Any, before: Any, results: Sequence[jax.ShapeDtypeStruct]) -> dict[int, int]:
+    """Of pytrees: ``before`` is the last leaves of ``inputs``, and the last results of its dtype take its place."""
     first = len(jax.tree.leaves(inputs)) - len(jax.tree.leaves(before))
     last = len(results) - len(jax.tree.leaves(before))
     pairs = enumerate(jax.tree.leaves(before))
     return {first + i: last + i for i, x in pairs if x.dtype == results[last + i].dtype}
 
 
-def _slope_gradient(dslopes, slopes):
+def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
     """``[batch, kv_heads, key blocks, group, q] -> [batch|1, heads]``"""
     dslopes = dslopes.sum((2, 4)).reshape(dslopes.shape[0], -1)
     return dslopes if slopes.shape[0] == dslopes.shape[0] else dslopes.sum(0, keepdims=True)
 
 
-def _fitting(config: FwdParams, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> tuple[int, int]:
+def _fitting(config: FwdParams, q_runs: Runs, k_runs: Runs) -> tuple[int, int]:
     """The blocks, no longer than a run asks for."""
     q, k = limits.block_sizes(config)
     return limits.fitting(q, q_runs[0].length), limits.fitting(k, k_runs[0].length)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -13,21 +14,21 @@ from jax_core.varying import vary, varying_axes
 
 
 def launch(
-    kernel: Callable,
-    prefetched: Sequence[Any],
-    inputs: Sequence[Any],
-    in_specs: Sequence[Any],
+    kernel: Callable[..., None],
+    prefetched: Sequence[Array],
+    inputs: Sequence[Any],  # pytrees of arrays
+    in_specs: Sequence[Any],  # and of their BlockSpecs
     outputs: Sequence[jax.ShapeDtypeStruct | None],
-    out_specs: Sequence[Any],
+    out_specs: Sequence[pl.BlockSpec | None],
     *,
-    grid: tuple,
+    grid: tuple[int | Array, ...],
     scratch: Sequence[Any],
     aliases: dict[int, int],
     cost: pl.CostEstimate,
     all_in_blocks: bool = True,
-) -> tuple:
-    """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: which leaf of ``inputs`` an output takes the
-    place of; an output may be None. ``all_in_blocks``: no array is seen whole, which ``vmap`` has no rule for."""
+) -> tuple[Array, ...]:
+    """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: from leaves of ``inputs`` to the outputs
+    that reuse their buffers; an output may be None. ``all_in_blocks``: no array is given whole, for which ``vmap`` has no rule."""
     prefetched, inputs = vary((tuple(prefetched), tuple(inputs)), varying_axes(prefetched, inputs))
     axis_type = jax.typeof(prefetched[0]).mat
     settings = dict(
@@ -54,7 +55,7 @@ def launch(
     return (call if all_in_blocks else jax.custom_batching.sequential_vmap(call))(traced, *prefetched, *inputs)
 
 
-def _name(kernel) -> str:
+def _name(kernel: Callable[..., None]) -> str:
     return _name(kernel.func) if isinstance(kernel, partial) else kernel.__name__
 
 

@@ -1,12 +1,12 @@
-"""What a score is, inside the Pallas kernels: a tile of queries x keys, or transposed, of keys x queries.
+"""Tiles of scores inside the Pallas kernels: queries x keys or, transposed, keys x queries.
 
-A transposed tile has its rows' statistics along the lanes, as the sweep for dK/dV wants them.
+A transposed tile has the statistics of its queries along the lanes, as they are stored; the sweep for dK/dV uses it.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, Ref, lax
 
 from jax_core.kernels.blocks import BlockLayout
 from jax_core.kernels.blocks import distance as block_distance
@@ -18,25 +18,27 @@ from jax_core.masks.static import visible
 
 
 class TileIndex(NamedTuple):
-    """Where a tile is: scalars of the batch entry, head, query block and key block here, and the array of `make_scalars`."""
+    """A tile's batch entry, head, query block and key block, as they are numbered here; and a reference to `make_scalars`."""
 
-    batch: Any
-    head: Any
-    q: Any
-    k: Any
-    scalars: Any
+    batch: Array
+    head: Array
+    q: Array
+    k: Array
+    scalars: Ref
 
 
 class Tile(NamedTuple):
     """The logits, ``-inf`` where hidden; the soft cap's tanh or None; which weights dropout keeps or None; ``|q - k|`` or None."""
 
-    logits: Any
-    tanh: Any
-    kept: Any
-    distance: Any
+    logits: Array
+    tanh: Array | None
+    kept: Array | None
+    distance: Array | None
 
 
-def make_tile(const: TileConstants, at: TileIndex, q, k, blocked: BlockedExtras, masked: bool, transposed: bool) -> Tile:
+def make_tile(
+    const: TileConstants, at: TileIndex, q: Array, k: Array, blocked: BlockedExtras[Ref], masked: bool, transposed: bool
+) -> Tile:
     scores = const.scores
     x = product(k, q, (1, 1), scores) if transposed else product(q, k, (1, 1), scores)
     if scores.logits_dtype is not None:
@@ -48,58 +50,68 @@ def make_tile(const: TileConstants, at: TileIndex, q, k, blocked: BlockedExtras,
     positions = _positions(indices, blocked, transposed)
     if blocked.slopes is not None:
         distance = block_distance(scores.mask, *positions, jnp.float32)
-        x = x - _slope(const, at, blocked) * distance
+        x = x - _slope(const, at, blocked.slopes) * distance
     if masked:
         x = jnp.where(_seen(const, at, indices, positions, blocked, transposed), x, -jnp.inf)
     return Tile(x, tanh, _kept(const, at, indices), distance)
 
 
-def _slope(const: TileConstants, at: TileIndex, blocked: BlockedExtras):
-    shared = blocked.slopes.shape[1] == const.heads
-    return blocked.slopes[0, at.head if shared else at.batch * const.heads + at.head]
+def _slope(const: TileConstants, at: TileIndex, slopes: Ref) -> Array:
+    shared = slopes.shape[1] == const.heads
+    return slopes[0, at.head if shared else at.batch * const.heads + at.head]
 
 
 class _Indices(NamedTuple):
-    """Of a tile's queries and keys, each of the tile's shape: the place in the whole sequence, and for keys whether it is real."""
+    """Of a tile's queries and keys, each of the tile's shape: the index in the whole sequence; ``real``: whether a key is one and
+    does not pad its block (None: all are)."""
 
-    q: Any
-    k: Any
-    real: Any
+    q: Array
+    k: Array
+    real: Array | None
 
 
-def _indices(const: TileConstants, at: TileIndex, shape, transposed: bool) -> _Indices:
+def _indices(const: TileConstants, at: TileIndex, shape: tuple[int, ...], transposed: bool) -> _Indices:
     q, _ = _indices_of(const.q, at.q, at.scalars, 0, shape, 1 if transposed else 0)
     k, real = _indices_of(const.k, at.k, at.scalars, 2, shape, 0 if transposed else 1)
     return _Indices(q, k, real)
 
 
-def _indices_of(where: BlockLayout, block, scalars, first: int, shape, axis: int):
+def _indices_of(
+    where: BlockLayout, block: Array, scalars: Ref, first: int, shape: tuple[int, ...], axis: int
+) -> tuple[Array, Array | None]:
     in_run = remainder(block, where.blocks_per_run) * where.block + lax.broadcasted_iota(jnp.int32, shape, axis)
     start = scalars[first] if where.runs == 1 else jnp.where(block < where.blocks_per_run, scalars[first], scalars[first + 1])
     return start + where.stride * in_run, None if where.even else in_run < where.length
 
 
-def _positions(indices: _Indices, blocked: BlockedExtras, transposed: bool):
-    if blocked.q_positions is None:
+def _positions(indices: _Indices, blocked: BlockedExtras[Ref], transposed: bool) -> tuple[Array, Array]:
+    if blocked.q_positions is None or blocked.k_positions is None:
         return indices.q, indices.k
-    return sides(blocked.q_positions, blocked.k_positions, transposed)
+    return _broadcasting(blocked.q_positions, blocked.k_positions, transposed)
 
 
-def sides(q_row, k_row, transposed: bool):
-    """Two rows of scalars so that they broadcast over a tile."""
+def _broadcasting(q_row: Ref, k_row: Ref, transposed: bool) -> tuple[Array, Array]:
+    """Two rows, of queries and of keys, so that they broadcast over a tile."""
     return (q_row[...], column(k_row[...])) if transposed else (column(q_row[...]), k_row[...])
 
 
-def _transposed(x, transposed: bool):
+def _transposed(x: Array, transposed: bool) -> Array:
     if not transposed:
         return x
     return column(x) if x.shape[0] == 1 else x.T
 
 
-def _seen(const: TileConstants, at: TileIndex, indices: _Indices, positions, blocked: BlockedExtras, transposed: bool):
+def _seen(
+    const: TileConstants,
+    at: TileIndex,
+    indices: _Indices,
+    positions: tuple[Array, Array],
+    blocked: BlockedExtras[Ref],
+    transposed: bool,
+) -> Array:
     seen = visible(const.scores.mask, *positions)
-    if blocked.q_segments is not None:
-        q, k = sides(blocked.q_segments, blocked.k_segments, transposed)
+    if blocked.q_segments is not None and blocked.k_segments is not None:
+        q, k = _broadcasting(blocked.q_segments, blocked.k_segments, transposed)
         seen = seen & (q == k) & (q >= 0)
     if indices.real is not None:
         seen = seen & indices.real
@@ -110,15 +122,15 @@ def _seen(const: TileConstants, at: TileIndex, indices: _Indices, positions, blo
     return seen
 
 
-def _evaluate(predicate: Predicate, at: TileIndex, indices: _Indices, positions):
+def _evaluate(predicate: Predicate, at: TileIndex, indices: _Indices, positions: tuple[Array, Array]) -> Array:
     assert predicate.elementwise is not None
     q, k = positions if predicate.over == "position" else (indices.q, indices.k)
     q, k = (jnp.broadcast_to(x, indices.q.shape) for x in (q, k))
     return predicate.elementwise(at.scalars[4] + at.batch, at.scalars[5] + at.head, q, k)
 
 
-def _kept(const: TileConstants, at: TileIndex, indices: _Indices):
-    """As ``dropout.keep_mask``; compared as signed scalars, which is what the hardware does."""
+def _kept(const: TileConstants, at: TileIndex, indices: _Indices) -> Array | None:
+    """As ``dropout.keep_mask``; compared as signed numbers, as the hardware does."""
     if not const.scores.dropout_prob:
         return None
     words = [lax.bitcast_convert_type(x, jnp.uint32) for x in (at.scalars[6], at.scalars[7])]
@@ -130,12 +142,12 @@ def _kept(const: TileConstants, at: TileIndex, indices: _Indices):
     return low >= high
 
 
-def dropped(const: TileConstants, tile: Tile, x):
-    """``x`` where a weight is kept, scaled so that the sum's expectation stays."""
+def dropped(const: TileConstants, tile: Tile, x: Array) -> Array:
+    """``x`` where dropout keeps the weight, scaled so that sums keep their expectation; 0 elsewhere."""
     return x if tile.kept is None else jnp.where(tile.kept, x * (1 / (1 - const.scores.dropout_prob)), 0.0)
 
 
-def logit_gradient(const: TileConstants, tile: Tile, weights, dweights, delta):
+def logit_gradient(const: TileConstants, tile: Tile, weights: Array, dweights: Array, delta: Array) -> tuple[Array, Array]:
     """Of the logits, and of the products of queries and keys."""
     dlogits = weights * (dropped(const, tile, dweights) - delta)
     return dlogits, through_softcap(dlogits * const.scores.scale, tile.tanh)

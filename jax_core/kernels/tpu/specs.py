@@ -1,23 +1,25 @@
-"""Which block of each array a visit sees."""
+"""Which block of each array is in VMEM at a visit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.tpu.constants import BlockedExtras, Shards, TileConstants, quotient
 
+Place = tuple[Array, Array, Array, Array]  # of a visit: batch entry, head, query block, key block
+
 
 @dataclass(frozen=True)
 class Specs:
-    """``place(*grid indices, *prefetched) -> (batch, head, query block, key block)``."""
+    """By ``place(*grid indices, *prefetched)``."""
 
     const: TileConstants
-    place: Callable[..., tuple]
+    place: Callable[..., Place]
 
-    def _spec(self, shape, index) -> pl.BlockSpec:
+    def _spec(self, shape: tuple[int | None, ...], index: Callable[[Array, Array, Array, Array], tuple]) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda *at: index(*self.place(*at)))
 
     def query(self, dim: int) -> pl.BlockSpec:
@@ -31,12 +33,12 @@ class Specs:
         """Of ``[batch, heads, 1, length]``."""
         return self._spec((None, None, 1, self.const.q.block), lambda b, h, i, j: (b, h, 0, i))
 
-    def shards(self, backward: bool = False) -> Shards:
+    def shards(self, backward: bool = False) -> Shards[pl.BlockSpec]:
         dim, value_dim = self.const.dim, self.const.value_dim
         qkv = self.query(dim), self.key(dim), self.key(value_dim)
         return Shards(*qkv, self.query(value_dim), self.query_statistics(), self.query_statistics()) if backward else Shards(*qkv)
 
-    def extras(self, arrays: BlockedExtras) -> BlockedExtras:
+    def extras(self, arrays: BlockedExtras[Array]) -> BlockedExtras[pl.BlockSpec]:
         return BlockedExtras(
             self._ids(arrays.q_segments, of_keys=False),
             self._ids(arrays.k_segments, of_keys=True),
@@ -52,13 +54,13 @@ class Specs:
         group, block = self.const.group, self.const.q.block
         return self._spec((None, None, None, group, block), lambda b, h, i, j: (b, quotient(h, group), j, 0, 0))
 
-    def _ids(self, array: Any, of_keys: bool):
+    def _ids(self, array: Array | None, of_keys: bool) -> pl.BlockSpec | None:
         if array is None:
             return None
         shared, block = array.shape[0] == 1, (self.const.k if of_keys else self.const.q).block
         return self._spec((None, 1, block), lambda b, h, i, j: (0 if shared else b, 0, j if of_keys else i))
 
-    def tile(self, array: Any):
+    def tile(self, array: Array | None) -> pl.BlockSpec | None:
         if array is None:
             return None
         batch, heads, rows = (array.shape[axis] > 1 for axis in range(3))

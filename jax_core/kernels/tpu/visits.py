@@ -22,14 +22,16 @@ _FLAGS = 16
 
 class Visits(NamedTuple):
     """``words [batch|1 * length]``: a list of block pairs for each batch entry, as ``16 * (row * columns + column) + flags``.
-    ``count``: how long the longest list is; ``size``: how many lists, and the space for each."""
+    ``longest``: the length of the longest list; ``size``: how many lists, and the space for each."""
 
     words: Array
-    count: Array
+    longest: Array
     size: tuple[int, int]
 
 
-def pairs_to_visit(const: TileConstants, q_runs: Runs, k_runs: Runs, extras: Extras, blocked: BlockedExtras) -> BlockSparsity:
+def pairs_to_visit(
+    const: TileConstants, q_runs: Runs, k_runs: Runs, extras: Extras, blocked: BlockedExtras[Array]
+) -> BlockSparsity:
     """Which pairs of blocks have something to compute, and which of them are visible altogether, so that they need no mask."""
     pairs = block_sparsity(const.q, const.k, q_runs, k_runs, const.scores, extras)
     if const.in_kernel:

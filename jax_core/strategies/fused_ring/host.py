@@ -32,16 +32,15 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
     blocked = backward_kernel.BlockedResiduals(
         _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
-        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that fill up a block have weights exp(-inf) = 0
+        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # padding too has weights exp(-inf) = 0
         _in_blocks(const.q, residuals.delta[:, :, None], 3),
     )
     found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
     dquery = spec.scores.scale * _whole(const.q, found.query).transpose(0, 3, 1, 2)
     dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.scores.scale * found.key, found.value))
-    grads = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
+    query, key, value = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
     nothing = jax.tree.map(lambda _: None, operands)
-    dsinks = _dsinks(operands, lse, residuals.delta)
-    return nothing._replace(**dict(zip(("query", "key", "value"), grads, strict=True)), softmax_aux=dsinks)
+    return nothing._replace(query=query, key=key, value=value, softmax_aux=_dsinks(operands, lse, residuals.delta))
 
 
 def _rank(spec: RingSpec) -> Array:

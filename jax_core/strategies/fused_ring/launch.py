@@ -1,7 +1,6 @@
 """Calling a fused kernel, and its inner pipelines from HBM to VMEM: operands by name."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ def launch(
     rank: Array,
     given: dict[str, Array | None],
     results: dict[str, jax.ShapeDtypeStruct],
-    scratch: dict[str, Any],
+    scratch: dict[str, pl.MemoryRef],
     *,
     products: int,
 ) -> dict[str, Array]:
@@ -34,7 +33,8 @@ def launch(
     fixed = [name for name in arrays if name not in ROTATING]
     moving = [name for name in arrays if name in ROTATING]
     # What neighbours write into must be in HBM: XLA would put small results into VMEM.
-    pinned = [pltpu.HBM(x.shape, x.dtype) for x in (*(arrays[name] for name in moving), *results.values())]
+    written: list[Array | jax.ShapeDtypeStruct] = [*(arrays[name] for name in moving), *results.values()]
+    pinned = [pltpu.HBM(x.shape, x.dtype) for x in written]
 
     def body(rank_ref, *refs):
         inputs, outputs = refs[: len(fixed)], refs[len(arrays) :]  # of what is written in place, the outputs

@@ -31,9 +31,9 @@ def source(const: RingConstants, rank: Array, half: int, step: Array | int) -> A
     return lax.rem(rank + const.size - const.directions[half] * step, const.size)
 
 
-def device(const: RingConstants, rank: Array) -> dict[str | tuple[str, ...], Any]:
+def device(const: RingConstants, rank: Array) -> dict[str | tuple[str, ...], int | Array]:
     """The mesh coordinates of a rank of the ring. A ring over several mesh axes is numbered as ``lax.axis_index`` does it."""
-    found: dict[str | tuple[str, ...], Any] = {}
+    found: dict[str | tuple[str, ...], int | Array] = {}
     for name, size in reversed(const.axes):
         found[name], rank = lax.rem(rank, size), lax.div(rank, size)
     return found
@@ -118,12 +118,12 @@ class ReturnTransfer(NamedTuple):
                 yield pltpu.make_async_remote_copy(here, there, self.sent.at[half], self.arrived.at[half], owner)
 
 
-def ring_semaphores() -> dict[str, Any]:
+def ring_semaphores() -> dict[str, pl.MemoryRef]:
     """Of the neighbours' meeting, and their credits."""
     return {"met": pltpu.SemaphoreType.REGULAR, "credit": pltpu.SemaphoreType.REGULAR((2,))}
 
 
-def transfer_semaphores(name: str) -> dict[str, Any]:
+def transfer_semaphores(name: str) -> dict[str, pl.MemoryRef]:
     return {f"{name}_sent": pltpu.SemaphoreType.DMA((2,)), f"{name}_arrived": pltpu.SemaphoreType.DMA((2, SLOTS))}
 
 

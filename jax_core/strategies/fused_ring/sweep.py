@@ -34,7 +34,7 @@ class Sweep:
             return const.batch, const.kv_heads, k_blocks, const.group * q_blocks
         return const.batch, const.heads, q_blocks, k_blocks
 
-    def tile(self, *at) -> Tile:
+    def tile(self, *at: Array) -> Tile:
         _, _, i, j = self._place(*at)
         return make_tile(self.const, self.q_halves, self.k_halves, i, j)
 
@@ -45,7 +45,7 @@ class Sweep:
     def columns(self, dim: int) -> pl.BlockSpec:
         """Of ``[batch, heads, dim, positions]``, of queries."""
 
-        def index(*at):
+        def index(*at: Array) -> tuple[Array | int, ...]:
             b, head, i = self._queries(*at)
             return b, head, 0, i
 
@@ -58,35 +58,35 @@ class Sweep:
     def segments(self) -> dict[str, pl.BlockSpec]:
         """Of ``q_segments [batch, 1, positions]``, ``k_segments [2, SLOTS, batch, 1, positions of a half]``."""
 
-        def of_queries(*at):
+        def of_queries(*at: Array) -> tuple[Array | int, ...]:
             b, _, i = self._queries(*at)
             return b, 0, i
 
-        def of_keys(*at):
+        def of_keys(*at: Array) -> tuple[Array | int, ...]:
             half, slot, b, _, j = self._keys(*at)
             return half, slot, b, 0, j
 
         blocks = (None, 1, self.const.q.block), (None, None, None, 1, self.const.k.block)
         return {"q_segments": pl.BlockSpec(blocks[0], of_queries), "k_segments": pl.BlockSpec(blocks[1], of_keys)}
 
-    def _place(self, b, head, stays, passes):
+    def _place(self, b: Array, head: Array, stays: Array, passes: Array) -> tuple[Array, Array, Array, Array]:
         """``(batch entry, query head, query block, key block)``"""
         if not self.over_queries:
             return b, head, stays, passes
         blocks = 2 * self.const.q.blocks
         return b, head * self.const.group + lax.div(passes, blocks), lax.rem(passes, blocks), stays
 
-    def _queries(self, *at):
+    def _queries(self, *at: Array) -> tuple[Array, Array, Array]:
         b, head, i, _ = self._place(*at)
         return b, head, self._if_it_has_pairs(i, at) if self.over_queries else i
 
-    def _keys(self, *at):
+    def _keys(self, *at: Array) -> tuple[Array, Array, Array, Array, Array]:
         b, head, _, j = self._place(*at)
         half = lax.div(j, self.const.k.blocks)
         block = j - half * self.const.k.blocks
         return half, self.slot, b, lax.div(head, self.const.group), block if self.over_queries else self._if_it_has_pairs(block, at)
 
-    def _if_it_has_pairs(self, block, at):
+    def _if_it_has_pairs(self, block: Array, at: tuple[Array, ...]) -> Array:
         return jnp.where(has_pairs(self.const.scores.mask, self.tile(*at)), block, 0)
 
 

@@ -247,18 +247,33 @@ RINGS = {
 }
 
 
-def compiled(topology: str, strategy: str, length: int, heads: int = 32, kv_heads: int = 8, dim: int = 128):
+def compiled(
+    topology: str,
+    strategy: str,
+    length: int,
+    heads: int = 32,
+    kv_heads: int = 8,
+    dim: int = 128,
+    dtype="bfloat16",
+    segments=False,
+    **options,
+):
     """Forward and backward at ``length`` tokens a chip."""
     mesh = Mesh(tpus(topology)[list(RINGS[topology])], ("ring",))
-    settings = dict(mesh=mesh, causal=True, layout="zigzag", strategy=strategy)
+    settings = dict(mesh=mesh, causal=True, layout="zigzag", strategy=strategy) | options
 
-    def gradients(query, key, value, dout):
-        out, transpose = jax.vjp(lambda *operands: jax_core.ring_attention(*operands, **settings), query, key, value)
+    def gradients(query, key, value, dout, ids=None):
+        attend = partial(jax_core.ring_attention, q_segment_ids=ids, **settings)
+        out, transpose = jax.vjp(lambda *operands: attend(*operands), query, key, value)
         return out, transpose(dout)
 
-    shapes = [(1, mesh.size * length, count, dim) for count in (heads, kv_heads, kv_heads, heads)]
+    tokens = mesh.size * length
     split = NamedSharding(mesh, P(None, "ring"))
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split) for shape in shapes]
+    arguments = [
+        jax.ShapeDtypeStruct((1, tokens, count, dim), dtype, sharding=split) for count in (heads, kv_heads, kv_heads, heads)
+    ]
+    if segments:
+        arguments.append(jax.ShapeDtypeStruct((1, tokens), "int32", sharding=split))
     return jax.jit(gradients).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
@@ -277,13 +292,21 @@ def test_it_compiles_for(topology: str, dim: int, capsys):
         print(f"\n{topology}, dim {dim}: {used:.0f} MiB beside {given:.0f} MiB of operands")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_feature_compiles(dtype: str):
+    """In lengths that no block divides."""
+    options = dict(sliding_window=700, logits_soft_cap=30.0, softmax_aux=jnp.zeros(4), segments=True)
+    text = compiled("v5e:2x4", "fused", 330, heads=4, kv_heads=2, dim=80, dtype=dtype, **options).as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+
+
 def test_auto_fuses_on_a_ring_of_tpus():
     text = compiled("v5e:2x4", "auto", 256, heads=2, kv_heads=1).as_text()
     assert "tpu_custom_call" in text
     assert "collective-permute" not in text
 
 
-def test_what_is_sent_into_is_in_hbm():
+def test_what_a_tpu_sends_into_is_in_hbm():
     """Small results too, which XLA would keep in VMEM, its memory space 1."""
     text = compiled("v5e:2x4", "fused", 256, heads=2, kv_heads=1).as_text()
     results = re.findall(r"= \((.*)\) custom-call\(.*tpu_custom_call", text)

@@ -35,7 +35,10 @@ from torch_bridge.compiled import ONE_ROTATION
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for GPUs is not installed: make test-gpu-aot")
 triton = import_module("triton")  # where that is installed, its absence is a fault
-pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted: unset TRITON_INTERPRET")
+pytestmark = [
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted: unset TRITON_INTERPRET"),
+    pytest.mark.slow,
+]
 
 SIZE, SHARD, HEADS, KV_HEADS, DIM = 8, 4096, 32, 8, 128
 KV_BYTES = 2 * SHARD * KV_HEADS * DIM * 2
@@ -47,6 +50,8 @@ LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @cache
 def compiled(backward: bool, layout: str = "zigzag", size: int = SIZE, platform: str = "triton"):
     """The forward or the backward alone, causal, for ``size`` GPUs of ``SHARD`` tokens each."""
+    if platform == "triton":
+        pytest.importorskip("jax_triton", reason="it calls Triton's kernels and is not installed: make test-gpu-aot")
     mesh, place = topologies.make_mesh(gpus(size), (size,), ("ring",)), Placement("ring", size)
     options = Options(platform=platform, layout=layout, causal=True, lse_gradient=False)
 

@@ -1,6 +1,6 @@
 """The ring as the TPU compiler schedules it, compiled ahead of time on a machine that has no TPU.
 
-Nothing is run and no time is measured. What the schedule shows: that a kernel runs while K/V travel, that nothing is gathered, and
+Nothing is run and no time is measured. What the schedule shows: that a kernel runs while K/V rotate, that nothing is gathered, and
 how much memory a device holds. Needs libtpu; `make test-tpu` brings it.
 """
 
@@ -39,7 +39,7 @@ def computes(program: Program, op: Op) -> bool:
 
 
 def rotations(program: Program) -> list[tuple[int, bool, str]]:
-    """How often each runs, whether a kernel runs while it travels, its text."""
+    """How often each runs, whether a kernel runs meanwhile, its text."""
     return [
         (times, any(computes(program, other) for other in beside(ops, i)), f"{name}: {op.text.strip()[:150]}")
         for name, times, ops in runs(program)
@@ -51,16 +51,16 @@ def rotations(program: Program) -> list[tuple[int, bool, str]]:
 @CASE
 @PASS
 @pytest.mark.parametrize("dim", DIMS)
-def test_a_kernel_runs_while_kv_travel(platform, topology, direction, dim):
-    """K and V travel beside every kernel but the last, dK and dV beside every one but the first; then those two go home, when
-    nothing is left to compute. No collective but these."""
+def test_a_kernel_runs_while_kv_rotate(platform, topology, direction, dim):
+    """K and V rotate beside every kernel but the last, dK and dV beside every one but the first; then those two return to their
+    owners, when nothing is left to compute. No collective but these."""
     program = computations(compile_ring(Request(topology, dim, direction, platform)).text)
     found = rotations(program)
     assert gathers(program) == []
     assert sum(times for times, _, _ in found) == (2 * (SIZE - 1) if direction == "forward" else 2 * (2 * SIZE - 1))
     alone = [text for _, overlaps, text in found if not overlaps]
-    home = [text for _, _, text in found if text.startswith("ENTRY")][-2:]
-    assert alone == ([] if direction == "forward" else home)
+    returned = [text for _, _, text in found if text.startswith("ENTRY")][-2:]
+    assert alone == ([] if direction == "forward" else returned)
 
 
 def temporaries(topology: str, direction: str, platform: str, size: int, tokens: int) -> int:
@@ -92,7 +92,7 @@ def test_memory_falls_as_the_ring_grows(platform, topology, direction):
 
 
 def test_the_devices_of_the_mesh_count_not_this_process():
-    """Inside a ``shard_map`` over TPUs, K and V travel as TPUs want them (packet.py) though this process has a CPU."""
+    """Inside a ``shard_map`` over TPUs, K and V are sent unpacked, as TPUs want them, though this process has a CPU."""
     request = Request("v5e:2x4", 128, "forward", "xla")
     mesh = Mesh(np.array(devices(request.topology)), ("ring",))
 

@@ -1,4 +1,4 @@
-"""What travels round the ring arrives bit for bit, from the rank that sent it, whatever the order of the mesh's axes."""
+"""What is sent round the ring arrives bit for bit, from the rank that sent it, whatever the order of the mesh's axes."""
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +62,10 @@ def test_a_rank_receives_from_the_rank_so_many_before_it(axes: tuple[str, ...], 
         transfers = [
             Transfer(pack(content, jnp.uint32 if packed else None), hop) for content, hop in zip(contents, hops, strict=True)
         ]
-        landed = finish_transfers(start_transfers(transfers, name, size), transfers)
-        return jnp.stack([jnp.stack([unpack(*pair) for pair in zip(landed, contents, strict=True)])])
+        arrived = finish_transfers(start_transfers(transfers, name, size), transfers)
+        return jnp.stack([jnp.stack([unpack(*pair) for pair in zip(arrived, contents, strict=True)])])
 
-    # [ranks in the order named, transfers, (sender, number of the load)]
+    # [ranks in the order named, transfers, (sender, number of the transfer)]
     came = np.asarray(jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(name), check_vma=False))())
     assert came.shape == (size, len(hops), 2)
     for rank in range(size):
@@ -84,7 +84,7 @@ def test_to_wait_for_a_result_changes_no_bit(dtype: str):
         np.testing.assert_array_equal(untouched, words)
 
 
-def test_loads_of_words_and_of_arrays_are_known_by_the_backend():
+def test_the_word_is_as_wide_as_the_items():
     """Packed, K/V go in words as wide as their items, so that packing is a plain copy."""
     assert [wire_dtype(jnp.dtype(dtype), packed=True) for dtype in ("float16", "bfloat16")] == [jnp.uint16] * 2
     assert [wire_dtype(jnp.dtype(dtype), packed=True) for dtype in ("float32", "float64")] == [jnp.uint32] * 2

@@ -1,0 +1,189 @@
+"""Two or more ranks, one of which does not do what the others do, in the way of the first argument.
+
+Prints "ended after N s: TYPE: MESSAGE" for a call that raised, and "works" once a later call of the ring has run.
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from rings import rotation
+
+import ring_attn
+from torch_bridge import mesh, runtime
+from torch_bridge.dlpack import to_jax
+
+LIMIT = 3.0  # seconds, for deaths and for waits
+X = torch.ones(1, 8, 2, 4)
+
+
+def start(**options) -> None:
+    runtime.start(peer_timeout=LIMIT, **options)
+
+
+def call(q: torch.Tensor = X, k: torch.Tensor = X, v: torch.Tensor = X, **options) -> None:
+    ring_attn.ring_attention(q, k, v, **options)
+
+
+def told(**options) -> None:
+    """A call that must raise, and be the end of this process unless it raises ValueError."""
+    begun = time.monotonic()
+    try:
+        call(**options)
+    except Exception as error:
+        print(f"ended after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
+        if isinstance(error, runtime.PeerFailure):
+            time.sleep(LIMIT)  # a process that ends would end the others too, as a dead peer
+            sys.exit(3)
+    else:
+        print("did not raise", flush=True)
+
+
+def blind(*_):
+    raise ZeroDivisionError("nothing to see")
+
+
+def invalid_first(rank: int) -> None:
+    """The first call of the job, before any start."""
+    told(**({"k": X[..., :3]} if rank == 1 else {}))
+    works()
+
+
+def invalid_new(rank: int) -> None:
+    start()
+    call()
+    told(causal=True, **({"q": X[..., :3]} if rank == 1 else {}))
+    told(softcap=2.0, **({"k": [1, 2]} if rank == 1 else {}))
+    told(chunk_size=3, **({"q_segment_ids": torch.full((1, 8), 2**40)} if rank == 1 else {}))
+    told(mask_mod=blind if rank == 1 else (lambda b, h, i, j: i >= j))
+    told(sliding_window=3, **({"unknown": 1} if rank == 1 else {}))
+    works()
+
+
+def invalid_everywhere(rank: int) -> None:
+    """Each rank raises its own error."""
+    start()
+    told(k=X[..., :3], scale="rank" if rank else "other")
+    works()
+
+
+def invalid_known(rank: int) -> None:
+    """The others are in the program already."""
+    start()
+    call()
+    if rank == 1:
+        time.sleep(0.5)
+    told(**({"k": X[..., :3]} if rank == 1 else {}))
+    time.sleep(3 * LIMIT)
+
+
+def invalid_early(rank: int) -> None:
+    """The others come to the program, which they know, when they have been told."""
+    start()
+    call()
+    if rank != 1:
+        time.sleep(0.5)
+    told(**({"k": X[..., :3]} if rank == 1 else {}))
+    works()
+
+
+def fails_inside(rank: int) -> None:
+    """An error that comes while the program runs, as a lack of memory does."""
+    start()
+    ring = mesh.resolve()
+    runtime.start(ring)
+    program, local = rotation(ring, 1), to_jax(torch.ones(4, 2))
+    try:
+        with runtime.watch(ring, "forward"):
+            if rank == 1:
+                time.sleep(0.5)
+                raise MemoryError("no room")
+            mesh.to_local(program(mesh.to_global(ring, local))).block_until_ready()
+    except MemoryError:
+        time.sleep(3 * LIMIT)
+
+
+def apart(rank: int) -> None:
+    """Rank 1 takes a program that all know, the others a new one."""
+    start()
+    call(causal=True)
+    told(causal=rank == 1)
+
+
+def stops(rank: int) -> None:
+    start()
+    call(causal=True)
+    if rank == 1:
+        time.sleep(4 * LIMIT)
+        told(causal=True)
+    else:
+        told(causal=True)
+
+
+def never_calls(rank: int) -> None:
+    start()
+    if rank == 1:
+        time.sleep(4 * LIMIT)
+    else:
+        told()
+
+
+def never_starts(rank: int) -> None:
+    if rank == 1:
+        time.sleep(4 * LIMIT)
+    else:
+        start(start_timeout=LIMIT)
+
+
+def slow(rank: int) -> None:
+    """Rank 1 pauses for less than the limit, and then all are in one program for longer than it."""
+    start()
+    call()
+    time.sleep(LIMIT / 2 * rank)
+    ring = mesh.resolve()
+    program, local = rotation(ring, 1), to_jax(torch.ones(4, 2))
+    with runtime.watch(ring, "forward"):
+        time.sleep(2 * LIMIT * rank)
+        mesh.to_local(program(mesh.to_global(ring, local))).block_until_ready()
+    works()
+
+
+def patient(rank: int) -> None:
+    """A pause beyond the peer limit, which the program has announced."""
+    start(wait_timeout=10 * LIMIT)
+    call()
+    time.sleep(2 * LIMIT * rank)
+    works()
+
+
+def every_call(rank: int) -> None:
+    """All know both programs."""
+    start(check="every_call")
+    q = X.clone().requires_grad_()
+    call(causal=True)
+    call(causal=False)
+    told(causal=rank == 1)
+    ring_attn.ring_attention(q, X, X).sum().backward()
+    works()
+
+
+def check_apart(rank: int) -> None:
+    try:
+        start(check=("every_call", "new_programs")[rank])
+    except ValueError as error:
+        print(f"refused: {error}", flush=True)
+
+
+def works() -> None:
+    call()
+    print("works", flush=True)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]](dist.get_rank())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What a type checker tells a user of the library: real signatures, not Any."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SNIPPET = """
+import jax
+import torch
+from ring_attn import RingAttention, ring_attention, shard_batch
+import jax_core
+
+reveal_type(jax_core.ring_attention)
+reveal_type(jax_core.RingAttentionConfig)
+reveal_type(ring_attention)
+reveal_type(RingAttention)
+reveal_type(RingAttention.forward)
+reveal_type(shard_batch)
+
+def attend(q: torch.Tensor) -> None:
+    reveal_type(ring_attention(q, q, q))
+    reveal_type(ring_attention(q, q, q, return_lse=True))
+    ring_attention(q, q, q, causal="yes")
+    ring_attention(q, q, q, casual=True)
+    RingAttention("wide", 4)
+
+def attend_in_jax(q: jax.Array) -> None:
+    reveal_type(jax_core.ring_attention(q, q, q))
+    reveal_type(jax_core.ring_attention(q, q, q, return_lse=True))
+    jax_core.ring_attention(q, q, q, causal="yes")
+    jax_core.ring_attention(q, q, q, casual=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What mypy says, by the line of the snippet."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "user.py").write_text(SNIPPET, encoding="utf-8")
+    settings = folder / "mypy.ini"
+    settings.write_text(f"[mypy]\nmypy_path = {ROOT}\nfollow_imports = silent\ncheck_untyped_defs = True\n", encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(folder / "cache"), "user.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    lines = SNIPPET.splitlines()
+    said = re.findall(r"^user\.py:(\d+): \w+: (.*)$", done.stdout, re.MULTILINE)
+    return {lines[int(number) - 1].strip(): text for number, text in reversed(said)}
+
+
+def revealed(answers: dict[str, str], expression: str) -> str:
+    return answers[f"reveal_type({expression})"]
+
+
+def parameters(signature: str) -> dict[str, str]:
+    """The types of a function's parameters, as ``Revealed type is "def (a: int, *, b: str =) -> ..."`` says them."""
+    inside = re.search(r"\"def (?:\[.*?\] )?\((.*)\) -> ", signature)
+    assert inside, signature
+    depth, parts = 0, [""]
+    for character in inside[1]:
+        depth += (character in "([{") - (character in ")]}")
+        parts = [*parts, ""] if character == "," and depth == 0 else [*parts[:-1], parts[-1] + character]
+    named = (part.strip().removesuffix(" =").split(": ", 1) for part in parts if ": " in part)
+    return dict(named)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "arrays", "array"),
+    [
+        ("ring_attention", "q k v bias mask sinks q_segment_ids kv_segment_ids", "torch._tensor.Tensor"),
+        ("RingAttention.forward", "query key value key_padding_mask attn_mask", "torch._tensor.Tensor"),
+        ("shard_batch", "input_ids labels", "torch._tensor.Tensor"),
+        ("jax_core.ring_attention", "query key value softmax_aux bias mask q_segment_ids kv_segment_ids", "Array"),
+    ],
+)
+def test_arrays_have_their_type(answers: dict[str, str], function: str, arrays: str, array: str):
+    found = parameters(revealed(answers, function))
+    for name in arrays.split():
+        assert array in found[name] and "Any" not in found[name], f"{name}: {found[name]}"
+
+
+@pytest.mark.slow
+def test_options_have_their_type(answers: dict[str, str]):
+    for function in ("ring_attention", "RingAttention", "jax_core.ring_attention"):
+        found = parameters(revealed(answers, function))
+        assert {name: found[name] for name in ("causal", "layout")} == {"causal": "bool", "layout": "str"}
+        assert found["sliding_window"] == "int | tuple[int | None, int | None] | None"
+        assert "RingAttentionConfig" in found["cfg"]
+    assert "-> ring_attn.module.RingAttention" in revealed(answers, "RingAttention")
+    assert "fwd_params: jax_core.config.FwdParams =" in revealed(answers, "jax_core.RingAttentionConfig")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "array"), [("ring_attention", "torch._tensor.Tensor"), ("jax_core.ring_attention", "jax.*Array")])
+def test_results_are_arrays(answers: dict[str, str], call: str, array: str):
+    """And a pair of them with the LSE."""
+    assert re.fullmatch(f'Revealed type is "{array}"', revealed(answers, f"{call}(q, q, q)"))
+    assert re.fullmatch(f'Revealed type is "tuple.{array}, {array}.*"', revealed(answers, f"{call}(q, q, q, return_lse=True)"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["ring_attention", "jax_core.ring_attention"])
+def test_mistakes_are_seen(answers: dict[str, str], call: str):
+    assert 'incompatible type "str"; expected "bool"' in answers[f'{call}(q, q, q, causal="yes")']
+    assert 'Unexpected keyword argument "casual"' in answers[f"{call}(q, q, q, casual=True)"]
+    assert 'incompatible type "str"; expected "int"' in answers['RingAttention("wide", 4)']

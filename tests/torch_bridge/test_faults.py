@@ -1,0 +1,133 @@
+"""Ranks of one ring that do not do the same, in real processes: all end with words that say who asked for what, and soon."""
+
+import re
+
+import pytest
+from launch import Ended, processes
+
+from torch_bridge.peers import EXIT_PEER_FAILURE
+
+LIMIT = 3.0  # what faults.py gives to start()
+
+
+def waits(ended: Ended) -> list[float]:
+    """How long each call that raised has taken."""
+    return [float(seconds) for seconds in re.findall(r"ended after ([\d.]+) s", ended.out)]
+
+
+def works(ended: Ended) -> bool:
+    return ended.status == 0 and ended.out.rstrip().endswith("works")
+
+
+def test_an_invalid_call_of_one_rank_fails_on_all_and_the_ring_goes_on():
+    healthy, failed = processes(2, "faults.py", "invalid_new")
+    assert works(healthy) and works(failed), healthy.out + healthy.err + failed.out + failed.err
+    assert max(waits(healthy) + waits(failed)) < LIMIT
+    causes = (
+        "ValueError: query and key must share the head dim; got query (1, 8, 2, 3)",
+        "ValueError: k must be a torch.Tensor, got list",
+        "ValueError: q_segment_ids must fit in int32",
+        "ZeroDivisionError: nothing to see",
+        "TypeError: ring_attention() got an unexpected keyword argument 'unknown'",
+    )
+    for cause in causes:
+        assert f"ended after 0.0 s: {cause}" in re.sub(r"after \d\.\d", "after 0.0", failed.out), failed.out
+        assert f"ValueError: this call of the ring of global ranks [0, 1] failed on global rank 1 ({cause}" in healthy.out, (
+            healthy.out
+        )
+
+
+@pytest.mark.slow
+def test_an_invalid_first_call_of_one_rank_fails_on_all():
+    for ended in processes(2, "faults.py", "invalid_first"):
+        assert works(ended), ended.out + ended.err
+        assert "query and key must share the head dim" in ended.out
+
+
+@pytest.mark.slow
+def test_an_error_that_all_ranks_make_is_each_ranks_own():
+    for ended in processes(2, "faults.py", "invalid_everywhere"):
+        assert works(ended), ended.out + ended.err
+        assert "ValueError: scale must be a Python number" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("way", "cause"),
+    [
+        ("invalid_known", "ValueError: query and key must share the head dim"),
+        pytest.param("fails_inside", "MemoryError: no room", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_inside_a_program_that_another_will_not_join_is_ended(way, cause):
+    healthy, failed = processes(2, "faults.py", way)
+    assert healthy.status == EXIT_PEER_FAILURE, healthy.out + healthy.err
+    words = r"PeerFailure: the ring of global ranks \[0, 1\] cannot go on in forward step \d, on global rank 0: the call failed on "
+    assert re.search(words + r"global rank 1 \(" + cause, healthy.err), healthy.err
+    assert failed.status == 0, failed.err  # it had caught its own error
+    assert failed.at - healthy.at > LIMIT  # and lives on for three times that
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_before_it_enters_a_program_raises():
+    healthy, failed = processes(2, "faults.py", "invalid_early")
+    assert works(healthy) and works(failed), healthy.out + healthy.err
+    assert "ValueError: this call of the ring of global ranks [0, 1] failed on global rank 1" in healthy.out
+
+
+def test_ranks_that_take_programs_apart_are_told_what_each_asked_for():
+    compares, runs = processes(2, "faults.py", "apart")
+    assert compares.status == 3 and max(waits(compares)) < LIMIT, compares.out + compares.err
+    assert runs.status == EXIT_PEER_FAILURE, runs.out + runs.err
+    for text in (compares.out, runs.err):
+        assert "its ranks have made call 7 differently. Last asked for: global rank 0: in call 7, the comparison of query" in text
+        assert re.search(r"; global rank 1: in call 7, forward step 2: query .* with {'causal': True", text), text
+
+
+@pytest.mark.parametrize(
+    ("way", "status", "last"),
+    [
+        ("stops", EXIT_PEER_FAILURE, r"call 6, forward step 1: query .*'causal': True.*, which has ended"),
+        pytest.param("never_calls", 3, r"call 2, the comparison of ring_attn.start\(.*\), which has ended", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_with_what_it_does(way, status, last):
+    waiting, idle = processes(2, "faults.py", way)
+    assert waiting.status == status, waiting.out + waiting.err
+    for text in (waiting.out + waiting.err, idle.err):
+        assert "global rank 1 did not come. Last asked for: global rank 0: in call " in text
+        assert re.search(
+            rf"; global rank 1: {last}; it has been in no ring call for \d s, now at .*faults.py:\d+ in {way}", text
+        ), text
+    if way == "stops":  # it comes after all, when nobody is there any more
+        assert re.search(r"ended after 0.\d s: PeerFailure: .* on global rank 1: global rank 1 did not come", idle.out), idle.out
+    assert idle.at - waiting.at > LIMIT  # it slept for four times that
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_starts_is_named():
+    waiting, _ = processes(2, "faults.py", "never_starts")
+    assert waiting.status == 1
+    assert "PeerFailure: the first ring call of a job" in waiting.err
+    assert "global rank 1 asked for nothing in 3 s, while global rank 0 waited in it" in waiting.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["slow", "patient"])
+def test_who_is_slow_is_waited_for(way):
+    for ended in processes(2, "faults.py", way):
+        assert works(ended), ended.out + ended.err
+
+
+def test_every_call_is_compared_where_that_was_asked_for():
+    for ended in processes(2, "faults.py", "every_call"):
+        assert works(ended), ended.out + ended.err
+        assert max(waits(ended)) < LIMIT
+        assert re.search(
+            r"ValueError: every call .*; got ring rank 0: forward of .*; ring rank 1: forward of .*'causal': True", ended.out
+        )
+
+
+@pytest.mark.slow
+def test_all_ranks_start_with_one_check():
+    for ended in processes(2, "faults.py", "check_apart"):
+        assert "refused: ring_attn.start must have the same check on all ranks" in ended.out, ended.out + ended.err

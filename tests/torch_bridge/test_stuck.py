@@ -1,0 +1,86 @@
+"""Which rings can never go on: stuck_rings on reports as ranks make them."""
+
+import json
+
+import pytest
+
+from torch_bridge.stuck import Report, Standing, asked_for, named, stuck_rings
+
+LIMIT = 20.0
+PAIR, OTHER = (0, 1), (1, 2)
+
+
+def standing(number: int, waits: float | None, asked: str = "same") -> Standing:
+    return Standing(number, waits, {earlier: asked if earlier == number else "same" for earlier in range(1, number + 1)}, asked)
+
+
+def report(idle: float = 0.0, **rings: Standing) -> Report:
+    names = {"pair": PAIR, "other": OTHER}
+    return Report(LIMIT, idle, f"idle for {idle:g} s", {names[name]: own for name, own in rings.items()})
+
+
+FINE = {
+    "all in one long call": {0: report(pair=standing(3, 600.0)), 1: report(pair=standing(3, 599.0))},
+    "one is computing an earlier call": {0: report(pair=standing(4, 600.0)), 1: report(pair=standing(3, 610.0))},
+    "one compiles": {0: report(pair=standing(3, 600.0)), 1: report(pair=standing(2, None))},
+    "a short pause": {0: report(pair=standing(3, 600.0)), 1: report(14.0, pair=standing(2, None))},
+    "a short wait for an idle rank": {0: report(pair=standing(3, 14.0)), 1: report(600.0, pair=standing(2, None))},
+    "nobody waits": {0: report(600.0, pair=standing(3, None)), 1: report(600.0)},
+    "waits for a rank that is busy in another ring": {
+        0: report(pair=standing(1, 60.0)),
+        1: report(other=standing(1, 60.0)),
+        2: report(other=standing(1, 60.0)),
+    },
+    "a call differs that has just begun": {0: report(pair=standing(3, 1.0, "a")), 1: report(pair=standing(3, 1.0, "b"))},
+    "a rank that has gone": {0: report(pair=standing(3, 600.0))},
+}
+
+
+@pytest.mark.parametrize("reports", FINE.values(), ids=FINE)
+def test_whoever_can_go_on_does(reports):
+    assert stuck_rings(reports) == {}
+
+
+STUCK = {
+    "an idle rank": ({0: report(pair=standing(3, 16.0)), 1: report(16.0, pair=standing(2, None))}, {PAIR: "global rank 1 did not"}),
+    "a rank that never called": ({0: report(pair=standing(1, 16.0)), 1: report(16.0)}, {PAIR: "global rank 1 did not come"}),
+    "calls that differ": (
+        {0: report(pair=standing(3, 6.0, "causal")), 1: report(pair=standing(3, 6.0))},
+        {PAIR: "have made call 3 differently"},
+    ),
+    "calls that differed before": (
+        {0: report(pair=standing(3, 6.0, "causal")), 1: report(pair=standing(4, 6.0))},
+        {PAIR: "have made call 3 differently"},
+    ),
+    "two rings in two orders": (
+        {0: report(pair=standing(1, 60.0)), 1: report(other=standing(1, 60.0)), 2: report(60.0)},
+        {PAIR: "global rank 1 did not come", OTHER: "global rank 2 did not come"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("reports", "expected"), STUCK.values(), ids=STUCK)
+def test_whoever_cannot_go_on_is_found(reports, expected):
+    found = stuck_rings(reports)
+    assert found.keys() == expected.keys()
+    assert all(words in found[ring] for ring, words in expected.items())
+
+
+def test_a_circle_of_waiting_ranks_is_found():
+    def cross(own: tuple[int, int, int]) -> Report:
+        return Report(LIMIT, 0.0, "", {own: Standing(1, 60.0, {1: "same"}, "q")})
+
+    first, second = (0, 1, 2), (1, 0, 2)  # two groups of the same ranks, called in two orders
+    assert set(stuck_rings({0: cross(first), 1: cross(second)})) == {first, second}
+
+
+def test_a_report_survives_the_connection():
+    sent = report(3.0, pair=standing(2, 1.5))
+    assert Report.from_json(json.loads(json.dumps(sent.to_json()))) == sent
+
+
+def test_ranks_that_say_the_same_are_named_together():
+    reports = {0: report(pair=standing(2, 3.0)), 1: report(pair=standing(2, 4.0)), 2: report(9.0)}
+    assert asked_for((0, 1), reports) == "global ranks 0-1: in call 2, same"
+    assert asked_for((0, 2), reports) == "global rank 0: in call 2, same; global rank 2: never called this ring; idle for 9 s"
+    assert named([5, 0, 1, 2]) == "global ranks 0-2, 5"

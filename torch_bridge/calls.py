@@ -1,0 +1,203 @@
+"""Ring calls: each is compared, watched, and ended where the other ranks of its ring do not join it.
+
+A rank may have died, have failed in its own call, have called something else, or have stopped calling. Before a call meets the
+others each of these is an exception. In the call most ranks hang in C++, where no Python exception reaches them (as does every
+GPU under NCCL): the watchdog thread prints the same message and ends the process. Only a neighbour of a dead process gets gloo's
+error of the broken connection, from which :class:`watch` makes a :class:`PeerFailure`.
+"""
+
+import re
+import time
+from contextlib import suppress
+from types import TracebackType
+
+import torch
+
+from torch_bridge import peers
+from torch_bridge.mesh import Ring
+
+# What JAX's CPU and GPU collectives say when a connection breaks. They come as ValueError or JaxRuntimeError.
+_COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (reset|closed)|socket closed", re.IGNORECASE)
+_COMPARISON = "comparison"
+_SAME_OPTIONS = "every call of a ring must have the same options, shapes and dtypes on all of its ranks"
+_ALL_VALID = "every rank of a ring must make the same valid call"
+_ALL_CALL = (
+    'Every rank of a ring must make the same calls in the same order; ring_attn.start(check="every_call") finds the first that '
+    "differs. Where a rank rightly pauses between its calls, as for a checkpoint, give all ranks more time with "
+    "ring_attn.start(wait_timeout=seconds)."
+)
+
+
+class PeerFailure(RuntimeError):
+    """The ring cannot go on: a process of it has died or stopped, has failed, or has called something else in the middle of a step.
+    The message names the ring (its global ranks) and the step, and what the ranks last asked for."""
+
+
+def tell_failure(ring: Ring, error: Exception) -> None:
+    """Have the call of the ring that the other ranks are in, or come to next, fail too, with the words of this rank's ``error``.
+
+    Does nothing where the others know of the error already: it comes from them, or from inside :class:`watch`.
+    """
+    if ring.size == 1 or getattr(error, "_ring_knows", False):
+        return
+    calls = peers.state.calls[ring.ranks]
+    calls.number += 1
+    calls.last = f"an invalid one ({_in_words(error)})"
+    _tell(ring, calls.number, error)
+
+
+def _tell(ring: Ring, number: int, error: Exception) -> None:
+    _known(error)
+    peers.send({"failed": {"ring": ring.ranks, "number": number, "error": _in_words(error)}})
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def _known(error: Exception) -> Exception:
+    """Mark an error that all ranks of its ring know of."""
+    with suppress(AttributeError):  # of a class with slots
+        error._ring_knows = True  # type: ignore[attr-defined]
+    return error
+
+
+def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
+    """Wait until every rank of the ring has come here, and raise ValueError on all of them, with each one's ``call`` in it, unless
+    all calls are equal; ``must`` says what has to hold. ValueError too where a rank has failed instead, PeerFailure where one has
+    died or does not come. ``runtime.start`` comes before it."""
+    if ring.size == 1:
+        return
+    with watch(ring, _COMPARISON, call) as waiting:
+        key = (ring.ranks, waiting.number)
+        peers.send({"compare": {"ring": ring.ranks, "number": waiting.number, "call": call}})
+        with peers.state.news:
+            peers.state.news.wait_for(lambda: key in peers.state.compared or peers.state.cut_off or waiting.hopeless())
+        if key not in peers.state.compared:
+            waiting.check()
+            raise PeerFailure(waiting.describe("the coordinator process beside global rank 0 has ended"))
+        calls = peers.state.compared.pop(key)
+        if calls is not None:
+            got = "; ".join(f"ring rank {rank}: {other}" for rank, other in enumerate(calls))
+            raise _known(ValueError(f"{must}; got {got}"))
+
+
+class watch:
+    """Around a ring call: what ends it when the other ranks do not join, instead of hanging.
+
+    ``step``: "forward" or "backward", counted per ring; ``what``: the call in words, equal on all ranks when the calls are. Inside
+    it: compute, and wait for the results, or set ``event`` to one that is complete when the device has them: the call then goes on
+    after the block. Raises ValueError when another rank has failed instead of coming to this call, :class:`PeerFailure` from a
+    broken collective and for a ring that cannot go on. A call that hangs because a member of its ring has died or failed, calls
+    something else or does not call ends the process within ``peer_timeout`` (a death, a failure) or ``wait_timeout`` (otherwise)
+    of ``runtime.start``, with the same message on stderr and exit status ``EXIT_PEER_FAILURE``. An error inside it is told to
+    the others. A ring of one is not watched.
+    """
+
+    __slots__ = ("begun", "call", "event", "finished", "number", "ring", "since", "step", "what")
+
+    def __init__(self, ring: Ring, step: str, what: str = "") -> None:
+        self.ring, self.step, self.what = ring, step, what
+        self.call = self.number = 0
+        self.begun = self.since = 0.0
+        self.event: torch.cuda.Event | None = None
+        self.finished = False  # its event is known to be complete
+
+    def __enter__(self) -> "watch":
+        if self.ring.size > 1:
+            if peers.state.settings.every_call and self.step not in (_COMPARISON, "start"):
+                compare(self.ring, f"{self.step} of {self.what}")
+            calls = peers.state.calls[self.ring.ranks]
+            calls.number += 1
+            calls.steps[self.step] += 1
+            self.number, self.call, self.begun = calls.number, calls.steps[self.step], time.monotonic()
+            if peers.state.gone or peers.state.failed or peers.state.stuck:
+                self.check()
+            calls.recent.append((self.number, self.step, self.what))
+            calls.last = self
+            peers.state.active[id(self)] = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.ring.size == 1:
+            return
+        if error is None and self.event is not None:
+            peers.state.launched[self.ring.ranks] = (self, self.event)
+        peers.state.active.pop(id(self), None)
+        peers.state.left = time.monotonic()
+        if isinstance(error, Exception):
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        recent = peers.state.calls[self.ring.ranks].recent
+        if recent and recent[-1][0] == self.number:
+            recent.pop()  # the ring may go on: this call is no longer one that all must have made
+        if isinstance(error, PeerFailure) or getattr(error, "_ring_knows", False):
+            return
+        if _COLLECTIVE_ERROR.search(str(error)):
+            self._await_notice()
+            raise PeerFailure(self.describe(str(error))) from error
+        _tell(self.ring, self.number, error)
+
+    def check(self) -> None:
+        """Raises what the news from the others make of this call."""
+        if self._gone() or self.ring.ranks in peers.state.stuck:
+            raise PeerFailure(self.describe())
+        failure = peers.state.failed.get((self.ring.ranks, self.number))
+        if failure is not None:
+            raise _known(ValueError(f"this call of the {self.ring} failed on {failure}; here: {self}; {_ALL_VALID}"))
+
+    def hopeless(self) -> bool:
+        """Whether :meth:`check` raises."""
+        ranks = self.ring.ranks
+        return bool(self._gone()) or ranks in peers.state.stuck or (ranks, self.number) in peers.state.failed
+
+    def overdue(self) -> bool:
+        """True once this call has had its time to end by itself since the news that it cannot go on."""
+        grace = self._grace()
+        if grace is None:
+            return False
+        self.since = self.since or time.monotonic()
+        return time.monotonic() - self.since > grace
+
+    def _gone(self) -> dict[int, bool]:
+        return {rank: clean for rank, clean in list(peers.state.gone.items()) if rank in self.ring.ranks}
+
+    def _grace(self) -> float | None:
+        """Seconds for this call to end by itself, None where there is no need to end it."""
+        if self.step == _COMPARISON:
+            return None  # it waits in Python, and raises
+        if self.ring.ranks in peers.state.stuck:
+            return 0.0
+        timeout, gone = peers.state.settings.peer_timeout, self._gone()
+        if not all(gone.values()) or (self.ring.ranks, self.number) in peers.state.failed:
+            return timeout / 4  # of a vanished host, the kernel learns only after most of the timeout
+        # A peer that ended in good order may have given all it had, and this call be computing on it.
+        return 3 * timeout if gone and not peers.state.collectives_see_the_end else None
+
+    def _await_notice(self, seconds: float = 2.0) -> None:
+        """The broken collective is often seen before the notice of who has died."""
+        with peers.state.news:
+            peers.state.news.wait_for(self.hopeless, timeout=seconds)
+
+    def __str__(self) -> str:
+        if self.step == _COMPARISON:
+            return f"the comparison of {self.what}"
+        return f"{self.step} step {self.call}" + (f": {self.what}" if self.what else "")
+
+    def describe(self, cause: str = "") -> str:
+        """The ring, the step, who has gone or what the others last asked for, and what to do."""
+        step = "the comparison before a call" if self.step == _COMPARISON else f"{self.step} step {self.call}"
+        here = f"in {step}, on global rank {self.ring.ranks[self.ring.rank]}"
+        failure = peers.state.failed.get((self.ring.ranks, self.number))
+        if failure is not None:
+            return f"the {self.ring} cannot go on {here}: the call failed on {failure}; here: {self}; {_ALL_VALID}."
+        if self.ring.ranks in peers.state.stuck:
+            return f"the {self.ring} cannot go on {here}: {peers.state.stuck[self.ring.ranks]}. {_ALL_CALL}"
+        gone = [f"{rank} ({'ended' if clean else 'died'})" for rank, clean in self._gone().items()]
+        who = f"global rank {', then '.join(gone)}" if gone else "a peer cannot be reached"
+        because = f" ({cause.strip().splitlines()[0]})" if cause.strip() else ""
+        return (
+            f"the {self.ring} lost a member {here}: "
+            f"{who}{because}. See the log of that process for the reason, and start all processes of the job again."
+        )

@@ -1,0 +1,75 @@
+"""The road of CPUs and CUDA GPUs: tensors become JAX arrays by DLPack, without a copy, and each rank runs its part of a program
+that JAX compiles over all processes of the ring. JAX is loaded by the first call, not by this module.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_bridge.dlpack import narrow_ids, precision_scope, to_jax, to_torch
+from torch_bridge.mesh import Ring
+from torch_bridge.mesh import resolve as resolve
+from torch_bridge.road import Ring as AnyRing
+from torch_bridge.runtime import start
+
+if TYPE_CHECKING:
+    from torch_bridge.compiled import Program
+    from torch_bridge.request import Request
+
+OPERATORS = None
+_DEVICES = ("cpu", "cuda")
+
+
+def check(query: torch.Tensor) -> None:
+    if query.device.type not in _DEVICES:
+        shapes = "; for shapes alone call it under torch's FakeTensorMode" if query.is_meta else ""
+        raise ValueError(
+            f"tensors must be on one of the devices cpu, cuda, xla, tpu; got {query.device}: move them with .to(){shapes}"
+        )
+
+
+def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return narrow_ids(tensor, name)
+
+
+def seed_words(seed: int, device: torch.device) -> torch.Tensor:
+    from torch_bridge.request import words_of_seed
+
+    # Written on the device: a copy from the host would wait for all that is queued there.
+    return words_of_seed(seed, device)
+
+
+@contextmanager
+def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
+    assert isinstance(ring, Ring)
+    start(ring=ring, device=query.device)
+    with precision_scope(query.dtype):
+        yield
+
+
+def constant(array: Any, device: torch.device) -> torch.Tensor:
+    """One that is on ``device`` already stays there."""
+    import jax
+    import numpy as np
+
+    if isinstance(array, jax.Array) and array.platform() != "cpu" and device.type != "cpu" and len(array.devices()) == 1:
+        tensor = to_torch(array).to(device)
+    else:
+        tensor = torch.from_numpy(np.array(array)).to(device, non_blocking=True)
+    return tensor if tensor.dim() else tensor.reshape(1)
+
+
+def program(request: "Request") -> "Program":
+    """On a ring of several processes a collective call of all of them, which compare their requests."""
+    from torch_bridge import compiled
+
+    return compiled.program(request)
+
+
+def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
+    from torch_bridge import dropout
+
+    arrays = [to_jax(narrow_ids(tensor)) for tensor in indices]
+    return to_torch(dropout.jitted_keep_mask(seed, arrays, prob)).to(indices[0].device)

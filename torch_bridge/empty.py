@@ -1,0 +1,56 @@
+"""Attention without a pair of a query and a key, an empty batch or sequence: nothing is computed and nothing travels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_bridge.request import ARRAYS, Request
+from torch_bridge.road import Tensors
+
+_SINKS = ARRAYS.index("softmax_aux")
+
+
+@dataclass(frozen=True, eq=False)
+class Empty:
+    """The program of an empty request. Results are empty or 0; a query without keys has the sinks' LSE, or ``-inf``."""
+
+    request: Request
+    operators: None = None
+
+    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        (out_shape, dtype), (lse_shape, lse_dtype) = self.request.results
+        device, sinks = self.request.device, operands[_SINKS]
+        lse = torch.full(lse_shape, float("-inf"), dtype=lse_dtype, device=device)
+        if sinks is not None:
+            lse[:] = _per_head(sinks.to(lse_dtype), lse_shape[1]).logsumexp(-1)[:, None]
+        return torch.zeros(out_shape, dtype=dtype, device=device), lse
+
+    def backward(
+        self,
+        operands: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        wanted: Sequence[int],
+    ) -> list[torch.Tensor]:
+        gradients = [torch.zeros_like(x) for number in wanted if (x := operands[number]) is not None]
+        sinks = operands[_SINKS]
+        if _SINKS in wanted and sinks is not None and dlse is not None:
+            gradients[list(wanted).index(_SINKS)] = _sink_gradient(sinks, dlse)
+        return gradients
+
+
+def _per_head(sinks: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[heads, n]`` of ``[heads]``, ``[n]`` (shared by all heads) or ``[heads, n]``."""
+    if sinks.dim() == 2:
+        return sinks
+    return sinks[:, None] if sinks.shape[0] == heads else sinks.expand(heads, -1)
+
+
+def _sink_gradient(sinks: torch.Tensor, dlse: torch.Tensor) -> torch.Tensor:
+    """``lse = logsumexp(sinks)`` for every row, so a sink has its share of the rows' cotangents."""
+    each = _per_head(sinks.to(dlse.dtype), dlse.shape[1]).softmax(-1) * dlse.sum((0, 2))[:, None]
+    shared = sinks.dim() == 1 and sinks.shape[0] != dlse.shape[1]
+    return (each.sum(0) if shared else each.reshape(sinks.shape)).to(sinks.dtype)

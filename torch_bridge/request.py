@@ -1,0 +1,135 @@
+"""A call from torch as data: the request, without the tensors' values, and the tensors as operands in one order.
+
+All roads share what is here: which operands there are, ids for both sides, the seed's words, mask functions traced and their arrays
+lifted into operands.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from jax_core.masks.functions import from_mask_mod
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import both_sides, make_spec
+from jax_core.strategies.contract import Operands, RingSpec
+from torch_bridge.road import Ring, Road, Tensors
+
+ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # what torch hands over, in this order
+QKV = (0, 1, 2)  # the places of query, key and value
+
+Where = tuple[Any, str | int | None]  # mesh and mesh dimension
+
+
+class Form(NamedTuple):
+    """Shape and dtype of a tensor: all that checks and compilation need of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Request:
+    """One attention of this process's tensors. Equal requests are one program.
+
+    ``forms``: of the operands in the order of ``ARRAYS``, None where there is none, then of each array of a mask function.
+    ``options``: without ``mask_mod``, which is among its ``predicates``.
+    """
+
+    ring: Ring
+    options: Options
+    forms: tuple[Form | None, ...]
+    device: torch.device
+
+    @property
+    def results(self) -> tuple[Form, Form]:
+        """Of ``out`` and ``lse``."""
+        query, value = self.forms[0], self.forms[2]
+        assert query is not None and value is not None
+        batch, length, heads, _ = query.shape
+        lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        return Form((batch, length, heads, value.shape[-1]), query.dtype), Form((batch, heads, length), lse_dtype)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no pair of a query and a key: a batch or a sequence of length 0."""
+        return any(form is not None and 0 in form.shape[:2] for form in self.forms[:3])
+
+    def operands(self, arrays: Sequence[Any], built: tuple[tuple[Any, ...], ...] = ()) -> Operands:
+        """``arrays`` in the order of ``forms`` as operands. ``built``: the arrays of a mask builder, which come last."""
+        named: dict[str, Any] = dict(zip(ARRAYS, arrays, strict=False))
+        lifted = (tuple(arrays[len(ARRAYS) :]),) if self.options.predicates else ()  # a mask function may have no arrays
+        return Operands(**named, predicate_arrays=lifted + built)
+
+    def __str__(self) -> str:
+        """In words that are equal on all ranks when the requests are."""
+        options = self.options
+        settings = {name: value for name, value in vars(options).items() if value != getattr(Options, name)}
+        settings |= {name: getattr(value, "__qualname__", "given") for name, value in settings.items() if callable(value)}
+        settings |= {"predicates": [str(predicate.token) for predicate in options.predicates]} if options.predicates else {}
+        operands = [f"{name} {list(form.shape)} {form.dtype}" for name, form in zip(ARRAYS, self.forms, strict=False) if form]
+        return f"{', '.join(operands)} with {settings}"
+
+
+@dataclass(frozen=True, eq=False)
+class LocalAttention:
+    """A checked request as functions of this rank's JAX arrays, which come in the order of the request's forms."""
+
+    request: Request
+    spec: RingSpec
+    built: tuple[tuple[np.ndarray, ...], ...]  # the arrays of a mask builder: constants of the program
+
+    def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        return self.spec.strategy.forward(self.spec, self.request.operands(operands, self.built))
+
+    def backward(self, wanted: Sequence[int], *arrays: Any) -> list[Any]:
+        """``arrays``: the operands, ``out``, ``lse`` and their cotangents, of which the second may be None."""
+        *operands, out, lse, dout, dlse = arrays
+        given = self.request.operands(operands, self.built)
+        gradients = self.spec.strategy.backward(self.spec, given, out, lse, dout, dlse)
+        return [gradients[number] for number in wanted]
+
+
+def specify(request: Request, place: Placement) -> LocalAttention:
+    """The request, checked by shapes and dtypes (ValueError, NotImplementedError)."""
+    spec, completed = make_spec(request.options, request.operands(request.forms[: len(ARRAYS)]), place)
+    built = completed.predicate_arrays[len(request.options.predicates) :]
+    # As NumPy arrays they belong to no device.
+    return LocalAttention(request, spec, tuple(tuple(np.asarray(array) for array in arrays) for arrays in built))
+
+
+def gather(
+    road: Road, where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, options: dict[str, Any]
+) -> tuple[dict[str, Any], Tensors]:
+    """The options without ``mask_mod``, and the operands in the order of a request's forms."""
+    query = tensors["query"]
+    assert query is not None
+    road.check(query)
+    ids = {name: road.ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
+    seed = None if dropout_seed is None else road.seed_words(dropout_seed, query.device)
+    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
+    operands = both_sides(Operands(**named))
+    arrays = tuple(getattr(operands, name) for name in ARRAYS)
+    return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(road, where, options, arrays)
+
+
+def _lift_mask_mod(road: Road, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """The mask function as it is now: traced, and the arrays that it closes over as further operands."""
+    query = arrays[0]
+    assert query is not None
+    with road.tracing(road.resolve(*where), query):
+        predicate, constants = from_mask_mod(options["mask_mod"])
+        further = [road.constant(array, query.device) for array in constants]
+    return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)
+
+
+def forms_of(arrays: Tensors) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:
+    return tuple(None if x is None else (tuple(x.shape), x.dtype) for x in arrays)
+
+
+def words_of_seed(seed: int, device: torch.device | str) -> torch.Tensor:
+    """64 bits as two int32 words, low first, written on ``device``."""
+    return torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device).view(torch.int32)

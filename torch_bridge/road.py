@@ -1,0 +1,118 @@
+"""The contract between torch and a road: one way of torch tensors into a JAX program and of its results back.
+
+A road is a module that has what :class:`Road` says. The type of the tensors' device chooses it, here and nowhere else; importing
+this module loads neither JAX nor torch-xla nor torch-tpu.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch_bridge.request import Request
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def road_of(device: torch.device) -> "Road":
+    """The road of tensors on ``device``. Import statements, because torch.compile traces them."""
+    if device.type == "xla":
+        from torch_bridge import torch_xla
+
+        return torch_xla
+    if device.type == "tpu":
+        from torch_bridge import torch_tpu
+
+        return torch_tpu
+    from torch_bridge import dlpack_road
+
+    return dlpack_road
+
+
+class Ring(Protocol):
+    """Who shares a sequence. Hashable: equal rings are one."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The ring ranks whose shards this process's tensors hold."""
+
+    @property
+    def group(self) -> Any:
+        """The torch ProcessGroup of the ranks; None where this process holds the shards of all."""
+
+    def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """``tensor``, the shards in ``held``, with its dimension ``dim`` laid over the devices that hold them."""
+
+
+def tensors_per_sequence(ring: Ring) -> int:
+    """How many tensors such as this process's make the whole sequence."""
+    return ring.size // len(ring.held)
+
+
+class Program(Protocol):
+    """One attention, ready to run. ``operands`` come in the order of the request's forms, None where there is none.
+
+    ``operators``: the number of its own torch operators, for ``Road.OPERATORS``; None where the library's two call it.
+    """
+
+    @property
+    def operators(self) -> int | None: ...
+
+    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """``out`` and ``lse``, in the forms of ``Request.results``."""
+
+    def backward(
+        self,
+        operands: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        wanted: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """The gradients of the operands numbered in ``wanted``, in its order."""
+
+
+class Operators(NamedTuple):
+    """A program's methods as functions of the number of its operators, which torch's tracers see."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., list[torch.Tensor]]
+
+
+class Road(Protocol):
+    """What a road's module has. ``OPERATORS``: None where its programs are no torch operators themselves."""
+
+    @property
+    def OPERATORS(self) -> Operators | None: ...
+
+    def resolve(self, mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
+        """The ring that ``mesh`` means. Cheap: no communication, and no JAX is started."""
+
+    def check(self, query: torch.Tensor) -> None:
+        """Raises for a device or dtype that this road does not take."""
+
+    def ids(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Segment or position ids in a dtype that the program takes."""
+
+    def seed_words(self, seed: int, device: torch.device) -> torch.Tensor:
+        """64 bits as two int32 words on ``device``, low first; JAX reads them as unsigned."""
+
+    def tracing(self, ring: Ring, query: torch.Tensor) -> AbstractContextManager[object]:
+        """A context in which JAX may trace a mask function for a call with ``query``."""
+
+    def constant(self, array: Any, device: torch.device) -> torch.Tensor:
+        """An array that a mask function closes over as an operand on ``device``, of one dimension at least."""
+
+    def program(self, request: "Request") -> Program:
+        """Checks the request (ValueError, NotImplementedError) and makes its program."""
+
+    def keep_mask(self, seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
+        """:func:`jax_core.masks.dropout.keep_mask` of integer tensors (batch, head, query, key) that broadcast; bool."""
