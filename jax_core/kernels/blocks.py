@@ -3,12 +3,14 @@
 For kernels that visit blocks by a list. The numbers here are of blocks, not of positions: a shard's map is small at any length.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -120,10 +122,10 @@ def same_rows(a: Array | None, b: Array | None) -> tuple[Array | None, Array | N
 
 
 def dense_mask(
-    shards: tuple[Array, Array, Array],
+    shards: Sequence[Array],
     q_runs: Runs,
     k_runs: Runs,
-    predicates: list[tuple[Predicate, tuple[Array, ...]]],
+    predicates: list[tuple[Predicate, tuple[Array | np.ndarray, ...]]],
     extras: Extras,
 ) -> Array | None:
     """bool ``[batch|1, heads|1, query rows|1, key rows]`` of a pair of shards, the boolean mask and ``predicates`` (each with its

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -96,7 +97,7 @@ class Extras(NamedTuple):
     alibi_slopes: Array | None = None
     dropout_seed: Array | None = None
     origin: Array | None = None
-    predicate_arrays: tuple[tuple[Array, ...], ...] = ()
+    predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...] = ()
 
 
 class Partial(NamedTuple):

@@ -231,6 +231,17 @@ def test_ids_and_dropout_in_one_graph():
         compiled(*inputs, ids + 2**32)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's, where it goes on
+def test_torch_compile_around_a_mask_mod():
+    inputs = qkv(dtype=torch.float32)
+
+    def attention(q, k, v):
+        return ring_attn.ring_attention(q * 2, k, v, mask_mod=lambda batch, head, q_pos, k_pos: q_pos >= k_pos) + 1
+
+    assert_same(torch.compile(attention, backend="aot_eager")(*inputs), attention(*inputs), inputs, tolerance=1e-6)
+
+
 def test_long_ids_are_not_narrowed():
     q, k, v = qkv()
     ids = torch.arange(21).expand(2, 21) // 7

@@ -146,7 +146,7 @@ def backward(
         _from_rows(dk, const, of_keys=True),
         _from_rows(dv, const, of_keys=True),
         None if extras.bias is None else run.bias(extras.bias.shape),
-        None if dslopes is None else _slope_gradient(dslopes, extras.alibi_slopes),
+        None if dslopes is None or extras.alibi_slopes is None else _slope_gradient(dslopes, extras.alibi_slopes),
     )
 
 

@@ -32,7 +32,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
     blocked = backward_kernel.BlockedResiduals(
         _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
-        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # padding too has weights exp(-inf) = 0
+        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that fill up a block have weights exp(-inf) = 0
         _in_blocks(const.q, residuals.delta[:, :, None], 3),
     )
     found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
@@ -82,6 +82,7 @@ def make_constants(spec: RingSpec, operands: Operands, params: FwdParams) -> Rin
 def _shards(const: RingConstants, operands: Operands) -> Shards:
     q_segments, k_segments = None, None
     if const.segments:
+        assert operands.q_segment_ids is not None and operands.kv_segment_ids is not None
         q_ids, k_ids = (_rows_of_ids(ids, const.batch) for ids in (operands.q_segment_ids, operands.kv_segment_ids))
         q_segments, k_segments = _in_blocks(const.q, q_ids, 2), _in_slots(const.k, k_ids, 2)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in operands[:3])
