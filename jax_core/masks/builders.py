@@ -7,11 +7,12 @@ length. Any other object is sliced.
 from collections.abc import Callable
 from functools import partial
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple, Union
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jax_core.masks.functions import Predicate
 from jax_core.masks.static import Mask, both, make_mask, visible
@@ -50,7 +51,8 @@ def build_mask(mask_builder: Callable, q_length: int, k_length: int, heads: int,
     return Built(Mask(), Predicate(token, "index", partial(_apply, functions, groups), partial(_on_tile, functions, groups)))
 
 
-Rule = Any  # a Mask, or a function of the indices of queries and keys in `[q, k]` arrays
+# What a mask object comes to; those that are no static mask are functions of the indices of queries and keys in `[q, k]` arrays.
+Rule = Union[Mask, "_Shifted", "_Joined"]
 
 
 def _rule(mask) -> Rule | None:
@@ -83,16 +85,16 @@ class _Shifted(NamedTuple):
     mask: Mask
     offset: int
 
-    def __call__(self, q, k):
+    def __call__(self, q: Array, k: Array) -> Array:
         return visible(self.mask, q + self.offset, k)
 
 
 class _Joined(NamedTuple):
     kind: str
-    left: Any
-    right: Any
+    left: Rule
+    right: Rule
 
-    def __call__(self, q, k):
+    def __call__(self, q: Array, k: Array) -> Array:
         a, b = (visible(rule, q, k) if isinstance(rule, Mask) else rule(q, k) for rule in (self.left, self.right))
         return a & b if self.kind == "LogicalAnd" else a | b
 

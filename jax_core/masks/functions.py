@@ -5,10 +5,11 @@ that the user's function closes over are lifted out and become operands: a closu
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_core.varying import vary
@@ -25,15 +26,15 @@ class Predicate:
 
     token: Hashable
     over: Literal["position", "index"]
-    apply: Callable[..., Any] = field(compare=False)
-    elementwise: Callable[..., Any] | None = field(compare=False, default=None)
+    apply: Callable[..., Array] = field(compare=False)
+    elementwise: Callable[..., Array] | None = field(compare=False, default=None)
 
 
 @dataclass(frozen=True)
 class _Traced:
     """A mask function's token: its text alone could hide the last digits of a number."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Array]
     text: str
     axes: tuple[str, ...]
 
