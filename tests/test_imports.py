@@ -21,8 +21,8 @@ LAYERS = (("config", "varying"), ("masks",), ("kernels",), ("strategies",), ("re
 WITH_SIBLINGS = ("kernels", "strategies")
 OUTSIDE = ("testing",)  # the oracle: only tests and benchmarks import it, and it imports nothing but the definition of dropout
 
-# Modules that import within a function what imports them.
-DEFERRING = {"torch_bridge.road": "the type of a device chooses the road, and every road needs the contract's types"}
+# Modules that import within a function what imports them, each with its reason. Empty is best.
+DEFERRING: dict[str, str] = {}
 
 # Host files and functions over the limit, each with its reason. Empty is best.
 LONG_FILES: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_core.config import BACKENDS, PLATFORMS, BwdParams, FwdParams, RingAttentionConfig, check_platform
+from jax_core.config import BACKENDS, PLATFORMS, BwdParams, FwdParams, RingAttentionConfig, checked_platform
 
 
 def test_what_is_given_stands_and_the_rest_is_completed():
@@ -36,8 +36,12 @@ def test_what_a_config_refuses():
     with pytest.raises(ValueError, match="got FwdParams and FwdParams"):
         RingAttentionConfig(bwd_params=FwdParams())  # type: ignore[arg-type]
     for platform in PLATFORMS:
-        check_platform(RingAttentionConfig(platform=platform).platform)  # type: ignore[arg-type]
+        assert RingAttentionConfig(platform=platform).platform == checked_platform(platform)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"platform must be one of .*xla.* got 'abacus'"):
         RingAttentionConfig(platform="abacus")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"backend must be one of {', '.join(BACKENDS)}; got 'abacus'"):
         RingAttentionConfig(backend="abacus")  # type: ignore[arg-type]
+
+
+def test_cudnn_is_another_name_of_cuda():
+    assert RingAttentionConfig(platform="cudnn") == RingAttentionConfig(platform="cuda")
