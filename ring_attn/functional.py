@@ -1,6 +1,6 @@
 """``ring_attention`` for torch tensors: this rank's shards in, this rank's shard out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
 from torch_bridge.announced import announced
+from torch_bridge.mesh import MeshLike
 
 _FORMATS = ("bshd", "bhsd")
 # What errors call the arguments: the core's name, and that of this function.
@@ -27,7 +28,7 @@ NAMES = {
 class AttentionOptions(TypedDict, total=False):
     """The keyword arguments of :func:`ring_attention`, but ``return_lse``."""
 
-    mesh: Any
+    mesh: MeshLike
     mesh_dim: str | int | None
     layout: str
     qkv_format: str
@@ -38,8 +39,8 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     bias: Tensor | None
     mask: Tensor | None
-    mask_mod: Callable[..., Any] | None
-    mask_builder: Callable[..., Any] | None
+    mask_mod: Callable[..., object] | None
+    mask_builder: Callable[..., object] | None
     sinks: Tensor | None
     alibi_slopes: Tensor | None
     q_segment_ids: Tensor | None
@@ -72,7 +73,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     mesh_dim: str | int | None = None,
     layout: str = "contiguous",
     qkv_format: str = "bshd",
@@ -83,8 +84,8 @@ def ring_attention(
     softcap: float | None = None,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    mask_builder: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., object] | None = None,
+    mask_builder: Callable[..., object] | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     q_segment_ids: Tensor | None = None,
@@ -141,8 +142,9 @@ def ring_attention(
         slopes) is this rank's part, to be summed over the ring like that of every other parameter.
 
     Raises:
-        ValueError: inputs that do not fit together. NotImplementedError: the named platform cannot compute this.
-        torch_bridge.runtime.PeerFailure: another process of the ring died.
+        ValueError: inputs that do not fit together, here or on another rank of the ring. NotImplementedError: the named platform
+            cannot compute this.
+        torch_bridge.runtime.PeerFailure: another process of the ring died, stopped, or calls something else.
     """
     out, lse = attention(
         NAMES,
@@ -180,7 +182,7 @@ def ring_attention(
 
 def attention(
     names: dict[str, str],
-    where: tuple[Any, str | int | None],
+    where: tuple[MeshLike, str | int | None],
     qkv: dict[str, Tensor],
     others: dict[str, Tensor | None],
     *,
@@ -205,7 +207,7 @@ def attention(
     return out.transpose(1, 2) if qkv_format == "bhsd" else out, lse
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """NumPy's numbers as Python's, lists as tuples: equal calls are then equal data, on every rank."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
@@ -214,7 +216,7 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 
 
-def _check_tensors(tensors: dict[str, Any], query: Tensor, names: dict[str, str]) -> None:
+def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str, str]) -> None:
     for argument, x in tensors.items():
         if x is None:
             continue
@@ -237,7 +239,7 @@ def _check_tensors(tensors: dict[str, Any], query: Tensor, names: dict[str, str]
             raise ValueError(f"{name} may be float64 only where {q} is: {q} is {query.dtype}; cast it with .to({q}.dtype)")
 
 
-def _check_numbers(numbers: dict[str, Any], names: dict[str, str]) -> None:
+def _check_numbers(numbers: Mapping[str, object], names: dict[str, str]) -> None:
     for argument, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ValueError(
@@ -246,7 +248,7 @@ def _check_numbers(numbers: dict[str, Any], names: dict[str, str]) -> None:
             )
 
 
-def _check_integers(numbers: dict[str, Any]) -> None:
+def _check_integers(numbers: Mapping[str, object]) -> None:
     """Here too, for a program is looked up by its options, and 4.0 equals 4."""
     for name, value in numbers.items():
         for number in value if isinstance(value, tuple) else (value,):
@@ -259,7 +261,7 @@ def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | None:
         return int(torch.randint(2**63 - 1, ())) if dropout_prob else None
     if isinstance(seed, Tensor) and seed.numel() == 1 and not seed.is_floating_point():
         seed = int(seed)
-    seed = _plain(seed)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+    number = _plain(seed)
+    if isinstance(number, bool) or not isinstance(number, int) or not -(2**63) <= number < 2**64:
         raise ValueError(f"dropout_seed must be an int of 64 bits, or an integer tensor of one element; got {seed!r}")
-    return seed
+    return number

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +12,17 @@ from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import check_layout
 from jax_core.masks.static import make_mask
 from ring_attn.functional import NAMES, attention
+from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
-from torch_bridge.road import road_of, tensors_per_sequence
+from torch_bridge.mesh import MeshLike
+from torch_bridge.ring import tensors_per_sequence
+from torch_bridge.roads import road_of
 
 # Errors call the arguments as the module does.
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}
 _LOST_MESH = "a mesh that was not pickled"
 _Ids = tuple[Tensor | None, Tensor | None]  # of the queries' segments and of the keys'
-
-
-class _Masks(NamedTuple):
-    """What the masks of ``nn.MultiheadAttention`` are to :func:`ring_attention`."""
-
-    mask: Tensor | None
-    bias: Tensor | None
-    q_segment_ids: Tensor | None
-    kv_segment_ids: Tensor | None
 
 
 class RingAttention(nn.MultiheadAttention):
@@ -91,7 +85,7 @@ class RingAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
-        mesh: Any = None,
+        mesh: MeshLike = None,
         mesh_dim: str | int | None = None,
         layout: str = "contiguous",
         causal: bool = False,
@@ -101,8 +95,8 @@ class RingAttention(nn.MultiheadAttention):
         softcap: float | None = None,
         scale: float | None = None,
         alibi_slopes: Tensor | None = None,
-        mask_mod: Callable[..., Any] | None = None,
-        mask_builder: Callable[..., Any] | None = None,
+        mask_mod: Callable[..., object] | None = None,
+        mask_builder: Callable[..., object] | None = None,
         fused_backward: bool = False,
         platform: str = "auto",
         strategy: str = "auto",
@@ -227,14 +221,14 @@ class RingAttention(nn.MultiheadAttention):
         new.__setstate__(self.__dict__.copy())  # not __getstate__, which is a pickle's
         return new
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RingAttention":
+    def __deepcopy__(self, memo: dict[int, object]) -> "RingAttention":
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         memo[id(self.mesh)] = self.mesh  # process groups cannot be copied, and a copy belongs to the same ring
         new.__setstate__(copy.deepcopy(self.__dict__, memo))
         return new
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         kept = self.mesh is None or isinstance(self.mesh, str)
         return {**self.__dict__, "mesh": self.mesh if kept else _LOST_MESH}
 
@@ -273,14 +267,14 @@ class RingAttention(nn.MultiheadAttention):
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         return q, k, v
 
-    def _masks(self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, ids: _Ids) -> _Masks:
+    def _masks(self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, ids: _Ids) -> Masks:
         mask, bias = self._attention_mask(attn_mask, query, key)
         if key_padding_mask is None:
-            return _Masks(mask, bias, *ids)
+            return Masks(mask, bias, *ids)
         padding, added = self._padding(key_padding_mask, query, key)
         if added is not None:
             bias = added if bias is None else bias + added
-        return _Masks(mask, bias, *_joined_segments(padding, query, *ids))
+        return Masks(mask, bias, *joined_segments(padding, query, *ids))
 
     def _attention_mask(self, attn_mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if attn_mask is None:
@@ -292,7 +286,7 @@ class RingAttention(nn.MultiheadAttention):
                 f"attn_mask must be {expected[0]} or {expected[1]} (batch * heads, this process's query rows, all key positions "
                 f"in natural order), got {tuple(attn_mask.shape)}; cut the rows of a whole mask with ring_attn.shard(dim=-2)"
             )
-        forbidden, bias = _split_mask(attn_mask, "attn_mask")
+        forbidden, bias = split_mask(attn_mask, "attn_mask")
         shape = (1, 1, rows, columns) if attn_mask.ndim == 2 else (batch, self.num_heads, rows, columns)
         return ~forbidden.reshape(shape), None if bias is None else bias.reshape(shape)
 
@@ -305,7 +299,7 @@ class RingAttention(nn.MultiheadAttention):
                 f"key_padding_mask must be {expected}, the batch and this process's key positions, got "
                 f"{tuple(key_padding_mask.shape)}; cut a whole mask with ring_attn.shard(dim=-1)"
             )
-        forbidden, added = _split_mask(given, "key_padding_mask")
+        forbidden, added = split_mask(given, "key_padding_mask")
         if added is None:
             return forbidden, None
         # nn.TransformerEncoder turns a bool mask into one of 0 and -inf. The segment ids say all of that, in memory that is
@@ -369,13 +363,12 @@ class RingAttention(nn.MultiheadAttention):
 
     def _kept(self, q: Tensor, keys: int, seed: int) -> Tensor:
         """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]: its index is one past the last of the ring."""
-        from torch_bridge.dropout import keep_mask  # here, so that importing ring_attn loads no jax
-
+        keep_mask = torch.compiler.disable(road_of(q.device).keep_mask)
         size = self._ring_size(q)
         rows = positions(q.shape[1] * size, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout, device=q.device)
         batch, heads = (torch.arange(count, device=q.device) for count in (q.shape[0], self.num_heads))
         column = torch.tensor(keys * size, device=q.device)
-        return keep_mask(seed, batch[:, None, None], heads, rows[:, None], column, self.dropout).unsqueeze(-1)
+        return keep_mask(seed, batch[:, None, None], heads, rows[:, None], column, prob=self.dropout).unsqueeze(-1)
 
     def _ring_size(self, shard: Tensor) -> int:
         """How many tensors like ``shard`` make the whole sequence."""
@@ -406,30 +399,3 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor, features: tuple[int
             "query, key and value must have one batch size, key and value one length, got (batch, length) "
             f"{tuple(query.shape[:2])}, {tuple(key.shape[:2])} and {tuple(value.shape[:2])}; mind batch_first"
         )
-
-
-def _split_mask(mask: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
-    """Torch's bool mask (True: not attended to) or float mask as what is forbidden and what is added, which is finite."""
-    if mask.dtype == torch.bool:
-        return mask, None
-    if not mask.is_floating_point():
-        raise ValueError(f"{name} must be bool (True is not attended to) or float (added to the logits), got {mask.dtype}")
-    forbidden = mask == float("-inf")
-    return forbidden, mask.masked_fill(forbidden, 0)
-
-
-def _joined_segments(
-    padding: Tensor, query: Tensor, q_segment_ids: Tensor | None, kv_segment_ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Segment ids in which padded keys are -1; queries keep theirs, so a padded query still attends, as in torch."""
-    if q_segment_ids is None and kv_segment_ids is None:
-        q_segment_ids = torch.zeros(query.shape[:2], dtype=torch.int32, device=query.device)
-        kv_segment_ids = torch.zeros_like(padding, dtype=torch.int32)
-    q_ids = next(ids for ids in (q_segment_ids, kv_segment_ids) if ids is not None)
-    kv_ids = q_ids if kv_segment_ids is None else kv_segment_ids
-    if q_ids.shape != query.shape[:2] or kv_ids.shape != padding.shape:
-        raise ValueError(
-            f"q_segment_ids and kv_segment_ids must be {tuple(query.shape[:2])} and {tuple(padding.shape)}, got "
-            f"{tuple(q_ids.shape)} and {tuple(kv_ids.shape)}; give both when queries and keys differ in length"
-        )
-    return q_ids, kv_ids.masked_fill(padding, -1)

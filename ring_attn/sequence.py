@@ -16,8 +16,10 @@ from torch import Tensor
 
 from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
 from torch_bridge.agreement import check_agreement
+from torch_bridge.mesh import MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
-from torch_bridge.road import Ring, road_of
+from torch_bridge.ring import Ring
+from torch_bridge.roads import road_of
 
 
 class ShardedBatch(NamedTuple):
@@ -36,7 +38,7 @@ class ShardedBatch(NamedTuple):
 
 
 def shard(
-    tensor: Tensor, mesh: Any = None, *, mesh_dim: str | int | None = None, dim: int = 1, layout: str = "contiguous"
+    tensor: Tensor, mesh: MeshLike = None, *, mesh_dim: str | int | None = None, dim: int = 1, layout: str = "contiguous"
 ) -> Tensor:
     """This rank's shard of a whole tensor: ``[..., S, ...] -> [..., S / ring size, ...]`` along ``dim``, in the layout's order.
 
@@ -55,7 +57,7 @@ def shard(
 
 def unshard(
     tensor: Tensor,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     mesh_dim: str | int | None = None,
     dim: int = 1,
@@ -91,7 +93,7 @@ def unshard(
 
 def pad(
     tensor: Tensor,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     mesh_dim: str | int | None = None,
     dim: int = 1,
@@ -116,7 +118,7 @@ def pad(
 
 def positions(
     length: int,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     mesh_dim: str | int | None = None,
     layout: str = "contiguous",
@@ -142,7 +144,7 @@ def shard_batch(
     segment_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     mesh_dim: str | int | None = None,
     layout: str = "contiguous",
     pad_id: int = 0,
@@ -175,7 +177,7 @@ def shard_batch(
         raise ValueError("shift_labels=False says that the labels are shifted already, but labels is None; pass the shifted labels")
     segments = _segments(input_ids, segment_ids, attention_mask)
     labels = _visible_labels(input_ids if labels is None else labels, segments, ignore_index, shift_labels)
-    held = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
+    held: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
 
     def local(tensor: Tensor, fill: int) -> Tensor:
         return shard(pad(tensor.long(), value=fill, **held), **held)
@@ -188,7 +190,7 @@ def shard_batch(
     return ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length)
 
 
-def _ring(mesh: Any, mesh_dim: str | int | None, device: torch.device) -> Ring:
+def _ring(mesh: MeshLike, mesh_dim: str | int | None, device: torch.device) -> Ring:
     return road_of(device).resolve(mesh, mesh_dim)
 
 

@@ -1,7 +1,9 @@
-"""Do all processes of a ring ask for the same? Collectives of unequal calls hang or give wrong numbers."""
+"""Do all processes of a ring ask for the same of torch's own collectives? Unequal calls hang or give wrong numbers.
+
+Ring calls are compared by :func:`torch_bridge.calls.compare`, once JAX has started.
+"""
 
 import hashlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,6 @@ def check_agreement(ring: Ring, call: str, must: str, device: torch.device) -> N
     dist.all_gather(digests, torch.tensor([digest], device=device), group=ring.group)
     if bool((torch.cat(digests) == digest).all()):
         return
-    calls: list[Any] = [None] * ring.size
+    calls: list[str | None] = [None] * ring.size
     dist.all_gather_object(calls, call, group=ring.group)
     raise ValueError(f"{must}; got " + "; ".join(f"ring rank {rank}: {other}" for rank, other in enumerate(calls)))

@@ -13,10 +13,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from jax_core.request.options import Options
-from torch_bridge.announced import ring_call
+from torch_bridge.announced import telling
 from torch_bridge.empty import Empty
-from torch_bridge.request import QKV, Form, Request, Where, forms_of, gather
-from torch_bridge.road import Operators, Program, Ring, Tensors, road_of
+from torch_bridge.operands import gather
+from torch_bridge.request import QKV, Form, Request, Where, forms_of
+from torch_bridge.ring import Ring, Tensors
+from torch_bridge.road import Operators, Program
+from torch_bridge.roads import road_of
 
 
 class _Prepared(NamedTuple):
@@ -68,18 +71,18 @@ def _distinct(arrays: Tensors) -> Tensors:
 @torch.compiler.assume_constant_result
 def _number(where: Where, options: dict[str, Any], forms: tuple, device: torch.device, names: Names) -> int:
     """The number of the program; under ``torch.compile`` found once, while tracing."""
-    with ring_call(where, device):
-        return _numbered(road_of(device).resolve(*where), tuple(options.items()), forms, device, names)
+    return _numbered(road_of(device).resolve(*where), tuple(options.items()), forms, device, names)
 
 
 @cache
 def _numbered(ring: Ring, options: tuple[tuple[str, Any], ...], forms: tuple, device: torch.device, names: Names) -> int:
     request = Request(ring, Options(**dict(options)), tuple(None if form is None else Form(*form) for form in forms), device)
-    try:
-        return _prepared(request)
-    except (ValueError, NotImplementedError) as error:
-        error.args = (_in_words_of_the_caller(str(error), dict(names)),)
-        raise
+    with telling(ring, device):
+        try:
+            return _prepared(request)
+        except (ValueError, NotImplementedError) as error:
+            error.args = (_in_words_of_the_caller(str(error), dict(names)),)
+            raise
 
 
 @cache
@@ -118,14 +121,14 @@ class _Attention(torch.autograd.Function):
         return None, *(gradients[number] if number in wanted else None for number in range(len(operands)))
 
 
-def _forward_of(number: int, tensors: Tensors) -> Callable[..., Any]:
+def _forward_of(number: int, tensors: Tensors) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     if _unobserved(tensors):
         return _PROGRAMS[number].program.forward
     own = _own_operators(number)
     return partial(forward_op, program=number) if own is None else partial(_operators_of(tensors).forward, own)
 
 
-def _backward_of(number: int, tensors: Tensors) -> Callable[..., Any]:
+def _backward_of(number: int, tensors: Tensors) -> Callable[..., list[torch.Tensor]]:
     if _unobserved(tensors):
         return _PROGRAMS[number].program.backward
     own = _own_operators(number)

@@ -15,7 +15,7 @@ from torch_bridge.crossing import Compiled, Crossing, Join, crossing
 from torch_bridge.dlpack import keeping_device, precision_scope
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.request import Form, LocalAttention, Request, specify
-from torch_bridge.road import Tensors
+from torch_bridge.ring import Tensors
 from torch_bridge.runtime import start
 
 _MUST_AGREE = (
@@ -93,7 +93,7 @@ def _checked(request: Request, ring: Ring) -> LocalAttention:
 
 
 def _on_ring(
-    ring: Ring, platform: str, in_place: bool, function: Callable[..., Any], operands: int, results: tuple[Form, ...]
+    ring: Ring, platform: str, in_place: bool, function: Callable[..., object], operands: int, results: tuple[Form, ...]
 ) -> Compiled:
     """``function`` of local shards, jitted over the ring. Every operand and result is a block of rows of a global array, whatever
     its dimensions mean, so that none needs a sharding of its own."""
@@ -111,5 +111,5 @@ def _on_ring(
     return Compiled(jax.jit(mapped, out_shardings=sharding(ring, platform), **settings), results)
 
 
-def _first(count: int, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:
+def _first(count: int, function: Callable[..., object], *arrays: jax.Array | None) -> object:
     return function(*arrays[:count])

@@ -16,7 +16,7 @@ import torch
 
 from torch_bridge.dlpack import DEFAULT_STREAM, conversions, exportable
 from torch_bridge.request import Form
-from torch_bridge.road import Tensors
+from torch_bridge.ring import Tensors
 
 Join = Callable[[jax.Array], jax.Array]
 

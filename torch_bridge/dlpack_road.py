@@ -4,17 +4,20 @@ that JAX compiles over all processes of the ring. JAX is loaded by the first cal
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from torch_bridge.dlpack import narrow_ids, precision_scope, to_jax, to_torch
 from torch_bridge.mesh import Ring
 from torch_bridge.mesh import resolve as resolve
-from torch_bridge.road import Ring as AnyRing
+from torch_bridge.ring import Ring as AnyRing
 from torch_bridge.runtime import start
 
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
     from torch_bridge.compiled import Program
     from torch_bridge.request import Request
 
@@ -49,7 +52,7 @@ def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def constant(array: Any, device: torch.device) -> torch.Tensor:
+def constant(array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
     """One that is on ``device`` already stays there."""
     import jax
     import numpy as np

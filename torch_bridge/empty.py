@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_bridge.request import ARRAYS, Request
-from torch_bridge.road import Tensors
+from torch_bridge.ring import Tensors
 
 _SINKS = ARRAYS.index("softmax_aux")
 

@@ -7,15 +7,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXIS = "ring"
+
+
+class XlaMesh(Protocol):
+    """As ``torch_xla.distributed.spmd.Mesh``."""
+
+    mesh_shape: tuple[int, ...]
+
+    def get_logical_mesh(self) -> "np.ndarray": ...
+
+
+MeshLike: TypeAlias = "DeviceMesh | dist.ProcessGroup | XlaMesh | str | None"
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,7 @@ class Ring:
 
     ranks: tuple[int, ...]
     rank: int
-    group: Any = field(default=None, compare=False, repr=False)
+    group: "dist.ProcessGroup | None" = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -47,7 +60,7 @@ class Ring:
         return f"ring of global ranks {list(self.ranks)}"
 
 
-def resolve(mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
+def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
     """The ring that ``mesh`` means on this process. Cheap; no communication, no JAX.
 
     ``mesh``: a DeviceMesh of one dimension, or of several with ``mesh_dim`` (a name, or an index); a ProcessGroup; "local"
@@ -68,7 +81,7 @@ def resolve(mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
     return _of_group(mesh)
 
 
-def _is_device_mesh(mesh: Any) -> bool:
+def _is_device_mesh(mesh: object) -> "TypeGuard[DeviceMesh]":
     if not dist.is_available():
         return False
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,7 +97,7 @@ def _alone() -> Ring:
     return Ring((_global_rank(),), 0)
 
 
-def _of_group(group: Any) -> Ring:
+def _of_group(group: object) -> Ring:
     if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"this process (global rank {_global_rank()}) is not a member of the group; call only on its members")
     if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
@@ -99,7 +112,7 @@ def _of_group(group: Any) -> Ring:
     return Ring(ranks, rank, group if len(ranks) > 1 else None)
 
 
-def _of_device_mesh(mesh: Any, mesh_dim: str | int | None) -> Ring:
+def _of_device_mesh(mesh: "DeviceMesh", mesh_dim: str | int | None) -> Ring:
     index = _dim_index(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         ranks = mesh.mesh.flatten().tolist()
@@ -109,7 +122,7 @@ def _of_device_mesh(mesh: Any, mesh_dim: str | int | None) -> Ring:
     return _of_group(mesh.get_group(index))
 
 
-def _dim_index(mesh: Any, mesh_dim: str | int | None) -> int:
+def _dim_index(mesh: "DeviceMesh", mesh_dim: str | int | None) -> int:
     names: tuple[str, ...] = tuple(mesh.mesh_dim_names or ())
     shown = f"dimensions {list(names)}" if names else f"{mesh.ndim} unnamed dimensions"
     if mesh_dim is None:

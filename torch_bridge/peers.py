@@ -84,7 +84,7 @@ class State:
     calls: defaultdict[Ranks, RingCalls] = field(default_factory=lambda: defaultdict(RingCalls))
     active: dict[int, Call] = field(default_factory=dict)
     launched: dict[Ranks, tuple[Call, torch.cuda.Event]] = field(default_factory=dict)
-    preparing: set[int] = field(default_factory=set)
+    preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
     asked: float = 0.0  # when the watchdog last asked where the others are
 
@@ -236,11 +236,13 @@ def _place(idle: float, unfinished: list[Call]) -> str:
     return f"it has been in no ring call for {idle:.0f} s{where}" if idle else f"it prepares a call{where}"
 
 
-def prepare(key: int) -> None:
-    """This process prepares a ring call (traces, compiles): until :func:`prepared` it is not idle."""
+def prepare() -> object:
+    """This process prepares a ring call (traces, compiles): until :func:`prepared` is given the result it is not idle."""
+    key = object()
     state.preparing.add(key)
+    return key
 
 
-def prepared(key: int) -> None:
+def prepared(key: object) -> None:
     state.preparing.discard(key)
     state.left = time.monotonic()

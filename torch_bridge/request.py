@@ -1,8 +1,4 @@
-"""A call from torch as data: the request, without the tensors' values, and the tensors as operands in one order.
-
-All roads share what is here: which operands there are, ids for both sides, the seed's words, mask functions traced and their arrays
-lifted into operands.
-"""
+"""A call from torch as data: the request, without the tensors' values, and the tensors as operands in one order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +8,16 @@ import jax
 import numpy as np
 import torch
 
-from jax_core.masks.functions import from_mask_mod
 from jax_core.request.options import Options, Placement
-from jax_core.request.spec import both_sides, make_spec
+from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec
-from torch_bridge.road import Ring, Road, Tensors
+from torch_bridge.mesh import MeshLike
+from torch_bridge.ring import Ring, Tensors
 
 ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # what torch hands over, in this order
 QKV = (0, 1, 2)  # the places of query, key and value
 
-Where = tuple[Any, str | int | None]  # mesh and mesh dimension
+Where = tuple[MeshLike, str | int | None]  # mesh and mesh dimension
 
 
 class Form(NamedTuple):
@@ -99,31 +95,6 @@ def specify(request: Request, place: Placement) -> LocalAttention:
     built = completed.predicate_arrays[len(request.options.predicates) :]
     # As NumPy arrays they belong to no device.
     return LocalAttention(request, spec, tuple(tuple(np.asarray(array) for array in arrays) for arrays in built))
-
-
-def gather(
-    road: Road, where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, options: dict[str, Any]
-) -> tuple[dict[str, Any], Tensors]:
-    """The options without ``mask_mod``, and the operands in the order of a request's forms."""
-    query = tensors["query"]
-    assert query is not None
-    road.check(query)
-    ids = {name: road.ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
-    seed = None if dropout_seed is None else road.seed_words(dropout_seed, query.device)
-    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
-    operands = both_sides(Operands(**named))
-    arrays = tuple(getattr(operands, name) for name in ARRAYS)
-    return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(road, where, options, arrays)
-
-
-def _lift_mask_mod(road: Road, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """The mask function as it is now: traced, and the arrays that it closes over as further operands."""
-    query = arrays[0]
-    assert query is not None
-    with road.tracing(road.resolve(*where), query):
-        predicate, constants = from_mask_mod(options["mask_mod"])
-        further = [road.constant(array, query.device) for array in constants]
-    return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)
 
 
 def forms_of(arrays: Tensors) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:

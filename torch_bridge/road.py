@@ -1,59 +1,22 @@
 """The contract between torch and a road: one way of torch tensors into a JAX program and of its results back.
 
-A road is a module that has what :class:`Road` says. The type of the tensors' device chooses it, here and nowhere else; importing
-this module loads neither JAX nor torch-xla nor torch-tpu.
+A road is a module that has what :class:`Road` says; ``roads`` chooses it by the type of the tensors' device.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from torch_bridge.mesh import MeshLike
+from torch_bridge.ring import Ring, Tensors
+
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
     from torch_bridge.request import Request
-
-Tensors = Sequence[torch.Tensor | None]
-
-
-def road_of(device: torch.device) -> "Road":
-    """The road of tensors on ``device``. Import statements, because torch.compile traces them."""
-    if device.type == "xla":
-        from torch_bridge import torch_xla
-
-        return torch_xla
-    if device.type == "tpu":
-        from torch_bridge import torch_tpu
-
-        return torch_tpu
-    from torch_bridge import dlpack_road
-
-    return dlpack_road
-
-
-class Ring(Protocol):
-    """Who shares a sequence. Hashable: equal rings are one."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def held(self) -> Sequence[int]:
-        """The ring ranks whose shards this process's tensors hold."""
-
-    @property
-    def group(self) -> Any:
-        """The torch ProcessGroup of the ranks; None where this process holds the shards of all."""
-
-    def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """``tensor``, the shards in ``held``, with its dimension ``dim`` laid over the devices that hold them."""
-
-
-def tensors_per_sequence(ring: Ring) -> int:
-    """How many tensors such as this process's make the whole sequence."""
-    return ring.size // len(ring.held)
 
 
 class Program(Protocol):
@@ -93,7 +56,7 @@ class Road(Protocol):
     @property
     def OPERATORS(self) -> Operators | None: ...
 
-    def resolve(self, mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
+    def resolve(self, mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
         """The ring that ``mesh`` means. Cheap: no communication, and no JAX is started."""
 
     def check(self, query: torch.Tensor) -> None:
@@ -108,7 +71,7 @@ class Road(Protocol):
     def tracing(self, ring: Ring, query: torch.Tensor) -> AbstractContextManager[object]:
         """A context in which JAX may trace a mask function for a call with ``query``."""
 
-    def constant(self, array: Any, device: torch.device) -> torch.Tensor:
+    def constant(self, array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
         """An array that a mask function closes over as an operand on ``device``, of one dimension at least."""
 
     def program(self, request: "Request") -> Program:

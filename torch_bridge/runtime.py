@@ -332,7 +332,7 @@ def _connect_ring(ring: Ring, device: torch.device | None) -> None:
     _state.connected.add(ring)
 
 
-def _default_device(group: dist.ProcessGroup) -> torch.device:
+def _default_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", _local_device(None)) if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
 

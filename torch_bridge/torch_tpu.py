@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -23,11 +23,13 @@ from torch_bridge.dlpack import narrow_ids
 from torch_bridge.mesh import AXIS, Ring
 from torch_bridge.mesh import resolve as resolve
 from torch_bridge.request import LocalAttention, Request, specify, words_of_seed
-from torch_bridge.road import Operators, Tensors
-from torch_bridge.road import Ring as AnyRing
+from torch_bridge.ring import Ring as AnyRing
+from torch_bridge.ring import Tensors
+from torch_bridge.road import Operators
 
 FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # operators in the namespace ring_attn; each one's number follows
 Grid = tuple[int, int, int]
+T = TypeVar("T")
 
 
 def check(query: torch.Tensor) -> None:
@@ -52,7 +54,7 @@ def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
     yield
 
 
-def constant(array: Any, device: torch.device) -> torch.Tensor:
+def constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.array(array, ndmin=1)).to(device)
 
 
@@ -151,8 +153,8 @@ class Program:
 class Made(NamedTuple):
     """The two operators of a request, and the number in their names."""
 
-    forward: Any
-    backward: Any
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., list[torch.Tensor]]
     number: int
 
 
@@ -167,7 +169,7 @@ def operators(request: Request) -> Made:
     number = operators.cache_info().misses  # the same on all ranks, which make their programs in one order
     rows = None if world is None else PartitionSpec(AXIS)
 
-    def operator(name: str, function: Callable[..., Any]) -> Any:
+    def operator(name: str, function: Callable[..., object]) -> Any:
         specs = {} if rows is None else dict(mesh=world, input_partition_specs=(rows, None), output_partition_specs=(AXIS,))
         return pallas.jax_op(f"ring_attn::{name}_{number}", function, **specs)
 
@@ -189,7 +191,9 @@ def placement(grid: Grid | None) -> Placement:
     return Placement(AXIS, grid[1], backend="tpu") if grid else Placement(backend="tpu")
 
 
-def over_world(attention: LocalAttention, world: Mesh | None, grid: Grid | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def over_world(
+    attention: LocalAttention, world: Mesh | None, grid: Grid | None
+) -> tuple[Callable[..., object], Callable[..., object]]:
     """Its forward and backward on arrays whose blocks of rows are the shards of the world's processes, as in
     :mod:`torch_bridge.compiled`: no operand needs a sharding of its own. ``jax_op`` reads their signatures."""
     rings, given = _rings(world, grid), [number for number, form in enumerate(attention.request.forms) if form is not None]
@@ -221,7 +225,7 @@ def _rings(world: Mesh | None, grid: Grid | None) -> Mesh | None:
     return Mesh(world.devices.reshape(grid), ("before", AXIS, "after"))
 
 
-def _on_rows(rings: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_rows(rings: Mesh | None, function: Callable[..., T]) -> Callable[..., T]:
     if rings is None:
         return function
     rows = PartitionSpec(rings.axis_names)

@@ -27,9 +27,10 @@ from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_
 from jax_core.masks import dropout
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
+from torch_bridge.mesh import MeshLike
 from torch_bridge.request import ARRAYS, Request, words_of_seed
-from torch_bridge.road import Ring as AnyRing
-from torch_bridge.road import Tensors
+from torch_bridge.ring import Ring as AnyRing
+from torch_bridge.ring import Tensors
 
 OPERATORS = None
 _HARDWARE = ("CPU", "TPU")
@@ -60,7 +61,7 @@ class Ring:
         return tensor
 
 
-def resolve(mesh: Any = None, mesh_dim: str | int | None = None) -> Ring:
+def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
     """The ring that ``mesh`` means for tensors on an XLA device.
 
     ``mesh``: a ``torch_xla.distributed.spmd.Mesh`` of one dimension, or of several with ``mesh_dim`` (a name, or an index); None
@@ -132,7 +133,7 @@ def seed_words(seed: int, device: torch.device) -> torch.Tensor:
     return words_of_seed(seed, "cpu").to(device)
 
 
-def constant(array: Any, device: torch.device) -> torch.Tensor:
+def constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.atleast_1d(np.array(array))).to(device)
 
 
@@ -153,7 +154,9 @@ class Program:
 
     attention: GlobalAttention
     platform: str
-    backward_of: Callable[[tuple[str, ...], bool], Callable[..., Any]]  # for the wanted gradients, and whether the LSE's is given
+    backward_of: Callable[
+        [tuple[str, ...], bool], Callable[..., object]
+    ]  # for the wanted gradients, and whether the LSE's is given
     operators: None = None
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +193,7 @@ def program(request: Request) -> Program:
         attention = attention_on_mesh(_without_pallas(request.options), operands, plan, platform)
 
     @cache
-    def backward_of(names: tuple[str, ...], with_dlse: bool) -> Callable[..., Any]:
+    def backward_of(names: tuple[str, ...], with_dlse: bool) -> Callable[..., object]:
         return partial(_backward, attention, names, with_dlse)
 
     return Program(attention, platform, backward_of)
@@ -232,7 +235,7 @@ def _platform() -> str:
     return hardware.lower()
 
 
-def call(function: Callable[..., Any], tensors: Sequence[torch.Tensor], platform: str) -> list[torch.Tensor]:
+def call(function: Callable[..., object], tensors: Sequence[torch.Tensor], platform: str) -> list[torch.Tensor]:
     """``function`` of JAX arrays as a part of the graph of ``tensors``, which are on an XLA device. It is traced once for each
     shape and dtype, so keep one function object."""
     forms = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -241,7 +244,7 @@ def call(function: Callable[..., Any], tensors: Sequence[torch.Tensor], platform
 
 @cache
 def _computation(
-    function: Callable[..., Any], forms: tuple[tuple[tuple[int, ...], torch.dtype], ...], platform: str
+    function: Callable[..., object], forms: tuple[tuple[tuple[int, ...], torch.dtype], ...], platform: str
 ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     wide = any(dtype in _WIDE for _, dtype in forms)
     with _jax_for_torch_xla(), jax.enable_x64(wide):

@@ -1,6 +1,6 @@
-"""``ring_forward`` and ``ring_backward`` of global arrays on a mesh, for an autograd that is not JAX's.
+"""A strategy's forward and backward on global arrays on a mesh, for an autograd that is not JAX's.
 
-:mod:`jax_core.api.mesh` makes one differentiable JAX function of the pair; here the two stay apart.
+:mod:`jax_core.api.mesh` makes one differentiable JAX function of the two; here they stay apart.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ class _Place(NamedTuple):
     """Where a device stands along the ring and among those that split the batch, int32 ``[1]`` each: as operands, because not every
     partitioner can tell it (torch-xla's refuses XLA's PartitionId where it cannot see that it is meant for one device)."""
 
-    ring: Any
-    batch: Any
+    ring: jax.Array
+    batch: jax.Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class GlobalAttention:
     lifted: bool  # whether arrays of predicates follow the operands
 
     def forward(self, *arrays):
-        """``out [batch, q_length, heads, value_dim]`` and ``lse [batch, heads, q_length]``, as ``ring_forward`` says."""
+        """``out [batch, q_length, heads, value_dim]`` and ``lse [batch, heads, q_length]``, as the strategies' contract says."""
         return self._mapped(self._forward, self._array_specs(arrays), self._result_specs())(*arrays)
 
     def backward(self, wanted: tuple[str, ...], out, lse, dout, dlse, *arrays):
@@ -96,14 +96,14 @@ class GlobalAttention:
     def _mapped(self, function: Callable, in_specs, out_specs) -> Callable:
         if self.plan is None:
             return partial(function, None)
-        axes = _Place(self.plan.sequence, self.plan.batch)
+        axes = self.plan.sequence, self.plan.batch
         places = _Place(*(jnp.arange(self.plan.size(names), dtype=jnp.int32) for names in axes))
-        specs = _Place(*map(PartitionSpec, axes)), *in_specs
+        specs = _Place(*map(PartitionSpec, axes)), *in_specs  # type: ignore[arg-type]  # one spec for each array
         return partial(jax.shard_map(function, mesh=self.plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False), places)
 
 
 def attention_on_mesh(options: Options, operands: Operands, plan: MeshPlan | None, backend: str) -> GlobalAttention:
-    """The pair for one request, which is checked (ValueError, NotImplementedError).
+    """The attention of one request, which is checked (ValueError, NotImplementedError).
 
     ``operands``: global, in the layout's order; only their shapes and dtypes are read, so ``jax.ShapeDtypeStruct`` will do.
     ``plan``: None for no ring. ``backend``: the hardware that it will run on.

@@ -221,10 +221,10 @@ def _named(results: Any, gradients: Any) -> Arrays:
 
 
 @contextmanager
-def quick_compiles() -> Iterator[None]:
-    """XLA without most optimisations, for small programs that run once."""
+def quick_compiles(quick: bool = True) -> Iterator[None]:
+    """XLA without most optimisations, for small programs that run once; or with them, where others go without."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", quick)
     try:
         yield
     finally:
@@ -237,11 +237,11 @@ def ring_mesh(size: int) -> Mesh:
 
 def ring_results(case: Case, inputs: Arrays, cotangents: Arrays, check_vma: bool = True) -> Arrays:
     """What `oracle_results` gives, from `jax_core.ring_attention` in the case's dtype, ring, layout and mode."""
-    with jax.enable_x64(case.dtype == "float64"):
+    with jax.enable_x64(case.dtype == "float64"), quick_compiles(case.quick_compile):
         parameters, rest = _split(to_layout(case, inputs))
         attend = sharded_attention(case, inputs, check_vma)
 
-        @partial(jax.jit, compiler_options=QUICK_COMPILE if case.quick_compile else None)
+        @jax.jit
         def run(parameters: Any, rest: Any, cotangents: Any) -> Any:
             results, transpose = jax.vjp(lambda parameters: attend(parameters, rest), parameters)
             return results, transpose(cotangents)[0]

@@ -27,7 +27,7 @@ def test_an_invalid_call_of_one_rank_fails_on_all_and_the_ring_goes_on():
         "ValueError: query and key must share the head dim; got query (1, 8, 2, 3)",
         "ValueError: k must be a torch.Tensor, got list",
         "ValueError: q_segment_ids must fit in int32",
-        "ZeroDivisionError: nothing to see",
+        "ValueError: mask_mod is traced by JAX",
         "TypeError: ring_attention() got an unexpected keyword argument 'unknown'",
     )
     for cause in causes:
@@ -118,6 +118,7 @@ def test_who_is_slow_is_waited_for(way):
         assert works(ended), ended.out + ended.err
 
 
+@pytest.mark.slow
 def test_every_call_is_compared_where_that_was_asked_for():
     for ended in processes(2, "faults.py", "every_call"):
         assert works(ended), ended.out + ended.err

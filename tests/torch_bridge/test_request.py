@@ -9,8 +9,10 @@ from jax_core.request.options import Options
 from torch_bridge import dlpack_road, torch_tpu
 from torch_bridge.autograd import _in_words_of_the_caller
 from torch_bridge.mesh import Ring
-from torch_bridge.request import ARRAYS, Form, Request, forms_of, gather
-from torch_bridge.road import road_of, tensors_per_sequence
+from torch_bridge.operands import gather
+from torch_bridge.request import ARRAYS, Form, Request, forms_of
+from torch_bridge.ring import tensors_per_sequence
+from torch_bridge.roads import road_of
 
 ALONE = Ring((0,), 0)
 LOCAL = ("local", None)

@@ -305,14 +305,14 @@ def test_a_report_says_what_this_process_does(fresh):
     ring = Ring((0, 1), 0)
     idle = peers._report()
     assert 5 <= idle.idle < 6 and not idle.rings
-    assert re.search(r"in no ring call for 5 s, now at .*test_runtime.py:\d+ in test_a_report", idle.place)
+    assert re.search(r"in no ring call for 5 s, now at .*peers.py:\d+ in _place", idle.place)
     with runtime.watch(ring, "forward", "q"):
         busy = peers._report()
     assert (busy.idle, busy.rings[0, 1].number, busy.rings[0, 1].last) == (0, 1, "forward step 1: q")
     assert (busy.rings[0, 1].waits or 0) > 0
-    peers.prepare(1)
+    key = peers.prepare()
     assert peers._report().idle == 0
-    peers.prepared(1)
+    peers.prepared(key)
     assert 0 < peers._report().idle < 1
     assert peers._report().rings[0, 1].waits is None
 

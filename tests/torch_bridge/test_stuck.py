@@ -82,5 +82,7 @@ def test_a_report_survives_the_connection():
 def test_ranks_that_say_the_same_are_named_together():
     reports = {0: report(pair=standing(2, 3.0)), 1: report(pair=standing(2, 4.0)), 2: report(9.0)}
     assert asked_for((0, 1), reports) == "global ranks 0-1: in call 2, same"
-    assert asked_for((0, 2), reports) == "global rank 0: in call 2, same; global rank 2: never called this ring; idle for 9 s"
+    assert asked_for((1, 2), reports | {1: report(9.0, other=standing(1, None))}) == (
+        "global rank 1: call 1, same, which has ended; idle for 9 s; global rank 2: never called this ring; idle for 9 s"
+    )
     assert named([5, 0, 1, 2]) == "global ranks 0-2, 5"

@@ -309,7 +309,7 @@ def bad_calls() -> dict[str, tuple[int, dict[str, Any], str]]:
         "no such dimension": (16, dict(mesh=two_dims, mesh_dim="model"), r"\['data', 'sequence'\].*'model'"),
         "a dimension of no mesh": (16, dict(mesh="local", mesh_dim="sequence"), "give both or neither"),
         "length": (18, ring_of(4), "split over 4 devices"),
-        "zigzag": (20, dict(layout="zigzag", **ring_of(4)), "zigzag needs a query shard length divisible by 2"),
+        "zigzag": (20, dict(layout="zigzag", **ring_of(4)), "zigzag needs a q shard length divisible by 2"),
         "ids": (16, dict(q_segment_ids=ids.to("xla"), **ring_of(4)), "q_segment_ids must be of dtype int8"),
         "wide positions": (
             16,
@@ -349,6 +349,18 @@ def test_other_hardware_is_refused(monkeypatch):
 def test_a_named_platform_never_falls_back(platform):
     with pytest.raises(NotImplementedError, match=platform):
         ring_attn.ring_attention(*shards_of_nothing(), platform=platform, **ring_of(4))
+
+
+def test_the_fused_strategy_is_refused():
+    with pytest.raises(NotImplementedError, match='got strategy="fused"; use strategy="auto"'):
+        ring_attn.ring_attention(*shards_of_nothing(), strategy="fused", **ring_of(4))
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    inputs = [torch.zeros(0, 16, 4, 8, device="xla", requires_grad=True) for _ in range(3)]
+    out = ring_attn.ring_attention(*inputs, **ring_of(4))
+    assert out.shape == (0, 16, 4, 8)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), inputs)] == [out.shape] * 3
 
 
 def test_second_derivatives_are_refused():

@@ -332,7 +332,7 @@ MASK_8, IDS_8 = shaped(1, 1, 8, 8, dtype="bool"), shaped(2, 8, dtype="int32")
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "rank of query": ((X[0], X, X), {}, r"query must be \[batch, seq, heads, dim\].*\(8, 4, 6\)"),
     "rank of value": ((X, X, X[..., 0]), {}, r"value must be .*\(2, 8, 4\)"),
-    "empty": ((X[:, :0], X, X), {}, r"query must not be empty.*\(2, 0, 4, 6\)"),
+    "no heads": ((X[:, :, :0], X, X), {}, r"query must have heads and a head dim.*\(2, 8, 0, 6\)"),
     "batch": ((X[:1], X, X), {}, r"batch.*\(1, 8, 4, 6\)"),
     "heads that do not divide": ((X[:, :, :3], X[:, :, :2], X[:, :, :2]), {}, r"multiple of key/value heads.*\(2, 8, 3, 6\)"),
     "fewer query heads": ((X[:, :, :2], X, X), {}, r"multiple of key/value heads"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import quick_compiles
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -65,10 +66,11 @@ def test_a_mask_mod_over_an_array_that_another_axis_splits():
     def expected(shift, q, k, v):
         return jnp.stack([ring_attention(q, k, v, sliding_window=(None, int(right))) for right in shift])
 
-    for argument in (1, 2, 3):
-        got = jax.jit(jax.grad(lambda *x: (mapped(*x) ** 2).sum(), argument))(shift, q, k, v)
-        want = jax.grad(lambda *x: (expected(np.array([0, 5]), *x[1:]) ** 2).sum(), argument)(shift, q, k, v)
-        np.testing.assert_allclose(got, want, atol=2e-5)
+    wrt = (1, 2, 3)
+    got = jax.jit(jax.grad(lambda *x: (mapped(*x) ** 2).sum(), wrt))(shift, q, k, v)
+    want = jax.grad(lambda *x: (expected(np.array([0, 5]), *x[1:]) ** 2).sum(), wrt)(shift, q, k, v)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 def test_a_mask_mod_is_read_afresh_on_every_call():
@@ -97,7 +99,8 @@ def test_what_rows_share_takes_no_memory_of_rows_times_columns(operand):
     def loss(q, row):
         return ring_attention(q, q, q, **{operand: row}).sum()
 
-    used = jax.jit(jax.grad(loss)).lower(q, row).compile().memory_analysis().temp_size_in_bytes
+    with quick_compiles(False):
+        used = jax.jit(jax.grad(loss)).lower(q, row).compile().memory_analysis().temp_size_in_bytes
     assert used < length * length
 
 

@@ -10,7 +10,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import quick_compiles, ring_mesh, small_blocks
+from attention_cases import ring_mesh, small_blocks
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,12 +22,6 @@ from jax_core.testing.oracle import reference_attention
 SPEC = P(None, "ring")
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 LENGTH = 24
-
-
-@pytest.fixture(autouse=True)
-def without_optimisations():
-    with quick_compiles():
-        yield
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:

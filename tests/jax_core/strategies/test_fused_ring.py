@@ -58,14 +58,14 @@ def case(name: str, **settings) -> Case:
 
 
 CASES = (
-    case("full, grouped heads, odd length", queries=23, heads=2),
+    case("full, grouped heads, odd length", queries=23, heads=2, slow=True),
     case("causal contiguous, sinks", heads=2, kv_heads=2, options=CAUSAL, arrays=SINKS),
     case("causal zigzag, segments", layout="zigzag", options=CAUSAL, arrays=PACKED),
     case("causal striped, soft cap", layout="striped", queries=21, spread=5.0, options=CAUSAL | {"logits_soft_cap": 2.5}),
-    case("window", queries=20, options=CAUSAL | {"sliding_window": 23}),
+    case("window", queries=20, options=CAUSAL | {"sliding_window": 23}, slow=True),
     case("window of two sides", layout="zigzag", ring=3, options={"sliding_window": (30, 7)}),
     case("chunks, more keys", layout="striped", ring=2, queries=18, keys=31, value_dim=13, options={"chunk_size": 11}),
-    case("segments of a batch, no LSE", ring=2, queries=18, keys=26, batch=2, arrays=PACKED_BOTH, lse_cotangent=False),
+    case("segments of a batch, no LSE", ring=2, queries=18, keys=26, batch=2, arrays=PACKED_BOTH, lse_cotangent=False, slow=True),
     case("several blocks", ring=2, queries=300, dtype="bfloat16", options=CAUSAL, block=128),
     case("ring of eight", ring=8, queries=6, options=CAUSAL, layout="zigzag", slow=True),
 )
@@ -317,7 +317,7 @@ def test_what_a_tpu_sends_into_is_in_hbm():
 # ----------------------------------------------------------------------------------------------------------------- meshes
 
 
-@pytest.mark.parametrize("ring", ["inner", ("outer", "inner"), ("inner", "outer")])
+@pytest.mark.parametrize("ring", ["inner", pytest.param(("outer", "inner"), marks=pytest.mark.slow), ("inner", "outer")])
 def test_on_meshes_of_two_axes(ring: str | tuple[str, ...], capsys):
     """A ring beside others on one mesh, and rings over two axes in either order. Beside others, heads are split."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))

@@ -13,6 +13,7 @@ asked = {
     "layout": dict(q=x, k=x, v=x, layout=("zigzag", "striped")[rank]),
     "shape": dict(q=x[:, : 8 - 2 * rank], k=x, v=x),
     "operand": dict(q=x, k=x, v=x, **({"sinks": torch.zeros(2)} if rank else {})),
+    "batch": dict(q=x[rank:], k=x[rank:], v=x[rank:]),  # empty on rank 1 only
     "mask_mod": dict(q=x, k=x, v=x, mask_mod=(lambda b, h, i, j: i > j) if rank else (lambda b, h, i, j: i >= j)),
 }
 for name, arguments in asked.items():
@@ -24,5 +25,10 @@ for name, arguments in asked.items():
 # K/V need gradients on one rank only: the rotations are the same all the same.
 q, k = x.clone().requires_grad_(), x.clone().requires_grad_(rank == 0)
 ring_attn.ring_attention(q, k, x).sum().backward()
+# No pair of a query and a key on any rank: nothing travels, and gradients are zeros.
+q, k = x[:, :0].clone().requires_grad_(), x.clone().requires_grad_()
+out = ring_attn.ring_attention(q, k, x)
+out.sum().backward()
+assert out.shape == q.shape and not k.grad.any()
 print("and works", flush=True)
 dist.destroy_process_group()

@@ -1,0 +1,38 @@
+"""The tensors of a call as operands in one order, the same on every road: ids for both sides, the seed's words, mask functions
+traced and the arrays that they close over lifted out."""
+
+from typing import Any
+
+import torch
+
+from jax_core.masks.functions import from_mask_mod
+from jax_core.request.spec import both_sides
+from jax_core.strategies.contract import Operands
+from torch_bridge.request import ARRAYS, Where
+from torch_bridge.ring import Tensors
+from torch_bridge.road import Road
+
+
+def gather(
+    road: Road, where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, options: dict[str, Any]
+) -> tuple[dict[str, Any], Tensors]:
+    """The options without ``mask_mod``, and the operands in the order of a request's forms."""
+    query = tensors["query"]
+    assert query is not None
+    road.check(query)
+    ids = {name: road.ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
+    seed = None if dropout_seed is None else road.seed_words(dropout_seed, query.device)
+    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
+    operands = both_sides(Operands(**named))
+    arrays = tuple(getattr(operands, name) for name in ARRAYS)
+    return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(road, where, options, arrays)
+
+
+def _lift_mask_mod(road: Road, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """The mask function as it is now: traced, and the arrays that it closes over as further operands."""
+    query = arrays[0]
+    assert query is not None
+    with road.tracing(road.resolve(*where), query):
+        predicate, constants = from_mask_mod(options["mask_mod"])
+        further = [road.constant(array, query.device) for array in constants]
+    return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)
