@@ -125,8 +125,8 @@ def ring_attention(
         sinks: ``[heads]``, ``[n]`` (shared by all heads) or ``[heads, n]`` logits that join the softmax's denominator.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``; adds ``-slope * abs(q - k)``.
         q_segment_ids, kv_segment_ids: ints ``[batch, seq]`` or ``[seq]``; attention stays within equal ids, negative is padding.
-        q_position_ids, kv_position_ids: ints, likewise; positions in place of the layout's. One side is enough for
-            self-attention.
+        q_position_ids, kv_position_ids: ints of 32 bits by value, likewise; positions in place of the layout's. With them windows
+            and chunks are below ``2**31``. One side is enough for self-attention.
         dropout_p: probability that an attention weight is dropped. dropout_seed: an int (any 64 bits) or a tensor of one; None
             draws it from torch's default generator. The pattern depends on seed, batch, head and positions alone: with one seed on
             all ranks it is the same whatever the ring and the layout.

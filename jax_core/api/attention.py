@@ -136,9 +136,11 @@ def ring_attention(
         mask_mod: ``(batch, head, q_pos, k_pos) -> bool`` on traced scalars; may close over JAX arrays. Inside ``shard_map`` batch
             and head count from 0 on each device, with ``mesh`` they are global.
         q_segment_ids, kv_segment_ids: int ``[batch, length]``; a query sees keys of its own segment only; negative is padding,
-            which sees and is seen by nothing. One side is enough when queries and keys have equal length.
+            which sees and is seen by nothing; its query, key, value and cotangents may hold anything, NaN included. One side is
+            enough when queries and keys have equal length.
         q_position_ids, kv_position_ids: int ``[batch, length]`` or ``[length]``; take the place of the layout's positions in
-            causal, window, chunk, ALiBi and ``mask_mod``. One side is enough when queries and keys have equal length.
+            causal, window, chunk, ALiBi and ``mask_mod``. Any int32 values; with them windows and chunks are below ``2**31``. One
+            side is enough when queries and keys have equal length.
         sliding_window: ``q - left <= k <= q + right``; an int is both sides, -1 or None no bound.
         chunk_size: Llama-4's chunked attention, which is causal: ``k <= q`` within ``q // chunk_size == k // chunk_size``.
         causal: ``k <= q`` by position; with unequal lengths query 0 stands at position 0 (give position ids to move it).
