@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import check_layout
 from jax_core.masks.static import make_mask
+from ring_attn.checks import check_inputs, check_sizes
 from ring_attn.functional import NAMES, attention
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.sequence import positions, unshard
@@ -104,7 +105,7 @@ class RingAttention(nn.MultiheadAttention):
     ) -> None:
         nn.Module.__init__(self)  # MultiheadAttention's own would make parameters for as many K/V heads as query heads
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(embed_dim, num_heads, num_kv_heads, dropout, sinks)
+        check_sizes(embed_dim, num_heads, num_kv_heads, dropout, sinks)
         check_layout(layout)
         make_mask(causal, sliding_window, chunk_size)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
@@ -205,7 +206,7 @@ class RingAttention(nn.MultiheadAttention):
         q = self._batch_first(query)
         k = q if key is query else self._batch_first(key)
         v = k if value is key else q if value is query else self._batch_first(value)
-        _check_inputs(q, k, v, (self.embed_dim, self.kdim, self.vdim))
+        check_inputs(q, k, v, (self.embed_dim, self.kdim, self.vdim))
         masks = self._masks(q, k, key_padding_mask, attn_mask, (q_segment_ids, kv_segment_ids))
         options = {**masks._asdict(), "q_position_ids": q_position_ids, "kv_position_ids": kv_position_ids}
         out = self._core_attention(*self._project(q, k, v), causal=self.causal or is_causal, **options)
@@ -373,29 +374,3 @@ class RingAttention(nn.MultiheadAttention):
     def _ring_size(self, shard: Tensor) -> int:
         """How many tensors like ``shard`` make the whole sequence."""
         return tensors_per_sequence(road_of(shard.device).resolve(self.mesh, self.mesh_dim))
-
-
-def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float, sinks: int) -> None:
-    if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
-        raise ValueError(f"embed_dim must be a positive multiple of num_heads, got embed_dim={embed_dim} and num_heads={num_heads}")
-    if num_kv_heads <= 0 or num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
-    if not isinstance(sinks, int) or sinks < 0:
-        raise ValueError(f"sinks must be a bool or the number of sinks per head, got {sinks}")
-
-
-def _check_inputs(query: Tensor, key: Tensor, value: Tensor, features: tuple[int, int, int]) -> None:
-    """Batch-first tensors, from inputs that were all 3-D or all 2-D."""
-    for name, tensor, expected in zip(("query", "key", "value"), (query, key, value), features, strict=True):
-        if tensor.ndim != 3 or tensor.shape[-1] != expected:
-            raise ValueError(
-                f"{name} must be 3-D (or 2-D without a batch) with {expected} features last, got {tensor.ndim} dims and "
-                f"{tensor.shape[-1] if tensor.ndim else 0} features"
-            )
-    if key.shape[:2] != value.shape[:2] or query.shape[0] != key.shape[0]:
-        raise ValueError(
-            "query, key and value must have one batch size, key and value one length, got (batch, length) "
-            f"{tuple(query.shape[:2])}, {tuple(key.shape[:2])} and {tuple(value.shape[:2])}; mind batch_first"
-        )

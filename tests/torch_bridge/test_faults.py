@@ -24,7 +24,7 @@ def test_an_invalid_call_of_one_rank_fails_on_all_and_the_ring_goes_on():
     assert works(healthy) and works(failed), healthy.out + healthy.err + failed.out + failed.err
     assert max(waits(healthy) + waits(failed)) < LIMIT
     causes = (
-        "ValueError: query and key must share the head dim; got query (1, 8, 2, 3)",
+        "ValueError: q and k must share the head dim; got q (1, 8, 2, 3)",
         "ValueError: k must be a torch.Tensor, got list",
         "ValueError: q_segment_ids must fit in int32",
         "ValueError: mask_mod is traced by JAX",
@@ -41,20 +41,20 @@ def test_an_invalid_call_of_one_rank_fails_on_all_and_the_ring_goes_on():
 def test_an_invalid_first_call_of_one_rank_fails_on_all():
     for ended in processes(2, "faults.py", "invalid_first"):
         assert works(ended), ended.out + ended.err
-        assert "query and key must share the head dim" in ended.out
+        assert "q and k must share the head dim" in ended.out
 
 
 @pytest.mark.slow
 def test_an_error_that_all_ranks_make_is_each_ranks_own():
     for ended in processes(2, "faults.py", "invalid_everywhere"):
         assert works(ended), ended.out + ended.err
-        assert "ValueError: scale must be a Python number" in ended.out
+        assert "ValueError: scale must be a number" in ended.out
 
 
 @pytest.mark.parametrize(
     ("way", "cause"),
     [
-        ("invalid_known", "ValueError: query and key must share the head dim"),
+        ("invalid_known", "ValueError: q and k must share the head dim"),
         pytest.param("fails_inside", "MemoryError: no room", marks=pytest.mark.slow),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(way, status, last)
     for text in (waiting.out + waiting.err, idle.err):
         assert "global rank 1 did not come. Last asked for: global rank 0: in call " in text
         assert re.search(
-            rf"; global rank 1: {last}; it has been in no ring call for \d s, now at .*faults.py:\d+ in {way}", text
+            rf"; global rank 1: {last}; it has been in no ring call for \d+ s, now at .*faults.py:\d+ in {way}", text
         ), text
     if way == "stops":  # it comes after all, when nobody is there any more
         assert re.search(r"ended after 0.\d s: PeerFailure: .* on global rank 1: global rank 1 did not come", idle.out), idle.out

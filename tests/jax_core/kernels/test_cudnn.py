@@ -27,6 +27,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import cudnn
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.kernels.cudnn import calls
+from jax_core.kernels.triton import launch
 from jax_core.masks.static import make_mask
 from jax_core.request.choice import choose
 from jax_core.request.features import of_scores, refusal
@@ -99,6 +100,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(calls, "version", lambda: 91900)
     monkeypatch.setattr(calls, "capability", lambda: 90)
+    monkeypatch.setattr(launch, "missing", lambda: "Triton would ask JAX for the GPU")
 
 
 def reason(problem: Problem) -> str | None:

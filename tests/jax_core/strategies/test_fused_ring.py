@@ -3,7 +3,6 @@ here."""
 
 import re
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -39,7 +38,6 @@ from tpu_interpreter import tpus_interpreted
 import jax_core
 from jax_core.masks.layout import LAYOUTS
 from jax_core.masks.static import make_mask
-from jax_core.request.topology import are_rings, is_ring
 from jax_core.strategies.fused_ring import frame
 from jax_core.strategies.fused_ring.constants import route
 from jax_core.strategies.fused_ring.rotation import RemoteTransfer
@@ -196,38 +194,6 @@ def test_auto_is_the_ring_where_there_is_no_torus():
 )
 def test_the_way_that_halves_take(mask, way):
     assert route(mask, "contiguous", 4, 12, 12) == way
-
-
-def chips(kind: str, *coords: tuple[int, ...], cores: int = 1, **more) -> list:
-    return [SimpleNamespace(device_kind=kind, coords=at, core_on_chip=core, **more) for at in coords for core in range(cores)]
-
-
-SNAKE = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 2, 0), (0, 2, 0), (0, 1, 0)]
-LINE = [(x, 0, 0) for x in range(16)]
-
-
-@pytest.mark.parametrize(
-    ("lines", "rings"),
-    [
-        ([chips("TPU v5 lite", *SNAKE)], True),
-        ([chips("TPU v5 lite", *sorted(SNAKE))], False),  # row by row: the next row does not begin beside the last one's end
-        ([chips("TPU v5 lite", *LINE)], True),  # 16 chips are a circle
-        ([chips("TPU v5 lite", *LINE[:8])], False),  # 8 are a line
-        ([chips("TPU v5p", *LINE[:4])], False),  # a side of 4 is no circle in a slice that is no cube of them
-        ([chips("TPU v5p", *[(x, y, z) for x in range(4)]) for y in range(4) for z in range(4)], True),
-        ([chips("TPU v5p", *SNAKE, num_cores=2)], False),
-        ([chips("TPU7x", *SNAKE, cores=2)], True),
-        ([chips("TPU v5 lite", *SNAKE[:3], slice_index=0) + chips("TPU v5 lite", *SNAKE[3:], slice_index=1)], False),
-        ([chips("another chip", *SNAKE)], False),
-        ([jax.devices()[:4]], False),
-    ],
-)
-def test_which_devices_are_rings(lines: list, rings: bool):
-    assert are_rings(np.array(lines, object)) is rings
-
-
-def test_a_mesh_axis_of_cpus_is_no_ring():
-    assert not is_ring(ring_mesh(4), ("ring",))
 
 
 # ------------------------------------------------------------------------------------------------------- compiled for TPUs
