@@ -107,9 +107,10 @@ def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an 
     return seen
 
 
-def seen_from(mask, position, low, high, of_keys, minimum, maximum):  # Triton compiles this too
+def seen_from(mask, position, low, high, origin, of_keys, minimum, maximum):  # Triton compiles this too
     """``(low, high)``: the interval within ``low .. high`` of the keys that a query at ``position`` sees (``of_keys``), or of the
-    queries that see a key there; empty where ``low > high``. Exactly what is :func:`visible`, for positions that are no ids.
+    queries that see a key there; empty where ``low > high``. Exactly what is :func:`visible`, for positions that are no ids. All
+    positions are counted from ``origin``: counted from a run's start, most bounds are constants.
 
     Both ends never fall as ``position`` grows. So from ``first`` to ``last``, some see ``low(first) .. high(last)`` (and nothing
     outside), and all see ``low(last) .. high(first)``.
@@ -129,7 +130,7 @@ def seen_from(mask, position, low, high, of_keys, minimum, maximum):  # Triton c
         if mask.right is not None:
             low = maximum(low, position - mask.right)
     if mask.chunk is not None:
-        start = position // mask.chunk * mask.chunk
+        start = (position + origin) // mask.chunk * mask.chunk - origin
         low = maximum(low, start)
         high = minimum(high, start + (mask.chunk - 1))
     return low, high

@@ -59,14 +59,13 @@ def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys
         stride: tl.constexpr = plan.q.stride
         block: tl.constexpr = plan.q.block
         start = tl.load(p_where + i_run)
-    # The other side's positions that are visible to some of these and to all of these, relative to the run's start.
-    end = start + stride * (length - 1)
-    of_first = seen_from(tl.constexpr(plan.reach), first, start, end, of_keys, least, greatest)
-    of_last = seen_from(tl.constexpr(plan.reach), last, start, end, of_keys, least, greatest)
-    some_low = of_first[0] - start
-    some_high = of_last[1] - start
-    all_low = of_last[0] - start
-    all_high = of_first[1] - start
+    # The other side's positions that are visible to some of these and to all of these, counted from the run's start.
+    some_low, all_high = seen_from(
+        tl.constexpr(plan.reach), first - start, 0, stride * (length - 1), start, of_keys, least, greatest
+    )
+    all_low, some_high = seen_from(
+        tl.constexpr(plan.reach), last - start, 0, stride * (length - 1), start, of_keys, least, greatest
+    )
     # From positions to rows (an end before the run's start is row -1, so that the ranges are empty), from rows to blocks.
     low = (some_low + stride - 1) // stride // block
     high = tl.maximum((some_high + stride) // stride + block - 1, 0) // block

@@ -94,11 +94,11 @@ def test_tiles_of_stride_one_are_judged_exactly(mask: Mask, q_run: Run, k_run: R
 
 
 @brute_force
-@given(masks, st.integers(0, 15), st.booleans())
-def test_the_interval_seen_from_a_position_is_what_is_visible(mask: Mask, position: int, of_keys: bool):
-    low, high = seen_from(mask, position, 2, 13, of_keys, min, max)
+@given(masks, st.integers(0, 15), st.integers(0, 9), st.booleans())
+def test_the_interval_seen_from_a_position_is_what_is_visible(mask: Mask, position: int, origin: int, of_keys: bool):
+    low, high = seen_from(mask, position - origin, 2 - origin, 13 - origin, origin, of_keys, min, max)
     pairs = ((position, other) if of_keys else (other, position) for other in range(2, 14))
-    assert [low <= other <= high for other in range(2, 14)] == [plainly_visible(mask, q, k) for q, k in pairs]
+    assert [low <= other - origin <= high for other in range(2, 14)] == [plainly_visible(mask, q, k) for q, k in pairs]
 
 
 @brute_force
@@ -106,7 +106,7 @@ def test_the_interval_seen_from_a_position_is_what_is_visible(mask: Mask, positi
 def test_the_intervals_seen_from_a_span(mask: Mask, first: int, more: int, of_keys: bool):
     """Within ``low(first) .. high(last)`` lies all that is visible to some; ``low(last) .. high(first)`` is visible to all."""
     last, others = first + more, range(24)
-    (some_low, all_high), (all_low, some_high) = (seen_from(mask, at, 0, 23, of_keys, min, max) for at in (first, last))
+    (some_low, all_high), (all_low, some_high) = (seen_from(mask, at, 0, 23, 0, of_keys, min, max) for at in (first, last))
     seen = seen_by(mask, range(first, last + 1), others) if of_keys else seen_by(mask, others, range(first, last + 1)).T
     np.testing.assert_array_equal(seen.all(0), [all_low <= other <= all_high for other in others])
     assert not [other for other in others if seen[:, other].any() and not some_low <= other <= some_high]
