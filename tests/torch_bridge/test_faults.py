@@ -51,11 +51,12 @@ def test_an_error_that_all_ranks_make_is_each_ranks_own():
         assert "ValueError: scale must be a number" in ended.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "cause"),
     [
         ("invalid_known", "ValueError: q and k must share the head dim"),
-        pytest.param("fails_inside", "MemoryError: no room", marks=pytest.mark.slow),
+        ("fails_inside", "MemoryError: no room"),
     ],
 )
 def test_a_rank_inside_a_program_that_another_will_not_join_is_ended(way, cause):
@@ -74,6 +75,7 @@ def test_a_rank_that_is_told_before_it_enters_a_program_raises():
     assert "ValueError: this call of the ring of global ranks [0, 1] failed on global rank 1" in healthy.out
 
 
+@pytest.mark.slow
 def test_ranks_that_take_programs_apart_are_told_what_each_asked_for():
     compares, runs = processes(2, "faults.py", "apart")
     assert compares.status == 3 and max(waits(compares)) < LIMIT, compares.out + compares.err
@@ -83,11 +85,12 @@ def test_ranks_that_take_programs_apart_are_told_what_each_asked_for():
         assert re.search(r"; global rank 1: in call 7, forward step 2: query .* with {'causal': True", text), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "status", "last"),
     [
         ("stops", EXIT_PEER_FAILURE, r"call 6, forward step 1: query .*'causal': True.*, which has ended"),
-        pytest.param("never_calls", 3, r"call 2, the comparison of ring_attn.start\(.*\), which has ended", marks=pytest.mark.slow),
+        ("never_calls", 3, r"call 2, the comparison of ring_attn.start\(.*\), which has ended"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named_with_what_it_does(way, status, last):

@@ -28,7 +28,7 @@ def on_mesh(strategy, *arrays, **options):
     return attention_on_mesh(Options(strategy=strategy, **options), Operands(*arrays), plan_sequence(mesh, "ring", 1), "cpu")
 
 
-@pytest.mark.parametrize("strategy", ["ring", "fused"])
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("fused", marks=pytest.mark.slow)])
 def test_every_strategy_runs(strategy):
     *qkv, dout = inputs()
     with tpus_interpreted(pltpu.InterpretParams()) if strategy == "fused" else nullcontext():

@@ -85,6 +85,7 @@ def test_fused_backward(name: str):
     against_the_oracle(in_pallas(named(name), fused_backward=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_padding_may_hold_anything(layout: str, fused: bool):
@@ -92,7 +93,7 @@ def test_padding_may_hold_anything(layout: str, fused: bool):
     assert_padding_holds_anything(in_pallas(case, fused_backward=fused), check_vma=False)
 
 
-@pytest.mark.parametrize("heads", [1, "H"])
+@pytest.mark.parametrize("heads", [1, pytest.param("H", marks=pytest.mark.slow)])
 def test_keys_that_a_mask_hides_from_every_query_may_hold_anything(heads):
     arrays = {"mask": HIDING(heads), "bias": normal(1, "H", "T", "S")}
     case = Case("hidden keys", ring=2, layout="zigzag", queries=10, keys=14, batch=1, heads=2, kv_heads=2, arrays=arrays)

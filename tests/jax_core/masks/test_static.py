@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brute_force import brute_force, masks, positions_of, seen_by, tiles, two_bounds_meet
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_core.masks.layout import LAYOUTS, Run, runs
@@ -126,7 +126,7 @@ far_masks = st.builds(
 )
 
 
-@brute_force
+@settings(brute_force, max_examples=60)  # each compiles a program
 @given(far_masks, st.lists(anywhere, min_size=1), st.lists(anywhere, min_size=1))
 def test_ids_anywhere_among_32_bits(mask: Mask, q_ids: list[int], k_ids: list[int]):
     """No sum, difference or quotient of positions goes wrong in 32 bits, and tiles are judged soundly."""

@@ -57,14 +57,16 @@ def case(name: str, **settings) -> Case:
 
 CASES = (
     case("full, grouped heads, odd length", queries=23, heads=2, slow=True),
-    case("causal contiguous, sinks", heads=2, kv_heads=2, options=CAUSAL, arrays=SINKS),
+    case("causal contiguous, sinks", heads=2, kv_heads=2, options=CAUSAL, arrays=SINKS, slow=True),
     case("causal zigzag, segments", layout="zigzag", options=CAUSAL, arrays=PACKED),
-    case("causal striped, soft cap", layout="striped", queries=21, spread=5.0, options=CAUSAL | {"logits_soft_cap": 2.5}),
+    case(
+        "causal striped, soft cap", layout="striped", queries=21, spread=5.0, options=CAUSAL | {"logits_soft_cap": 2.5}, slow=True
+    ),
     case("window", queries=20, options=CAUSAL | {"sliding_window": 23}, slow=True),
-    case("window of two sides", layout="zigzag", ring=3, options={"sliding_window": (30, 7)}),
-    case("chunks, more keys", layout="striped", ring=2, queries=18, keys=31, value_dim=13, options={"chunk_size": 11}),
+    case("window of two sides", layout="zigzag", ring=3, options={"sliding_window": (30, 7)}, slow=True),
+    case("chunks, more keys", layout="striped", ring=2, queries=18, keys=31, value_dim=13, options={"chunk_size": 11}, slow=True),
     case("segments of a batch, no LSE", ring=2, queries=18, keys=26, batch=2, arrays=PACKED_BOTH, lse_cotangent=False, slow=True),
-    case("several blocks", ring=2, queries=300, dtype="bfloat16", options=CAUSAL, block=128),
+    case("several blocks", ring=2, queries=300, dtype="bfloat16", options=CAUSAL, block=128, slow=True),
     case("ring of eight", ring=8, queries=6, options=CAUSAL, layout="zigzag", slow=True),
 )
 
@@ -81,12 +83,14 @@ def test_against_the_oracle(case: Case, capsys):
     assert "non-zero count" not in said  # of a semaphore, when a kernel ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_padding_may_hold_anything(layout: str):
     with tpus_interpreted(pltpu.InterpretParams()):
         assert_padding_holds_anything(case("padding", ring=2, queries=12, layout=layout, options=CAUSAL, arrays=PADDED | SINKS))
 
 
+@pytest.mark.slow
 def test_padding_of_one_side_may_hold_anything():
     arrays = {"q_segment_ids": segments("q"), "kv_segment_ids": segments("kv", padding=0.3)}
     with tpus_interpreted(pltpu.InterpretParams()):
@@ -283,7 +287,9 @@ def test_what_a_tpu_sends_into_is_in_hbm():
 # ----------------------------------------------------------------------------------------------------------------- meshes
 
 
-@pytest.mark.parametrize("ring", ["inner", pytest.param(("outer", "inner"), marks=pytest.mark.slow), ("inner", "outer")])
+@pytest.mark.parametrize(
+    "ring", [*(pytest.param(ring, marks=pytest.mark.slow) for ring in ("inner", ("outer", "inner"))), ("inner", "outer")]
+)
 def test_on_meshes_of_two_axes(ring: str | tuple[str, ...], capsys):
     """A ring beside others on one mesh, and rings over two axes in either order. Beside others, heads are split."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))

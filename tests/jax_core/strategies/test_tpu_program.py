@@ -50,7 +50,7 @@ def rotations(program: Program) -> list[tuple[int, bool, str]]:
 
 @CASE
 @PASS
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [pytest.param(dim, marks=[pytest.mark.slow] * (dim != 128)) for dim in DIMS])
 def test_a_kernel_runs_while_kv_rotate(platform, topology, direction, dim):
     """K and V rotate beside every kernel but the last, dK and dV beside every one but the first; then those two return to their
     owners, when nothing is left to compute. No collective but these."""
