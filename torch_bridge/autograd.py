@@ -76,7 +76,12 @@ def _number(where: Where, options: dict[str, Any], forms: tuple, device: torch.d
 
 @cache
 def _numbered(ring: Ring, options: tuple[tuple[str, Any], ...], forms: tuple, device: torch.device, names: Names) -> int:
-    request = Request(ring, Options(**dict(options)), tuple(None if form is None else Form(*form) for form in forms), device)
+    request = Request(
+        ring=ring,
+        options=Options(**dict(options)),
+        forms=tuple(None if form is None else Form(*form) for form in forms),
+        device=device,
+    )
     with telling(ring, device):
         try:
             return _prepared(request)

@@ -77,7 +77,15 @@ def program(request: Request) -> Program:
         gradients = tuple(form for number in wanted if (form := request.forms[number]) is not None)
         return on_ring(partial(attention.backward, wanted), len(request.forms) + 4, gradients)
 
-    return Program(request, str(request), ring, way, joiner(ring, platform), forward, cache(backward))
+    return Program(
+        request=request,
+        call=str(request),
+        ring=ring,
+        crossing=way,
+        join=joiner(ring, platform),
+        compiled_forward=forward,
+        compiled_backward=cache(backward),
+    )
 
 
 def _checked(request: Request, ring: Ring) -> LocalAttention:
@@ -85,7 +93,7 @@ def _checked(request: Request, ring: Ring) -> LocalAttention:
     device = request.device
     with keeping_device(device), precision_scope(request.results[0].dtype):
         start(ring=ring, device=device)
-        place = Placement(AXIS if ring.size > 1 else None, ring.size, backend=jax_platform(device))
+        place = Placement(axis_name=AXIS if ring.size > 1 else None, size=ring.size, backend=jax_platform(device))
         attention = specify(request, place)
         crossing(device)  # an error of this rank comes before the comparison
     compare(ring, str(request), _MUST_AGREE)

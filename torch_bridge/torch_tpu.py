@@ -188,7 +188,7 @@ def _pallas() -> ModuleType:
 
 
 def placement(grid: Grid | None) -> Placement:
-    return Placement(AXIS, grid[1], backend="tpu") if grid else Placement(backend="tpu")
+    return Placement(axis_name=AXIS, size=grid[1], backend="tpu") if grid else Placement(backend="tpu")
 
 
 def over_world(

@@ -1,5 +1,6 @@
 """A strategy's pair of forward and backward as one differentiable JAX function of local shards."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -21,11 +22,12 @@ def local_attention(
     if axis_name is not None:
         size = _axis_size(axis_name)
         axes |= varying_axes(lax.axis_index(axis_name))
-    spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend, torus))
+    place = Placement(axis_name=axis_name, size=size, head_shards=head_shards, axes=axes, backend=backend, torus=torus)
+    spec, completed = make_spec(options, operands, place)
     further = varying_axes(completed.predicate_arrays) - axes
     if further:  # a mask function that closes over arrays which vary over axes of their own
         axes |= further
-        spec, completed = make_spec(options, operands, Placement(axis_name, size, head_shards, axes, backend, torus))
+        spec, completed = make_spec(options, operands, replace(place, axes=axes))
     operands = completed
     # One type for every operand under check_vma; the cast's transpose sums the gradients of operands that devices share.
     arrays = vary(operands._replace(predicate_arrays=()), axes)

@@ -113,7 +113,9 @@ def attention_on_mesh(options: Options, operands: Operands, plan: MeshPlan | Non
     specs = {name: _spec(plan, operands, name) for name in given}
     local: dict[str, Any] = {name: _shard_form(plan, name, array, specs[name]) for name, array in given.items()}
     axis, size = (None, 1) if plan is None else (plan.sequence, plan.size(plan.sequence))
-    spec, completed = make_spec(options, Operands(**local), Placement(axis if size > 1 else None, size, backend=backend))
+    spec, completed = make_spec(
+        options, Operands(**local), Placement(axis_name=axis if size > 1 else None, size=size, backend=backend)
+    )
     masks = tuple(tuple(np.asarray(array) for array in arrays) for arrays in completed.predicate_arrays)
     return GlobalAttention(plan, spec, specs, masks, bool(options.predicates))
 

@@ -37,7 +37,15 @@ class BlockLayout:
 
 def block_layout(runs: Runs, block: int) -> BlockLayout:
     per_run = -(-runs[0].length // block)
-    return BlockLayout(len(runs), runs[0].length, runs[0].stride, block, per_run, per_run * len(runs), runs[0].length % block == 0)
+    return BlockLayout(
+        runs=len(runs),
+        length=runs[0].length,
+        stride=runs[0].stride,
+        block=block,
+        blocks_per_run=per_run,
+        blocks=per_run * len(runs),
+        even=runs[0].length % block == 0,
+    )
 
 
 class BlockSparsity(NamedTuple):

@@ -42,7 +42,7 @@ def make_mask(causal: bool = False, window: Window = None, chunk: int | None = N
     causal = bool(causal) or chunk is not None
     if causal and right is not None:
         right = None  # k <= q is the tighter bound
-    return Mask(causal, left, right, chunk if chunk is not None and chunk <= _FARTHEST else None)
+    return Mask(causal=causal, left=left, right=right, chunk=chunk if chunk is not None and chunk <= _FARTHEST else None)
 
 
 def check_reach(window, chunk: int | None) -> None:
@@ -77,7 +77,7 @@ def both(a: Mask, b: Mask) -> Mask | None:
     left, right = (
         min((side for side in sides if side is not None), default=None) for sides in ((a.left, b.left), (a.right, b.right))
     )
-    return Mask(causal, left, None if causal else right, a.chunk or b.chunk)
+    return Mask(causal=causal, left=left, right=None if causal else right, chunk=a.chunk or b.chunk)
 
 
 def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an annotation

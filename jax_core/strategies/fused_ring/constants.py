@@ -65,7 +65,7 @@ class RingConstants:
 
 def halved(layout: str, size: int, length: int, block: int) -> HalvedShard:
     first, second = halves(layout, 0, size, length)
-    return HalvedShard(length, (first.length, second.length), block, -(-first.length // block))
+    return HalvedShard(length=length, lengths=(first.length, second.length), block=block, blocks=-(-first.length // block))
 
 
 def halves(layout: str, rank, size: int, length: int) -> tuple[Run, Run]:
