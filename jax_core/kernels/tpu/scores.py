@@ -28,7 +28,7 @@ class TileIndex(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The logits, ``-inf`` where hidden; the soft cap's tanh; which weights dropout keeps; ``|q - k|`` (each may be None)."""
+    """The logits, ``-inf`` where hidden; the soft cap's tanh, the weights that dropout keeps, and ``|q - k|`` may be None."""
 
     logits: Array
     tanh: Array | None
