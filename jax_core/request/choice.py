@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 def choose(options: Options, problem: Problem, torus: bool = False) -> Choice:
     """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
-    why it cannot; "auto" takes the first that can compute the request, in the last resort the ring with the XLA kernel.
+    why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
 
     ``torus``: the ranks are known to form a ring in the TPU topology. Raises ValueError for unknown or contradictory names,
     NotImplementedError for what cannot be computed.

@@ -82,7 +82,7 @@ def forward(
     tables = make_tables((q, k, v), q_runs, k_runs, scores, extras, blocks)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    # The output and the LSE overwrite the carry, unless the last pair's output has another dtype.
+    # The output and the LSE overwrite the carry; if the last pair's output has another dtype, only the LSE does.
     before: list[Array | None] = [None, None] if carry is None else []
     in_place: list[Array] = [] if carry is None else [carry.out, carry.lse]
     outputs = [lse, out] if carry is None else []

@@ -103,7 +103,7 @@ def ordered_after(buffer: Buffer, done: Buffer) -> Buffer:
     return buffer.at[0].add(never.astype(buffer.dtype))
 
 
-# By item size in bytes: a bit pattern that is a NaN in every floating type, even if the items are words of a wider one.
+# By item size in bytes: a bit pattern that is a NaN in every floating type, even if the items are packed words.
 _ODD_NAN = {2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
 
 
