@@ -131,7 +131,7 @@ def ring_attention(
         bias: float, broadcasts to ``[batch, heads, q_length, S]``, with ``S`` all keys of the sequence: rows in shard order,
             columns in sequence order. Added after the scale and the soft cap.
         mask_info: attention mask, segment ids and sequence axis in one argument; do not also pass these by name.
-        mask: bool (True: may attend), with the shape of ``bias``.
+        mask: bool (True: may attend), broadcasts as ``bias`` does.
         mask_builder: ``(q_len, kv_len, num_heads, head_idx, num_reps)`` -> an object that slices to booleans over global indices.
         mask_mod: ``(batch, head, q_pos, k_pos) -> bool`` on traced scalars; may close over JAX arrays. Inside ``shard_map`` batch
             and head count from 0 on each device; with ``mesh`` they are global.

@@ -1,6 +1,7 @@
 """The backward kernels: they recompute the weights tile by tile, from the rows' final LSE.
 
 After FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+
 ``keys_kernel`` computes dK and dV of a key block in a loop over the query blocks that see it; ``queries_kernel`` computes dQ of a
 query block in a loop over the key blocks it sees. No sum has two writers, so results are the same in every run. With ``plan.fused``
 the first also adds to dQ, atomically, and the second is not needed. ``bias_kernel`` computes the bias gradient, summed over the
