@@ -31,7 +31,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # Loaded on first use, so that the rooms that need the standard library only (layouts, static masks) serve torch code without
+    # Loaded on first use: torch code can use the modules that need only the standard library (layouts, static masks) without
     # loading jax.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

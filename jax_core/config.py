@@ -1,4 +1,4 @@
-"""Block sizes and launch settings, under the reference design's names."""
+"""Block sizes and launch settings, with the reference design's names."""
 
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -13,8 +13,8 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 @dataclass(frozen=True)
 class FwdParams:
-    """A kernel's tile: ``q_blocksize`` x ``kv_blocksize`` positions. ``num_stages`` and ``num_warps`` belong to kernels that
-    have them; None leaves each to the kernel, a number given to a kernel without them is an error."""
+    """A kernel's tile: ``q_blocksize`` x ``kv_blocksize`` positions. Only some kernels have ``num_stages`` and ``num_warps``; a
+    number given to a kernel without them is an error. None leaves any of them to the kernel."""
 
     q_blocksize: int | None = None
     kv_blocksize: int | None = None
@@ -28,25 +28,25 @@ class FwdParams:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{type(self).__name__}.{name} must be a positive int or None, got {value!r}")
-            object.__setattr__(self, name, int(value))  # NumPy's integers are no other tile
+            object.__setattr__(self, name, int(value))  # NumPy integers must not make a different tile
 
     def completed(self, defaults: Self) -> Self:
-        """These parameters, with ``defaults`` where they say None."""
+        """These parameters, with ``defaults`` in place of None."""
         return replace(defaults, **{name: value for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
 class BwdParams(FwdParams):
-    """The same for the backward kernel. Triton's dK/dV sweep takes such tiles, its dQ sweep their transpose: ``kv_blocksize``
-    queries x ``q_blocksize`` keys, so that the longer side stands still in both."""
+    """The same for the backward kernel. Triton's dK/dV sweep uses these tiles, its dQ sweep their transpose: ``kv_blocksize``
+    queries x ``q_blocksize`` keys, so that the longer side stays in place in both."""
 
 
 @dataclass(frozen=True)
 class RingAttentionConfig:
-    """Settings of one ring attention; giving none leaves the block sizes to the kernel.
+    """Settings of one ring attention; without one the kernel chooses the block sizes.
 
-    ``platform``: which kernel; "cudnn" is another name of "cuda". ``backend``: the hardware that the numbers were chosen for
-    (anything but "any" is checked against the hardware that runs).
+    ``platform``: which kernel; "cudnn" is an alias of "cuda". ``backend``: the hardware that the numbers were chosen for
+    (anything but "any" is checked against the actual hardware).
     """
 
     fwd_params: FwdParams = field(default_factory=FwdParams)
@@ -60,13 +60,13 @@ class RingAttentionConfig:
                 f"fwd_params must be FwdParams and bwd_params BwdParams, got {type(self.fwd_params).__name__} and "
                 f"{type(self.bwd_params).__name__}"
             )
-        object.__setattr__(self, "platform", checked_platform(self.platform))  # frozen to everyone else
+        object.__setattr__(self, "platform", checked_platform(self.platform))  # the dataclass is frozen
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {self.backend!r}")
 
 
 def checked_platform(platform: str) -> str:
-    """The platform's one name; ValueError where there is none such."""
+    """The platform's canonical name; ValueError if there is no such platform."""
     if platform not in PLATFORMS:
         raise ValueError(f"platform must be one of {', '.join(PLATFORMS)} or None; got {platform!r}")
     return _ALIASES.get(platform, platform)

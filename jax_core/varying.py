@@ -1,17 +1,17 @@
-"""Which mesh axes a value varies over inside ``shard_map`` (its ``check_vma`` types), where they are tracked."""
+"""Which mesh axes a value varies over inside ``shard_map`` (its ``check_vma`` types), if they are tracked."""
 
 import jax
 from jax import lax
 
 
 def varying_axes(*values) -> frozenset:
-    """The union of the mesh axes that the arrays in ``values`` (pytrees) vary over; empty where they are not tracked."""
+    """The union of the mesh axes that the arrays in ``values`` (pytrees) vary over; empty if they are not tracked."""
     return frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(values)))
 
 
 def vary(values, axes):
-    """``values`` typed as varying over ``axes`` too. Its transpose sums over them, so that the gradient of a replicated
-    operand is whole."""
+    """``values`` typed as varying over ``axes`` too. The transpose sums over these axes, so the gradient of a replicated operand is
+    complete."""
 
     def cast(leaf):
         missing = tuple(sorted(frozenset(axes) - varying_axes(leaf), key=str))

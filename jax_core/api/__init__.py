@@ -1,4 +1,4 @@
-"""What users call: attention on one device, inside ``shard_map``, on a mesh; and the pair that torch calls.
+"""What users call: attention on one device, inside ``shard_map`` or on a mesh, and the forward/backward pair that torch calls.
 
-May be called by anyone; calls everything below.
+Any package may call it; it may call every package below.
 """

@@ -1,4 +1,4 @@
-"""The native JAX API: one function for a shard inside ``shard_map``, for a mesh, and for one device."""
+"""The native JAX API: one function that works inside ``shard_map``, on a mesh, and on one device."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, TypedDict, Unpack, overload
@@ -18,7 +18,7 @@ from jax_core.strategies.contract import Operands
 
 
 class _Static(TypedDict, total=False):
-    """Arguments of :func:`ring_attention` that are options under the same name."""
+    """Arguments of :func:`ring_attention` that become options of the same name."""
 
     mask_builder: MaskBuilder | None
     mask_mod: MaskMod | None
@@ -119,64 +119,64 @@ def ring_attention(
 ) -> Array | tuple[Array, Array]:
     """Exact attention over a sequence sharded across devices; differentiable in every floating operand and in the LSE.
 
-    Three ways to call it: inside ``shard_map`` with ``axis_name`` (arrays are this device's shards); with ``mesh`` (arrays are
-    global, in the layout's order; it wraps itself in ``shard_map``); with neither (the whole sequence on one device).
+    Call it in one of three ways: inside ``shard_map`` with ``axis_name`` (arrays are this device's shards); with ``mesh`` (arrays
+    are global, in the layout's order, and it wraps itself in ``shard_map``); or with neither (the whole sequence on one device).
 
     Args:
-        query: ``[batch, q_length, heads, dim]``, float16, bfloat16, float32 or float64; key and value in the same dtype.
+        query: ``[batch, q_length, heads, dim]``, float16, bfloat16, float32 or float64; key and value have the same dtype.
         key: ``[batch, k_length, kv_heads, dim]``; ``heads`` is a multiple of ``kv_heads`` (GQA, MQA).
         value: ``[batch, k_length, kv_heads, value_dim]``.
-        softmax_aux: attention sinks, logits that join the softmax's denominator: ``[heads]`` one a head, ``[sinks]`` of any other
-            length shared by all heads, or ``[heads, sinks]``. (``jax.nn.dot_product_attention`` has the bias in this place.)
-        bias: float, broadcasts to ``[batch, heads, q_length, S]`` with ``S`` all keys of the sequence: rows in shard order,
-            columns in the sequence's own order. Added after scale and soft cap.
-        mask_info: attention mask, segment ids and sequence axis in one; not together with the same arguments by name.
-        mask: bool (True: may attend), shaped as ``bias``.
-        mask_builder: ``(q_len, kv_len, num_heads, head_idx, num_reps)`` -> something that slices to booleans over global indices.
+        softmax_aux: attention sinks, logits that join the softmax's denominator: ``[heads]`` (one per head), ``[sinks]`` (any
+            other length, shared by all heads), or ``[heads, sinks]``. (``jax.nn.dot_product_attention`` has the bias here.)
+        bias: float, broadcasts to ``[batch, heads, q_length, S]``, with ``S`` all keys of the sequence: rows in shard order,
+            columns in sequence order. Added after the scale and the soft cap.
+        mask_info: attention mask, segment ids and sequence axis in one argument; do not also pass these by name.
+        mask: bool (True: may attend), broadcasts as ``bias`` does.
+        mask_builder: ``(q_len, kv_len, num_heads, head_idx, num_reps)`` -> an object that slices to booleans over global indices.
         mask_mod: ``(batch, head, q_pos, k_pos) -> bool`` on traced scalars; may close over JAX arrays. Inside ``shard_map`` batch
-            and head count from 0 on each device, with ``mesh`` they are global.
-        q_segment_ids, kv_segment_ids: int ``[batch, length]``; a query sees keys of its own segment only; negative is padding,
-            which sees and is seen by nothing; its query, key, value and cotangents may hold anything, NaN included. One side is
-            enough when queries and keys have equal length.
-        q_position_ids, kv_position_ids: int ``[batch, length]`` or ``[length]``; take the place of the layout's positions in
-            causal, window, chunk, ALiBi and ``mask_mod``. Any int32 values; with them windows and chunks are below ``2**31``. One
+            and head count from 0 on each device; with ``mesh`` they are global.
+        q_segment_ids, kv_segment_ids: int ``[batch, length]``; a query sees only keys of its own segment. Negative ids mark
+            padding, which neither attends nor is attended to; its query, key, value and cotangents may hold anything, including
+            NaN. One side is enough when queries and keys have equal length.
+        q_position_ids, kv_position_ids: int ``[batch, length]`` or ``[length]``; they replace the layout's positions in causal,
+            window, chunk, ALiBi and ``mask_mod``. Any int32 values; with them, windows and chunks must be below ``2**31``. One
             side is enough when queries and keys have equal length.
-        sliding_window: ``q - left <= k <= q + right``; an int is both sides, -1 or None no bound.
+        sliding_window: ``q - left <= k <= q + right``; an int sets both sides, -1 or None means no bound.
         chunk_size: Llama-4's chunked attention, which is causal: ``k <= q`` within ``q // chunk_size == k // chunk_size``.
-        causal: ``k <= q`` by position; with unequal lengths query 0 stands at position 0 (give position ids to move it).
-        logits_soft_cap: ``cap * tanh(x / cap)`` of the scaled logits.
-        softmax_scale: None is ``1 / sqrt(dim)``.
+        causal: ``k <= q`` by position; with unequal lengths query 0 is at position 0 (pass position ids to move it).
+        logits_soft_cap: ``cap * tanh(x / cap)``, applied to the scaled logits.
+        softmax_scale: None means ``1 / sqrt(dim)``.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``; adds ``-slope * abs(q - k)``.
         dropout_prob: probability that an attention weight is dropped; kept weights are scaled by ``1 / (1 - prob)``.
-        dropout_seed: int, integer scalar or uint32 ``[2]``; the same on all devices. The pattern depends on the seed, batch, head
-            and the global indices of query and key alone; batch and head count as for ``mask_mod`` (under ``vmap`` every entry is
-            batch 0: give each a seed).
+        dropout_seed: int, integer scalar or uint32 ``[2]``; the same on all devices. The pattern depends only on the seed, batch,
+            head and the global indices of query and key; batch and head are numbered as for ``mask_mod`` (under ``vmap`` every
+            entry is batch 0: give each its own seed).
         axis_name: the mesh axis (or axes) that shard the sequence.
-        layout: "contiguous", "zigzag" or "striped": how the sequence lies over the ring (``jax_core.masks.layout``).
+        layout: "contiguous", "zigzag" or "striped": how the sequence is laid out over the ring (``jax_core.masks.layout``).
         return_lse: also return the logarithm of the softmax's denominator.
-        fused_backward: True demands a kernel that makes dQ, dK and dV in one sweep over the scores (xla does), and is an error
-            with one that cannot; False leaves it to the kernel.
-        platform: "xla", "triton", "cuda", "pallas", or "auto"/None to choose. A named one runs or the error says why not.
-        strategy: "ring" (K/V travel between calls of a kernel), "fused" (on TPUs: one kernel sends them while it
-            computes), or "auto": fused with a ``mesh`` on which the ring's devices are neighbours on the TPUs' torus, if
-            no platform is named and it can. Fused takes no bias, mask, mask function, position ids, ALiBi or dropout.
+        fused_backward: True requires a kernel that computes dQ, dK and dV in one sweep over the scores (xla does), and is an error
+            with one that cannot; False leaves the choice to the kernel.
+        platform: "xla", "triton", "cuda", "pallas", or "auto"/None to choose. A named one runs, or the error says why it cannot.
+        strategy: "ring" (K/V travel between kernel calls), "fused" (TPUs only: one kernel sends K/V while it computes), or
+            "auto": fused if ``mesh`` shows that the ring's devices are neighbours on the TPU torus, no platform is named, and
+            fused can compute the request. Fused takes no bias, mask, mask function, position ids, ALiBi or dropout.
         cfg: :class:`RingAttentionConfig`.
         mesh: a ``jax.sharding.Mesh``.
         in_specs: with ``mesh``: PartitionSpecs of query, key, value, softmax_aux, bias, q_segment_ids, kv_segment_ids. Without them
-            batch and heads stay split as the query is; where a traced query does not show it (axes of type Auto under ``jit``), the
+            batch and heads stay split as in the query. If a traced query does not show its split (Auto axes under ``jit``), the
             batch is split over the mesh's other axes as far as they divide it.
-        out_specs: with ``mesh``: PartitionSpec of the output (with ``return_lse`` a pair).
+        out_specs: with ``mesh``: PartitionSpec of the output (a pair with ``return_lse``).
 
     Returns:
         ``out [batch, q_length, heads, value_dim]`` in the query's dtype; with ``return_lse`` also ``lse [batch, heads, q_length]``,
-        natural log, float32 (float64 for float64 inputs). A row that sees no key gives 0, LSE ``-inf`` (the sinks' LSE when there
-        are sinks) and zero gradients.
+        natural log, float32 (float64 for float64 inputs). A row that sees no key has output 0, LSE ``-inf`` (the sinks' LSE if
+        there are sinks) and zero gradients.
 
     Raises:
-        ValueError: arguments that do not fit together. NotImplementedError: the named platform or strategy cannot compute this.
+        ValueError: inconsistent arguments. NotImplementedError: the named platform or strategy cannot compute this.
 
-    Ring: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889. Inside ``shard_map(..., check_vma=False)`` taking ``jax.grad`` within the
-    mapped function gives each device's part of the gradient of replicated operands, as for every parameter there.
+    Ring: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889. Inside ``shard_map(..., check_vma=False)``, ``jax.grad`` within the mapped
+    function returns each device's part of the gradient of a replicated operand, as for any parameter there.
     """
     options, operands, axis_name = _request(
         query,
@@ -229,8 +229,8 @@ def create_shard_map_wrapper(
     out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None = None,
     **arguments: Unpack[_Keywords],
 ) -> tuple[Callable[..., Array | tuple[Array, Array]], tuple[Array, ...]]:
-    """:func:`ring_attention` on a mesh, not called yet: ``(fn, args)`` with ``fn(*args)`` the result. ``arguments`` are its other
-    keyword arguments. ``args`` are the arrays that were given, in the order of :class:`jax_core.strategies.contract.Operands`."""
+    """:func:`ring_attention` on a mesh, not yet called: returns ``(fn, args)``, and ``fn(*args)`` is the result. ``arguments`` are
+    its other keyword arguments. ``args`` are the given arrays, in the order of :class:`jax_core.strategies.contract.Operands`."""
     options, operands, axis_name = _request(query, key, value, softmax_aux, bias, **arguments)
     plan = plan_mesh(operands, mesh, axis_name, in_specs, out_specs, arguments.get("return_lse", False))
     return on_mesh(options, operands, plan)
@@ -274,8 +274,8 @@ def _request(
     _refuse_bias_as_sinks(operands)
     operands, axis_name = _open_mask_info(mask_info, operands, axis_name)
     window = sliding_window
-    if isinstance(window, list):  # which cannot be hashed
-        window = tuple(window)  # type: ignore[assignment]  # its length is checked with the rest
+    if isinstance(window, list):  # lists cannot be hashed
+        window = tuple(window)  # type: ignore[assignment]  # its length is checked later
     return Options(sliding_window=window, lse_gradient=return_lse, **static), operands, axis_name
 
 
@@ -284,8 +284,8 @@ def _array(x: ArrayLike | None) -> Array | None:
 
 
 def _refuse_bias_as_sinks(operands: Operands) -> None:
-    """``jax.nn.dot_product_attention`` has the bias where this function has sinks: ``[queries, keys]`` with as many queries as
-    heads would pass for ``[heads, sinks]``."""
+    """``jax.nn.dot_product_attention`` takes the bias where this function takes sinks: a bias ``[queries, keys]`` with as many
+    queries as heads could be mistaken for ``[heads, sinks]``."""
     sinks, query, keys = operands.softmax_aux, operands.query, operands.key.shape[1:2]
     if sinks is None or sinks.ndim != 2 or query.ndim != 4 or sinks.shape[1] == 1:
         return

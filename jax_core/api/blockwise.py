@@ -1,4 +1,4 @@
-"""EasyDeL's single-device blockwise attention, under its names, on the same kernels as the ring."""
+"""EasyDeL's single-device blockwise attention, with its argument names, on the ring's kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -30,26 +30,26 @@ def blockwise_attention(
     mask=None,
     init_bias=None,
 ):
-    """Exact attention on one device, a block of scores at a time.
+    """Exact attention on one device, one block of scores at a time.
 
     Args:
         query: ``[batch, q_length, heads, dim]``; key ``[batch, k_length, kv_heads, dim]``, value
             ``[batch, k_length, kv_heads, value_dim]``. All are computed in ``dtype``.
         bias: float, broadcasts to ``[batch, heads, q_length, k_length]``. ``mask``: bool (True: may attend), likewise.
-        init_bias: a function without arguments that gives the bias; called when neither ``bias`` nor ``mask`` came.
-        deterministic: True switches dropout off. dropout_rng: a JAX PRNG key, needed when it is on. attn_pdrop: its probability.
-        query_chunk_size, key_chunk_size: the block of scores.
-        dtype: of the computation and the output; sums are in float32 all the same (float64 for float64).
+        init_bias: a function without arguments that returns the bias; called when neither ``bias`` nor ``mask`` is given.
+        deterministic: True turns dropout off. dropout_rng: a JAX PRNG key, needed for dropout. attn_pdrop: dropout's probability.
+        query_chunk_size, key_chunk_size: the size of a block of scores.
+        dtype: of the computation and the output; sums are in float32 regardless (float64 for float64).
         policy: None or False saves query, key, value, output and LSE for the backward; a ``jax.checkpoint`` policy decides what
-            else is kept or made again, and ``prevent_cse`` is then handed to ``jax.checkpoint`` too.
-        precision: of the matrix products, a ``jax.lax.Precision``; None is the highest.
+            else is saved or recomputed, and ``prevent_cse`` is then passed to ``jax.checkpoint`` too.
+        precision: of the matrix products, a ``jax.lax.Precision``; None means the highest.
         float32_logits: False rounds ``query . key`` to ``dtype`` before the softmax.
 
     Returns:
         ``[batch, q_length, heads, value_dim]`` in ``dtype``.
 
     Raises:
-        ValueError: arguments that do not fit together.
+        ValueError: inconsistent arguments.
 
     Blockwise: Liu and Abbeel 2023, arXiv:2305.19370.
     """
@@ -79,6 +79,6 @@ def blockwise_attention(
 
 
 def _key_words(key):
-    """A PRNG key, old style or typed, as two words."""
+    """A PRNG key, legacy or typed, as two words."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return data.reshape(-1)[-2:]

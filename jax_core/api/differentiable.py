@@ -1,4 +1,4 @@
-"""A strategy's pair of forward and backward as one differentiable JAX function of local shards."""
+"""A strategy's forward and backward as one differentiable JAX function of local shards."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,8 +15,8 @@ from jax_core.varying import vary, varying_axes
 def local_attention(
     options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None, torus: bool = False
 ):
-    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device without. ``torus``: the ring is one
-    of the topology."""
+    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None. ``torus``: the
+    ring's devices form a ring in the TPU topology."""
     axes = varying_axes(operands)
     backend, size = backend or _backend_here(), 1
     if axis_name is not None:
@@ -25,7 +25,7 @@ def local_attention(
     place = Placement(axis_name=axis_name, size=size, head_shards=head_shards, axes=axes, backend=backend, torus=torus)
     spec, completed = make_spec(options, operands, place)
     further = varying_axes(completed.predicate_arrays) - axes
-    if further:  # a mask function that closes over arrays which vary over axes of their own
+    if further:  # a mask function closes over arrays that vary over further axes
         axes |= further
         spec, completed = make_spec(options, operands, replace(place, axes=axes))
     operands = completed
@@ -45,8 +45,8 @@ def _axis_size(axis_name) -> int:
 
 
 def _backend_here() -> str | None:
-    """What the devices of the ``shard_map`` around this call are: a program may be compiled for others than this process's own.
-    None where its mesh does not say."""
+    """The platform of the devices of the enclosing ``shard_map``: a program may be compiled for devices other than this process's
+    own. None if its mesh does not say."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "platform", None)
 
@@ -66,5 +66,5 @@ def _attention_backward(spec: RingSpec, residuals, cotangents):
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
-# Equal specs and shapes are one program, also when every layer of a model calls it.
+# Equal specs and shapes share one program, even when every layer of a model calls it.
 _compiled = jax.jit(_attention, static_argnums=0)

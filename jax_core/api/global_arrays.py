@@ -1,6 +1,6 @@
-"""A strategy's forward and backward on global arrays on a mesh, for an autograd that is not JAX's.
+"""A strategy's forward and backward on global arrays on a mesh, for an autograd other than JAX's.
 
-:mod:`jax_core.api.mesh` makes one differentiable JAX function of the two; here they stay apart.
+:mod:`jax_core.api.mesh` combines the two into one differentiable JAX function; here they stay separate.
 """
 
 from collections.abc import Callable
@@ -25,15 +25,15 @@ WHOLE = PartitionSpec()
 
 
 def plan_sequence(mesh: Mesh | AbstractMesh, sequence: str, batch: int) -> MeshPlan:
-    """The sequence over one axis of the mesh; ``batch`` entries over all the others, or whole where these do not divide it."""
+    """Splits the sequence over one axis of the mesh, and ``batch`` over all the others if they divide it."""
     others = tuple(axis for axis in mesh.axis_names if axis != sequence) or None
     plan = MeshPlan(mesh=mesh, batch=others, sequence=sequence, heads=None, return_lse=True)
     return plan if batch % plan.size(others) == 0 else replace(plan, batch=None)
 
 
 class _Place(NamedTuple):
-    """Where a device stands along the ring and among those that split the batch, int32 ``[1]`` each: as operands, because not every
-    partitioner can tell it (torch-xla's refuses XLA's PartitionId where it cannot see that it is meant for one device)."""
+    """A device's index along the ring and along the batch axes, int32 ``[1]`` each. They are operands because not every partitioner
+    can compute them (torch-xla's refuses XLA's PartitionId where it cannot see that it is meant for one device)."""
 
     ring: jax.Array
     batch: jax.Array
@@ -41,14 +41,14 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GlobalAttention:
-    """One attention. ``arrays`` are the operands that :func:`attention_on_mesh` was given, in the order of
-    :class:`jax_core.strategies.contract.Operands` without those that are None, then the arrays of ``options.predicates``."""
+    """One attention. ``arrays`` are the operands given to :func:`attention_on_mesh` that are not None, in the order of
+    :class:`jax_core.strategies.contract.Operands`, then the arrays of ``options.predicates``."""
 
     plan: MeshPlan | None
     spec: RingSpec
-    specs: dict[str, PartitionSpec]  # of the operands that there are
+    specs: dict[str, PartitionSpec]  # of the operands that are not None
     masks: tuple[tuple[np.ndarray, ...], ...]  # of a mask_builder
-    lifted: bool  # whether arrays of predicates follow the operands
+    lifted: bool  # whether arrays of predicates follow the operands in ``arrays``
 
     def forward(self, *arrays):
         """``out [batch, q_length, heads, value_dim]`` and ``lse [batch, heads, q_length]``, as the strategies' contract says."""
@@ -103,10 +103,10 @@ class GlobalAttention:
 
 
 def attention_on_mesh(options: Options, operands: Operands, plan: MeshPlan | None, backend: str) -> GlobalAttention:
-    """The attention of one request, which is checked (ValueError, NotImplementedError).
+    """Checks a request (ValueError, NotImplementedError) and returns its attention.
 
-    ``operands``: global, in the layout's order; only their shapes and dtypes are read, so ``jax.ShapeDtypeStruct`` will do.
-    ``plan``: None for no ring. ``backend``: the hardware that it will run on.
+    ``operands``: global, in the layout's order; only their shapes and dtypes are read, so ``jax.ShapeDtypeStruct`` is enough.
+    ``plan``: None without a ring. ``backend``: the hardware that it will run on.
     """
     check_operands(operands, options.layout, 1)
     given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}

@@ -22,7 +22,7 @@ _ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_s
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Which mesh axes split batch, sequence and heads, and how the result lies."""
+    """Which mesh axes split batch, sequence and heads, and how the result is sharded."""
 
     mesh: Mesh | AbstractMesh
     batch: Axes
@@ -36,8 +36,8 @@ class MeshPlan:
 
 
 def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, return_lse: bool) -> MeshPlan:
-    """The plan that the specs describe; without specs the sequence is split over ``axis_name``, or over the mesh's only axis,
-    and batch and heads as the query lies."""
+    """The plan that the specs describe. Without specs the sequence is split over ``axis_name``, or over the mesh's only axis, and
+    batch and heads are split as in the query."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     specs = _given_specs(in_specs)
@@ -72,7 +72,7 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
     in_specs = tuple(operand_spec(plan, operands, name) for name in given)
     for (name, array), spec in zip(given.items(), in_specs, strict=True):
         check_divides(plan, name, array.shape, spec)
-    if 0 in (*operands.query.shape, *operands.key.shape):  # XLA cannot split what is empty
+    if 0 in (*operands.query.shape, *operands.key.shape):  # XLA cannot split empty arrays
         return whole, tuple(given.values())
     mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
     return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
@@ -83,12 +83,12 @@ def _named(names: Iterable[str], arrays: Sequence[Array]) -> Operands:
 
 
 def _backend(mesh: Mesh | AbstractMesh) -> str | None:
-    """What the mesh's devices are; None for an abstract mesh."""
+    """The platform of the mesh's devices; None for an abstract mesh."""
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
 def _call(mapped: Callable, mesh: Mesh | AbstractMesh, in_specs, *arrays):
-    if AxisType.Explicit in mesh.axis_types:  # there shard_map moves nothing, and wants its operands where the specs say
+    if AxisType.Explicit in mesh.axis_types:  # then shard_map reshards nothing and expects its operands as the specs say
         arrays = tuple(jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True))
     return mapped(*arrays)
 
@@ -130,9 +130,9 @@ def _ring_axes(mesh: Mesh, axis_name: Axes) -> Axes:
 
 
 def _kept_axes(operands: Operands, mesh: Mesh, ring: tuple[str, ...]) -> tuple[Axes, Axes]:
-    """The axes that split batch and heads where no in_specs say it: those of the query. Of a query that does not show them (XLA
-    decides on a traced array's axes of type Auto) the batch is split over the other axes as far as they divide it: gathering it
-    would repeat the work on every row of the mesh."""
+    """The axes that split batch and heads without in_specs: those of the query. If the query does not show them (XLA decides on the
+    Auto axes of a traced array), the batch is split over the other axes as far as they divide it: gathering it would repeat the
+    work along those axes."""
     query, kv_heads = operands.query, operands.key.shape[2]
     spec = _visible_spec(query, mesh)
     if spec is None:
@@ -143,7 +143,7 @@ def _kept_axes(operands: Operands, mesh: Mesh, ring: tuple[str, ...]) -> tuple[A
 
 
 def _visible_spec(array: Array, mesh: Mesh) -> PartitionSpec | None:
-    """How an array lies on a mesh of these axes, or None where it does not say."""
+    """How an array is sharded over a mesh with these axes, or None if it does not say."""
     if isinstance(array, jax.core.Tracer):
         sharding = jax.typeof(array).sharding
         return sharding.spec if AxisType.Explicit in mesh.axis_types else None
@@ -152,7 +152,7 @@ def _visible_spec(array: Array, mesh: Mesh) -> PartitionSpec | None:
 
 
 def _dividing(mesh: Mesh, axes: list[str], length: int) -> Axes:
-    """As many of the axes, in order, as split ``length`` evenly."""
+    """The axes, taken in order, that together split ``length`` evenly; None if there are none."""
     kept: list[str] = []
     for axis in axes:
         if length % prod(mesh.shape[name] for name in [*kept, axis]) == 0:
@@ -161,7 +161,7 @@ def _dividing(mesh: Mesh, axes: list[str], length: int) -> Axes:
 
 
 def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSpec) -> None:
-    """A spec must split its operand as the ring needs it, or leave a dimension whole (it is split on the way in)."""
+    """A spec must split each dimension of its operand as the ring needs it, or leave it whole (it is then split on entry)."""
     array = getattr(operands, name)
     if array is None:
         return
@@ -177,7 +177,7 @@ def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSp
 
 
 def _check_out_specs(given, needed) -> None:
-    """The result lies as the query does; out_specs may say so, and nothing else."""
+    """The result is sharded as the query is; out_specs may only say the same."""
     several = isinstance(needed, tuple) and not isinstance(needed, PartitionSpec)
     pair = isinstance(given, (tuple, list)) and not isinstance(given, PartitionSpec)
     pairs = zip(given, needed, strict=False) if several and pair else [(given, needed)]
@@ -187,7 +187,7 @@ def _check_out_specs(given, needed) -> None:
 
 
 def _axes(spec) -> list[tuple[str, ...]]:
-    """The axes of each dimension, without the dimensions at the end that are whole."""
+    """The axes of each dimension, without trailing dimensions that are whole."""
     axes = [axis_names(entry) for entry in spec]
     while axes and not axes[-1]:
         axes.pop()
@@ -204,7 +204,7 @@ def check_divides(plan: MeshPlan, name: str, shape: tuple[int, ...], spec: Parti
 
 
 def operand_spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec:
-    """How an operand is split, following the query; dimensions of length 1 are not."""
+    """How an operand is split, following the query; dimensions of length 1 are not split."""
     array = getattr(operands, name)
     if name in ("query", "key", "value"):
         return PartitionSpec(plan.batch, plan.sequence, plan.heads, None)
@@ -222,14 +222,14 @@ def operand_spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec
 
 
 def _in_global_shape(operands: Operands) -> Operands:
-    """Sinks as ``[heads, n]``: one that heads share must stay so when heads are split."""
+    """Sinks as ``[heads, n]``: a sink shared by all heads must stay shared when heads are split."""
     if operands.softmax_aux is None or operands.softmax_aux.ndim != 1 or operands.query.ndim != 4:
         return operands
     return operands._replace(softmax_aux=sinks_per_head(operands.softmax_aux, operands.query.shape[2]))
 
 
 def _origin(plan: MeshPlan, shards: Operands):
-    """The global numbers of the first batch entry and head of this device."""
+    """The global indices of this device's first batch entry and head."""
     lengths = shards.query.shape[0], shards.query.shape[2]
     numbers = [
         lax.axis_index(axes) * length if axis_names(axes) else 0

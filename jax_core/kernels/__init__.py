@@ -1,4 +1,4 @@
-"""Attention of one shard of queries over one shard of keys: each folder is a kernel under ``contract``.
+"""Attention of one shard of queries over one shard of keys: each folder is a kernel that follows ``contract``.
 
-Called by strategies; a kernel calls the masks and this room's own files, never another kernel.
+Called by strategies; a kernel calls the masks and the files in this folder, never another kernel.
 """

@@ -1,6 +1,6 @@
-"""Two shards in blocks: where the blocks lie, and which pairs of them have anything to compute.
+"""Two shards in blocks: where the blocks are, and which pairs of blocks have anything to compute.
 
-For kernels that visit blocks by a list. The numbers here are of blocks, not of positions: a shard's map is small at any length.
+For kernels that visit blocks from a list. Maps are by block, not by position, so they stay small at any length.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from jax_core.varying import vary, varying_axes
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """One side's shard: ``runs`` (1 or 2) runs of ``length`` positions each, ``stride`` apart, in blocks of ``block`` that never
-    cross from one run to the next."""
+    """One side's shard: ``runs`` (1 or 2) runs of ``length`` positions each, ``stride`` apart, in blocks of ``block`` positions; no
+    block spans two runs."""
 
     runs: int
     length: int
@@ -32,7 +32,7 @@ class BlockLayout:
     block: int
     blocks_per_run: int
     blocks: int
-    even: bool  # every block is whole
+    even: bool  # every block is full: no padding
 
 
 def block_layout(runs: Runs, block: int) -> BlockLayout:
@@ -49,18 +49,18 @@ def block_layout(runs: Runs, block: int) -> BlockLayout:
 
 
 class BlockSparsity(NamedTuple):
-    """bool ``[batch|1, query blocks, key blocks]``: which pairs have a visible pair of positions, as far as bounds tell, and which
-    are visible altogether."""
+    """The block sparsity map, bool ``[batch|1, query blocks, key blocks]``: which pairs of blocks have a visible pair of positions,
+    judged by bounds (``visible``), and which are fully visible (``whole``)."""
 
     visible: Array
     whole: Array
 
 
 def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras) -> BlockSparsity:
-    """From the static mask, segment ids and position ids; masks and mask functions may hide more."""
+    """Considers the static mask, segment ids and position ids; boolean masks and mask functions may hide more."""
     q_low, q_high = _bounds(positions(extras.q_position_ids, q_runs), q)
     k_low, k_high = _bounds(positions(extras.kv_position_ids, k_runs), k)
-    q_bounds = Run(q_low[:, :, None], (q_high - q_low)[:, :, None], 2)  # by its ends
+    q_bounds = Run(q_low[:, :, None], (q_high - q_low)[:, :, None], 2)  # a run with these ends
     k_bounds = Run(k_low[:, None, :], (k_high - k_low)[:, None, :], 2)
     visible, whole = ~empty(scores.mask, q_bounds, k_bounds), full(scores.mask, q_bounds, k_bounds)
     if extras.q_segment_ids is not None and extras.kv_segment_ids is not None:
@@ -74,33 +74,33 @@ def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs: Runs, k_runs: Runs, s
 
 
 def starts(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
-    """int32 ``[6]``: the first positions of the two runs of queries and of keys (0 for one that is not there), and the global
-    numbers of the first batch entry and head."""
+    """int32 ``[6]``: the first positions of the two runs of queries and of keys (0 for a missing run), and the global indices of
+    the first batch entry and head."""
     firsts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
     origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
     return jnp.stack([jnp.asarray(number, jnp.int32) for number in firsts + origin])
 
 
 def index(runs: Runs) -> Array:
-    """``[length]``: the places of a shard's rows in the whole sequence."""
+    """``[length]``: the indices of a shard's rows in the whole sequence."""
     return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
 
 
 def positions(ids: Array | None, runs: Runs) -> Array:
-    """``[batch|1, length]``: the ids, or the places where there are none."""
+    """``[batch|1, length]``: the ids, or the indices if there are no ids."""
     return index(runs)[None] if ids is None else ids
 
 
 def distance(mask: Mask, q_pos: Array, k_pos: Array, dtype: DTypeLike) -> Array:
-    """``|q - k|`` of positions that broadcast, in a floating ``dtype``."""
+    """``|q - k|`` of positions, which broadcast, in a floating ``dtype``."""
     if not mask.any_position:
         return jnp.abs(q_pos - k_pos).astype(dtype)
     between = (jnp.maximum(q_pos, k_pos) - jnp.minimum(q_pos, k_pos)).astype(dtype)
-    return jnp.where(between < 0, between + 2.0**32, between)  # what has no place in 32 bits came as a negative number
+    return jnp.where(between < 0, between + 2.0**32, between)  # a difference that overflows int32 wraps to a negative number
 
 
 def in_blocks(x: Array, axis: int, where: BlockLayout, fill: float | None = None) -> Array:
-    """The axis, ``runs * length`` long, filled up so that every run is whole blocks; None: with each run's last value."""
+    """Pads the axis, ``runs * length`` long, so that every run is whole blocks; ``fill`` None: with each run's last value."""
     axis %= x.ndim
     if where.even:
         return x
@@ -122,7 +122,7 @@ def out_of_blocks(x: Array, axis: int, where: BlockLayout) -> Array:
 
 
 def same_rows(a: Array | None, b: Array | None) -> tuple[Array | None, Array | None]:
-    """Ids of both sides, broadcast to as many rows."""
+    """Ids of both sides, broadcast to the same number of rows."""
     if a is None or b is None:
         return None, None
     rows = max(a.shape[0], b.shape[0])
@@ -136,8 +136,8 @@ def dense_mask(
     predicates: list[tuple[Predicate, tuple[Array | np.ndarray, ...]]],
     extras: Extras,
 ) -> Array | None:
-    """bool ``[batch|1, heads|1, query rows|1, key rows]`` of a pair of shards, the boolean mask and ``predicates`` (each with its
-    arrays) in one; None without any. ``shards``: q, k, v."""
+    """bool ``[batch|1, heads|1, query rows|1, key rows]`` for a pair of shards: the boolean mask and ``predicates`` (each with its
+    arrays) combined; None if there are none. ``shards``: q, k, v."""
     seen = extras.mask
     axes = varying_axes(shards, extras, [run.start for run in (*q_runs, *k_runs)])
     places = index(q_runs)[None], index(k_runs)[None]
@@ -150,7 +150,7 @@ def dense_mask(
 
 
 def _bounds(ids: Array, where: BlockLayout) -> tuple[Array, Array]:
-    """``[rows, length]`` ids -> the least and the greatest of every block, ``[rows, blocks]`` each."""
+    """``[rows, length]`` ids -> the minimum and the maximum of every block, ``[rows, blocks]`` each."""
     blocks = in_blocks(ids, 1, where).reshape(ids.shape[0], where.blocks, where.block)
     return blocks.min(-1), blocks.max(-1)
 
@@ -161,7 +161,7 @@ def _whole_blocks(where: BlockLayout) -> Array:
 
 
 def _evaluate(predicate: Predicate, arrays, shape, origin, q_at, k_at, axes):
-    """``[batch|1, heads|1, query rows, key rows]``: entries and heads that the predicate does not tell apart are computed once."""
+    """``[batch|1, heads|1, query rows, key rows]``: computed once for all batch entries or heads if it depends on none."""
     on_batch, on_head = depends_on(predicate, arrays, axes)
     batch = shape[0] if on_batch or max(q_at.shape[0], k_at.shape[0]) > 1 else 1
     heads = shape[2] if on_head else 1

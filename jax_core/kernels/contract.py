@@ -2,22 +2,22 @@
 
 A kernel is a module with
 
-- ``HANDLES``: the features (``request.features``) that it handles, its dtypes among them. A request for any other is refused;
+- ``HANDLES``: the features (``request.features``) that it handles, including its dtypes. A request for any other is refused;
 - ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot compute this with these parameters;
-- ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses where the caller gives none;
+- ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses if the caller gives none;
 - ``forward(q, k, v, q_runs, k_runs, *, diagonal, scores, extras, carry, out_dtype, config) -> Partial``: attention of the query
-  shard over the key shard, continuing the online softmax from ``carry``, the partial so far, or None at the first pair; ``out`` in
-  ``out_dtype``;
+  shard over the key shard, continuing the online softmax from ``carry``, the partial result so far (None at the first pair);
+  ``out`` in ``out_dtype``;
 - ``backward(q, k, v, residuals, q_runs, k_runs, *, diagonal, scores, extras, dq, fused, config) -> Grads``: the pair's share of the
-  gradients, given what is final of the query rows. ``dq`` is the query gradient so far, or None, which the result's ``dq``
-  includes; ``fused`` demands dQ, dK and dV in one sweep over the scores.
+  gradients, given the query rows' final statistics. ``dq`` is the query gradient so far (or None), and is included in the result's
+  ``dq``; ``fused`` requires dQ, dK and dV in one sweep over the scores.
 
-``diagonal``: whether it is known, before any array is, that both shards are the same rank's, as at the first pair.
+``diagonal``: whether it is known statically that both shards belong to the same rank, as at the first pair.
 
 Shapes: ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``,
 ``out``/``dout [batch, q_length, heads, value_dim]``, ``lse``/``delta [batch, heads, q_length]``. Partial results and gradients are
-in the accumulation dtype: float32, or float64 for float64 inputs; only the ``out`` of the last pair may be asked for in the
-query's own. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key (its ``out`` is 0).
+in the accumulation dtype: float32, or float64 for float64 inputs; only the ``out`` of the last pair may be requested in the
+query's dtype. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key (its ``out`` is 0).
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ Precision = lax.Precision | str | None
 
 @dataclass(frozen=True)
 class Scores:
-    """What one attention weight is, as far as it is known before any array is: ``x = scale * q . k``; with a soft cap
+    """How an attention weight is computed, as far as that is static: ``x = scale * q . k``; with a soft cap
     ``x = softcap * tanh(x / softcap)``; then bias and ALiBi are added; then masks; then dropout with ``dropout_prob``."""
 
     mask: Mask
@@ -53,15 +53,15 @@ class Scores:
 
     @property
     def precision_name(self) -> str | None:
-        """In small letters, whichever of JAX's ways to say it was used."""
+        """In lower case, whichever of JAX's forms was used."""
         return None if self.precision is None else str(getattr(self.precision, "name", self.precision)).lower()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides whether a kernel can compute an attention, and how: known before any array is.
+    """What decides whether a kernel can compute an attention, and how: all of it static.
 
-    Lengths are those of a shard. ``features``: what is asked for beside plain attention (``request.features``). ``backend``: of the
+    Lengths are those of a shard. ``features``: what is asked for beyond plain attention (``request.features``). ``backend``: the
     devices that the arrays are on, "cpu", "gpu" or "tpu".
     """
 
@@ -84,7 +84,7 @@ class Extras(NamedTuple):
     """The arrays that accompany the static mask, cut to one pair of shards. Each may be None.
 
     ``bias`` float, ``mask`` bool: ``[batch|1, heads|1, q_length|1, k_length]``; ids int32 ``[batch|1, length]``; ``alibi_slopes``
-    ``[batch|1, heads]``; ``dropout_seed`` uint32 ``[2]``; ``origin`` int32 ``[2]``, the global numbers of the first batch entry and
+    ``[batch|1, heads]``; ``dropout_seed`` uint32 ``[2]``; ``origin`` int32 ``[2]``, the global indices of the first batch entry and
     the first head held here; ``predicate_arrays``: a tuple of arrays for each predicate.
     """
 
@@ -101,17 +101,17 @@ class Extras(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention over the keys seen so far: ``out`` normalised by them alone, ``lse`` the logarithm of their weights' sum."""
+    """Attention over the keys seen so far: ``out`` is normalised over them, ``lse`` is the log-sum-exp of their logits."""
 
     out: Array
     lse: Array
 
 
 class Residuals(NamedTuple):
-    """What the backward knows of the query rows, made once a pass: the final ``out`` and its cotangent, both in the query's dtype;
-    the final ``lse``, but ``+inf`` where a row saw no key, so that ``exp(x - lse)`` is 0 there; and ``delta = rowsum(out * dout) -
-    dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes the LSE output
-    differentiable)."""
+    """What the backward needs per query row, computed once per pass: the final ``out`` and its cotangent, both in the query's
+    dtype; the final ``lse``, but ``+inf`` where a row saw no key, so that ``exp(x - lse)`` is 0 there; and
+    ``delta = rowsum(out * dout) - dlse`` (Dao et al. 2022, "FlashAttention", arXiv:2205.14135, appendix B.2; the second term makes
+    the LSE output differentiable)."""
 
     out: Array
     dout: Array
@@ -120,8 +120,8 @@ class Residuals(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """A pair's share of the gradients, ``dq`` with all before it; ``dbias``, ``dalibi_slopes`` have their operand's shape, or are
-    None without one."""
+    """A pair's share of the gradients; ``dq`` includes the pairs before. ``dbias``, ``dalibi_slopes`` have their operand's shape,
+    or are None without one."""
 
     dq: Array
     dk: Array
@@ -131,7 +131,7 @@ class Grads(NamedTuple):
 
 
 class Kernel(Protocol):
-    """What a kernel's module has."""
+    """What a kernel's module provides."""
 
     HANDLES: frozenset[str]
 
@@ -178,6 +178,6 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def capability() -> int:
-    """Of this process's GPU, as 90 for 9.0: kernels for GPUs ask."""
+    """The compute capability of this process's GPU, as 90 for 9.0, for GPU kernels."""
     major, minor = jax.local_devices(backend="gpu")[0].compute_capability.split(".")
     return 10 * int(major) + int(minor)

@@ -1,7 +1,7 @@
-"""Joining partial results by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), and attention sinks.
+"""Attention sinks, merged by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
-A sink is a logit without a value: it joins the softmax's denominator once, after the last step of the ring. Its gradient needs
-nothing but the rows' final ``lse`` and ``delta``.
+A sink is a logit without a value: it joins the softmax's denominator once, after the last step of the ring. Its gradient needs only
+the rows' final ``lse`` and ``delta``.
 """
 
 import jax
@@ -12,7 +12,7 @@ from jax_core.kernels.contract import Partial
 
 
 def join_sinks(partial: Partial, sinks: Array) -> Partial:
-    """``sinks``: ``[heads, n]`` logits. A row that saw no key keeps ``out`` 0 and takes the sinks' LSE."""
+    """``sinks``: ``[heads, n]`` logits. A row that saw no key keeps ``out`` 0 and gets the sinks' LSE."""
     lse_sinks = jax.nn.logsumexp(sinks.astype(partial.lse.dtype), axis=-1)
     lse = jnp.logaddexp(partial.lse, lse_sinks[None, :, None])
     share = jnp.exp(partial.lse - jnp.where(jnp.isneginf(lse), 0, lse))
@@ -30,7 +30,7 @@ def sink_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
 
 
 def sinks_per_head(softmax_aux: Array, heads: int) -> Array:
-    """``[heads]`` is one sink a head, any other 1-D length is sinks that all heads share; the result is ``[heads, n]``."""
+    """``[heads]`` is one sink per head, any other 1-D length is sinks shared by all heads; the result is ``[heads, n]``."""
     if softmax_aux.ndim == 2:
         return softmax_aux
     if softmax_aux.shape[0] == heads:

@@ -1,7 +1,7 @@
-"""A mask builder's mask objects: as a static mask, as a function, or as a table of tiles, the first of these that can be.
+"""A mask builder's mask objects as a static mask, a function, or a table of tiles: the first of these that is possible.
 
-Splash attention's masks (JAX's, and the copies of them elsewhere) say by their kind what they are, so they cost nothing at any
-length. Any other object is sliced.
+Splash attention's masks (JAX's, and copies of them elsewhere) are recognised by type, so they need no array at any length. Any
+other object is sliced.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _TILE = 128  # of the table
 
 
 class Built(NamedTuple):
-    """What the masks of all heads come to: a static mask, to be joined with the call's own; a predicate or None, and its arrays."""
+    """The masks of all heads together: a static mask, to be combined with the call's own; a predicate or None; and its arrays."""
 
     mask: Mask
     predicate: Predicate | None = None
@@ -29,12 +29,12 @@ class Built(NamedTuple):
 
 
 def build_mask(mask_builder: Callable, q_length: int, k_length: int, heads: int, num_reps: int, static: bool = True) -> Built:
-    """``mask_builder(q_len, kv_len, num_heads, head_idx, num_reps)``, called once a head, returns one of splash attention's masks
-    or something else that ``[q_slice, k_slice]`` turns into booleans over the sequence's own indices, as a NumPy array does.
+    """``mask_builder(q_len, kv_len, num_heads, head_idx, num_reps)``, called once per head, returns one of splash attention's masks
+    or any object, such as a NumPy array, that ``[q_slice, k_slice]`` turns into booleans over the indices of the whole sequence.
 
-    ``static``: whether positions are those indices, so that a static mask may say the same.
+    ``static``: whether positions equal those indices, so that a static mask can express the same.
     """
-    with jax.ensure_compile_time_eval():  # a builder may use jax.numpy, also where the caller is traced
+    with jax.ensure_compile_time_eval():  # a builder may use jax.numpy, even if the caller is traced
         masks = [mask_builder(q_length, k_length, heads, head, num_reps) for head in range(heads)]
         for mask in masks:
             shape = getattr(mask, "shape", (q_length, k_length))
@@ -51,12 +51,12 @@ def build_mask(mask_builder: Callable, q_length: int, k_length: int, heads: int,
     return Built(Mask(), Predicate(token, "index", partial(_apply, functions, groups), partial(_on_tile, functions, groups)))
 
 
-# What a mask object comes to; those that are no static mask are functions of the indices of queries and keys in `[q, k]` arrays.
+# What a mask object becomes: a static mask, or else a function of the indices of queries and keys in `[q, k]` arrays.
 Rule = Union[Mask, "_Shifted", "_Joined"]
 
 
 def _rule(mask) -> Rule | None:
-    """A mask object as a static mask, or as a function of queries' and keys' indices in ``[q, k]`` arrays; None for any other."""
+    """A mask object as a static mask, or as a function of query and key indices in ``[q, k]`` arrays; None if it is neither."""
     if not type(mask).__module__.endswith("splash_attention_mask"):
         return None
     kind, offset = type(mask).__name__, getattr(mask, "offset", 0)
@@ -70,17 +70,17 @@ def _rule(mask) -> Rule | None:
     }.get(kind)
     natural = np.array_equal(getattr(mask, "q_sequence", np.arange(mask.shape[0])), np.arange(mask.shape[0]))
     if found is None or not natural or any(side is not None and side < 0 for side in getattr(mask, "window_size", ())):
-        return None  # what is to the left of -1 is to the right of 1: no window has such a side
+        return None  # left of -1 means right of 1: no window has such a side
     return _Shifted(found(), offset) if offset else found()
 
 
 def _sides(left, right) -> tuple[int | None, int | None]:
-    """In Python's numbers, which NumPy's may stand for."""
+    """As Python ints; the sides may be NumPy integers."""
     return left if left is None else index(left), right if right is None else index(right)
 
 
 class _Shifted(NamedTuple):
-    """A static mask of queries that stand ``offset`` further on."""
+    """A static mask with the queries' positions shifted by ``offset``."""
 
     mask: Mask
     offset: int
@@ -108,7 +108,7 @@ def _joined(kind: str, left: Rule | None, right: Rule | None) -> Rule | None:
 
 
 def _on_tile(functions, groups, batch, head, q, k):
-    """Of ``q`` and ``k`` in arrays of one shape."""
+    """``q`` and ``k`` are arrays of the same shape."""
     del batch
     if len(groups) == 1:
         return functions[0](q, k)
@@ -125,8 +125,8 @@ def _apply(functions, groups, arrays, batch, head, q, k):
 
 
 def _table(masks: list, q_length: int, k_length: int) -> Built:
-    """The masks as a table of tiles in which equal tiles are kept once: ``O(q_length * k_length / 128**2)`` numbers and the
-    distinct tiles, instead of every boolean."""
+    """The masks as a table of tiles that stores equal tiles once: ``O(q_length * k_length / 128**2)`` tile numbers and the distinct
+    tiles, instead of every boolean."""
     tiles: dict[bytes, int] = {}
     table = np.array([_tile_numbers(mask, q_length, k_length, tiles) for mask in masks], np.int32)
     if (table == table[:1]).all():

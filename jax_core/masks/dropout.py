@@ -1,7 +1,7 @@
 """Which attention weights a dropout seed keeps: a counter-based hash of (seed, batch, head, query index, key index).
 
-The bits depend on nothing else, so the same pattern falls whatever the ring size, layout or block size, and the backward makes
-it again. The hash is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as
+The bits depend on nothing else, so the pattern is the same for any ring size, layout or block size, and the backward recomputes
+it. The hash is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as
 1, 2, 3"), used twice: ``(seed) x (batch, head) -> key`` and ``key x (query, key) -> bits``.
 """
 
@@ -28,9 +28,9 @@ def threefry_2x32(key: tuple, counter: tuple) -> tuple:
 
 
 def keep_mask(seed, batch, head, q_index, k_index, prob: float):
-    """True where the weight is kept, which happens with probability ``1 - prob``.
+    """True where the weight is kept, which has probability ``1 - prob``.
 
-    ``seed``: uint32 ``[2]``. The others are integer arrays that broadcast; indices are global, in the sequence's own order.
+    ``seed``: uint32 ``[2]``. The others are integer arrays that broadcast; indices are global, in sequence order.
     """
     key = threefry_2x32((seed[0], seed[1]), (batch, head))
     bits, _ = threefry_2x32(key, (q_index, k_index))
@@ -38,12 +38,12 @@ def keep_mask(seed, batch, head, q_index, k_index, prob: float):
 
 
 def threshold(prob: float) -> int:
-    """The least of 32 random bits' numbers that is kept."""
+    """The smallest uint32 for which the weight is kept."""
     return min(round(prob * 2**32), 2**32 - 1)
 
 
 def seed_words(seed):
-    """A Python int (64 bits of it), a uint32 pair, or a traced integer, as the uint32 ``[2]`` of :func:`keep_mask`."""
+    """A Python int (its low 64 bits), a uint32 pair, or a traced integer, as the uint32 ``[2]`` of :func:`keep_mask`."""
     if isinstance(seed, (int, np.integer)):
         seed = int(seed)
         return jnp.asarray(np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32))

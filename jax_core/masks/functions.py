@@ -1,6 +1,7 @@
-"""A user's mask function, as arrays and a traceable function of (batch, head, query, key). Arrays
-that the user's function closes over are lifted out and become operands: a closure over traced values would not survive ``scan``,
-``checkpoint`` and the custom VJP.
+"""A user's mask function as arrays and a traceable function of (batch, head, query, key).
+
+Arrays that the user's function closes over are lifted out and become operands: a closure over traced values would not survive
+``scan``, ``checkpoint`` and the custom VJP.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,8 +21,8 @@ class Predicate:
     """``apply(arrays, batch, head, q, k) -> bool`` on integer scalars. Equal tokens mean equal functions.
 
     ``over``: whether ``q`` and ``k`` are positions (which position ids replace) or indices into the whole sequence.
-    ``elementwise(batch, head, q, k)``: the same without arrays and with ``q`` and ``k`` in arrays of two dimensions, as a kernel
-    computes it on a tile; None where that cannot be.
+    ``elementwise(batch, head, q, k)``: the same without arrays, with two-dimensional ``q`` and ``k``, as a kernel computes it on a
+    tile; None if a kernel cannot.
     """
 
     token: Hashable
@@ -32,7 +33,7 @@ class Predicate:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A mask function's token: its text alone could hide the last digits of a number."""
+    """A mask function's token. The text alone is not enough: it may print a number without its last digits."""
 
     function: Callable[..., Array]
     text: str
@@ -45,7 +46,7 @@ class _Traced:
 def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tuple]:
     """``mask_mod(batch, head, q_pos, k_pos) -> bool``, in the style of FlexAttention, traced once on int32 scalars.
 
-    ``axes``: the mesh axes that the scalars vary over. Returns the predicate and the arrays it closes over.
+    ``axes``: the mesh axes that the scalars vary over. Returns the predicate and the arrays that it closes over.
     """
     scalars = [vary(jnp.int32(0), axes)] * 4
     try:
@@ -68,7 +69,7 @@ def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tupl
 
 
 def _on_tile(mask_mod):
-    """The function as it is now, without mesh axes, which a kernel does not know; None if a kernel cannot compute it."""
+    """The function traced again without mesh axes, which a kernel does not know; None if a kernel cannot compute it."""
     closed = jax.make_jaxpr(lambda *where: mask_mod(*where))(*[jnp.int32(0)] * 4)
     if not _elementwise(closed.jaxpr):
         return None
@@ -80,8 +81,8 @@ def _on_tile(mask_mod):
 
 
 def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bool]:
-    """Whether the predicate's answer can depend on the batch entry, and on the head; True where that is not known. ``axes``: the
-    mesh axes that its arguments vary over."""
+    """Whether the predicate's result can depend on the batch entry, and on the head; True if that is not known. ``axes``: the mesh
+    axes that its arguments vary over."""
     scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     jaxpr = jax.make_jaxpr(lambda *where: predicate.apply(arrays, *vary(where, axes)))(*scalars).jaxpr
     needed = {variable for variable in jaxpr.outvars if not hasattr(variable, "val")}
@@ -92,13 +93,13 @@ def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bo
     return batch in needed, head in needed
 
 
-# What the compilers of kernels take: Mosaic has no select of booleans, no loops over tiles, and no other types.
+# What the kernel compilers accept: Mosaic has no select of booleans, no loops over tiles, and no other types.
 _DTYPES = ("bool", "int32", "uint32", "float32", "bfloat16")
 _CALLS = ("pjit", "jit", "closed_call")
 
 
 def _elementwise(jaxpr) -> bool:
-    """Whether it is arithmetic on its arguments alone, of a kind that a kernel can do on a whole tile."""
+    """Whether it is pure arithmetic on its arguments that a kernel can do on a whole tile."""
     return all(_of_elements(equation) for equation in jaxpr.eqns)
 
 

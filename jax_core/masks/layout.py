@@ -1,8 +1,8 @@
-"""How a sequence is laid over a ring, as arithmetic on positions.
+"""How a sequence is laid out over a ring, as arithmetic on positions.
 
-A shard holds one or two *runs* of global positions, so no position array ever travels: the positions of arriving K/V follow
-from the rank they came from. Everything here is plain integer arithmetic on operators, so a rank may be a Python int or a
-traced JAX value.
+A shard holds one or two *runs* of global positions, so no position array is ever sent: the positions of arriving K/V follow from
+the rank they came from. Everything here is plain integer arithmetic with operators, so a rank may be a Python int or a traced JAX
+value.
 
 Layouts, for ring size ``N``, rank ``r`` and shard length ``T``:
 
@@ -18,8 +18,8 @@ LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 
 class Run(NamedTuple):
-    """Positions ``start, start + stride, ...``, ``length`` of them. ``start`` may be traced; the others are ints, but where only
-    the ends of runs are looked at."""
+    """The ``length`` positions ``start, start + stride, ...``. ``start`` may be traced; the others are ints, except where only the
+    ends of runs are read."""
 
     start: Any
     stride: Any
@@ -32,7 +32,7 @@ def check_layout(layout: str) -> None:
 
 
 def shard_multiple(layout: str) -> int:
-    """The number that a shard's length must be a multiple of."""
+    """A shard's length must be a multiple of this."""
     check_layout(layout)
     return 2 if layout == "zigzag" else 1
 
@@ -57,13 +57,13 @@ def runs(layout: str, rank, size: int, length: int) -> tuple[Run, ...]:
 
 
 def padded_length(layout: str, size: int, length: int) -> int:
-    """The least length of at least ``length`` that the layout can split over ``size`` ranks."""
+    """The smallest length >= ``length`` that the layout can split over ``size`` ranks."""
     multiple = size * shard_multiple(layout)
     return -(-length // multiple) * multiple
 
 
 def shard_indices(layout: str, rank: int, size: int, length: int) -> list[int]:
-    """The global positions, in shard order, that ``rank`` holds of a sequence of ``length`` positions in all."""
+    """The global positions, in shard order, that ``rank`` holds of a sequence of ``length`` positions."""
     if length % (size * shard_multiple(layout)):
         raise ValueError(
             f"{layout} over {size} ranks needs a sequence length divisible by {size * shard_multiple(layout)}, got {length}; "
@@ -74,7 +74,7 @@ def shard_indices(layout: str, rank: int, size: int, length: int) -> list[int]:
 
 
 def permutation(layout: str, size: int, length: int) -> list[int]:
-    """The order in which a whole sequence lies when the shards of all ranks are concatenated.
+    """The order of the positions of a whole sequence when the shards of all ranks are concatenated.
 
     ``sequence[permutation(...)]`` brings a sequence into the layout's order; :func:`inverse_permutation` undoes it.
     """
@@ -82,7 +82,7 @@ def permutation(layout: str, size: int, length: int) -> list[int]:
 
 
 def inverse_permutation(layout: str, size: int, length: int) -> list[int]:
-    """``inverse_permutation[permutation[i]] == i``: brings a sequence from the layout's order back into its own."""
+    """``inverse_permutation[permutation[i]] == i``: brings a sequence from the layout's order back into sequence order."""
     inverse = [0] * length
     for place, position in enumerate(permutation(layout, size, length)):
         inverse[position] = place

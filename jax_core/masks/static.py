@@ -1,7 +1,7 @@
-"""The static mask: a predicate on positions, the interval of positions that it leaves to one, and the predicate on whole tiles.
+"""The static mask: a predicate on positions, the interval of positions visible from one position, and the predicate on tiles.
 
-Written once with operators only (``&``, ``|``, comparisons, ``//``), so that one source serves Python ints, NumPy arrays, traced
-JAX values and the scalars of a kernel language.
+Written with operators only (``&``, ``|``, comparisons, ``//``), so that one source serves Python ints, NumPy arrays, traced JAX
+values and the scalars of a kernel language.
 """
 
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from numbers import Integral
 
 from jax_core.masks.layout import Run
 
-_FARTHEST = 2**31 - 1  # a wider window has no bound, a longer chunk no end, unless positions are ids: see check_reach
+_FARTHEST = 2**31 - 1  # a wider window or a longer chunk hides nothing, unless positions are ids: see check_reach
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which key positions a query position sees, from the positions alone.
+    """Which key positions a query position sees, decided by the positions alone.
 
     ``causal``: ``k <= q``. ``left``/``right``: a sliding window ``q - left <= k <= q + right`` (None: no bound on that side).
     ``chunk``: Llama-4's chunked attention, causal within ``q // chunk == k // chunk``.
-    Positions are absolute: with fewer queries than keys, query 0 stands at position 0 unless position ids say otherwise.
-    ``any_position``: they are ids, which may be anywhere in their integer type, so that a difference of two may not fit into it.
+    Positions are absolute: with fewer queries than keys, query 0 is at position 0 unless position ids say otherwise.
+    ``any_position``: positions are ids, which may be any value of their integer type, so that a difference of two may overflow it.
     Without ids they are not negative and below ``2**30``.
     """
 
@@ -34,7 +34,7 @@ Window = int | tuple[int | None, int | None] | list[int | None] | None
 
 
 def make_mask(causal: bool = False, window: Window = None, chunk: int | None = None) -> Mask:
-    """Checks the arguments and folds them together: a causal mask is a window whose right side is 0."""
+    """Checks the arguments and combines them: a causal mask is a window whose right side is 0."""
     left, right = _window_sides(window)
     if chunk is not None and (not _is_integer(chunk) or chunk < 1):
         raise ValueError(f"chunk_size must be a positive int or None, got {chunk!r}")
@@ -46,7 +46,7 @@ def make_mask(causal: bool = False, window: Window = None, chunk: int | None = N
 
 
 def check_reach(window, chunk: int | None) -> None:
-    """ValueError for what position ids could tell from no window and no chunk: int32 ids may be up to ``2**32 - 1`` apart."""
+    """ValueError for sides and chunks too long for int32 that may still hide keys: int32 ids may be up to ``2**32 - 1`` apart."""
     sides = window if isinstance(window, (tuple, list)) else (window,)
     wide = [side for side in sides if side is not None and _FARTHEST < side <= 2 * _FARTHEST]
     wide += [chunk] if chunk is not None and chunk > _FARTHEST else []
@@ -65,12 +65,12 @@ def _window_sides(window) -> tuple[int | None, int | None]:
 
 
 def _is_integer(value) -> bool:
-    """NumPy's integers too."""
+    """Includes NumPy's integers."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def both(a: Mask, b: Mask) -> Mask | None:
-    """The mask that hides what either hides, or None where none of these does: two lengths of chunks."""
+    """The mask that hides what either hides, or None if a ``Mask`` cannot express it: two different chunk lengths."""
     if None not in (a.chunk, b.chunk) and a.chunk != b.chunk:
         return None
     causal = a.causal or b.causal
@@ -86,7 +86,7 @@ def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an 
     if mask.causal:
         seen = seen & (k_pos <= q_pos)
     if mask.any_position:
-        # Sums with one position, of which it is known when they wrap; and a quotient rounded down also where // rounds towards 0.
+        # Add to one position, where wraparound can be detected; and floor the quotient even where // rounds towards 0.
         if mask.left is not None:
             first = q_pos - mask.left
             seen = seen & ((first <= k_pos) | (first > q_pos))
@@ -109,11 +109,11 @@ def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an 
 
 def seen_from(mask, position, low, high, origin, of_keys, minimum, maximum):  # Triton compiles this too
     """``(low, high)``: the interval within ``low .. high`` of the keys that a query at ``position`` sees (``of_keys``), or of the
-    queries that see a key there; empty where ``low > high``. Exactly what is :func:`visible`, for positions that are no ids. All
-    positions are counted from ``origin``: counted from a run's start, most bounds are constants.
+    queries that see a key at ``position``; empty if ``low > high``. Agrees exactly with :func:`visible`, unless positions are ids.
+    All positions are counted from ``origin``: counted from a run's start, most bounds are constants.
 
-    Both ends never fall as ``position`` grows. So from ``first`` to ``last``, some see ``low(first) .. high(last)`` (and nothing
-    outside), and all see ``low(last) .. high(first)``.
+    Neither end decreases as ``position`` grows. So what any of the positions ``first`` to ``last`` sees lies within ``low(first) ..
+    high(last)``, and all of them see ``low(last) .. high(first)``.
     """
     if of_keys:
         if mask.causal:
@@ -139,7 +139,7 @@ def seen_from(mask, position, low, high, origin, of_keys, minimum, maximum):  # 
 def empty(mask: Mask, q_run: Run, k_run: Run):
     """No query of ``q_run`` sees a key of ``k_run``, judged by the runs' first and last positions.
 
-    Never true of a tile that has a visible pair. May be false of an empty tile whose strides alone keep pairs apart.
+    Never true for a tile with a visible pair. May be false for a tile that is empty only because of its strides.
     """
     (q_first, q_last), (k_first, k_last) = _ends(q_run), _ends(k_run)
     none = q_first > q_last  # False, in the type of the positions
@@ -155,7 +155,7 @@ def empty(mask: Mask, q_run: Run, k_run: Run):
 
 
 def full(mask: Mask, q_run: Run, k_run: Run):
-    """Every query of ``q_run`` sees every key of ``k_run``. Never true of a tile that has a hidden pair."""
+    """Every query of ``q_run`` sees every key of ``k_run``. Never true for a tile with a hidden pair."""
     (q_first, q_last), (k_first, k_last) = _ends(q_run), _ends(k_run)
     every = q_first <= q_last  # True, in the type of the positions
     if mask.causal:
@@ -170,7 +170,7 @@ def full(mask: Mask, q_run: Run, k_run: Run):
 
 
 def _further(mask: Mask, a, b, side: int):
-    """``a - b > side``, also where the difference does not fit into the positions' type."""
+    """``a - b > side``, even if the difference does not fit into the positions' type."""
     if not mask.any_position:
         return a - b > side
     return (a - side > b) & (a - side <= a)

@@ -1,4 +1,4 @@
-"""One call, checked: what was asked, which strategy and kernel do it, with which settings.
+"""Checks one call: what was asked for, which strategy and kernel compute it, and with which settings.
 
-Called by the api and, for its ``make_spec``, by the torch bridge.
+Called by the api; the torch bridge also calls ``make_spec``.
 """

@@ -1,14 +1,14 @@
-"""Do the operands' shapes and dtypes fit together? Only ``shape`` and ``dtype`` are read, so torch tensors are checked alike."""
+"""Are the operands' shapes and dtypes consistent? Only ``shape`` and ``dtype`` are read, so torch tensors can be checked too."""
 
 from jax_core.masks.layout import check_shard_length
 from jax_core.strategies.contract import Operands
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-_INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: int32 does not hold it
+_INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: it does not fit into int32
 
 
 def check_operands(operands: Operands, layout: str, size: int) -> None:
-    """Raises ValueError for the first thing that does not fit; ``operands`` are shards of a ring of ``size``."""
+    """Raises ValueError for the first inconsistency; ``operands`` are shards of a ring of ``size``."""
     _check_qkv(operands)
     query, key = operands.query, operands.key
     batch, q_length, heads, _ = query.shape

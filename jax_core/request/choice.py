@@ -1,4 +1,4 @@
-"""Which strategy and which kernel do it: the user's word, or the best that this machine and this request allow."""
+"""Which strategy and kernel compute a request: those that the user names, or the best that the hardware and the request allow."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,11 +19,11 @@ from jax_core.strategies.contract import Strategy
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"ring": ring, "fused": fused_ring})
 _NO_PARAMS = FwdParams(), BwdParams()
-_PER_PROCESS = ("cuda", "triton")  # ask this process's own GPU what it is
+_PER_PROCESS = ("cuda", "triton")  # these query this process's own GPU
 
 
 class Choice(NamedTuple):
-    """``kernel``: None where the strategy has its own."""
+    """``kernel``: None if the strategy has its own."""
 
     strategy: Strategy
     kernel: Kernel | None
@@ -32,11 +32,11 @@ class Choice(NamedTuple):
 
 
 def choose(options: Options, problem: Problem, torus: bool = False) -> Choice:
-    """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. What is named runs, or the error says
-    why it cannot; "auto" takes the first that can, which ends at the ring around plain XLA.
+    """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
+    why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
 
-    ``torus``: the ranks are known to be a ring of the TPUs' topology. Raises ValueError for names that do not exist or contradict
-    each other, NotImplementedError for what cannot be done.
+    ``torus``: the ranks are known to form a ring in the TPU topology. Raises ValueError for unknown or contradictory names,
+    NotImplementedError for what cannot be computed.
     """
     given = options.cfg or RingAttentionConfig()
     platform = named_platform(options.platform, given)
@@ -97,7 +97,7 @@ def _completed(given: RingAttentionConfig, defaults: tuple[FwdParams, BwdParams]
 
 
 def named_platform(platform: str | None, cfg: RingAttentionConfig) -> str:
-    """The platform that the call or its ``cfg`` names, "auto" if neither does."""
+    """The platform that the call or its ``cfg`` names; "auto" if neither does."""
     platform = None if platform is None else checked_platform(platform)
     if platform is None or platform == cfg.platform:
         return cfg.platform

@@ -1,8 +1,8 @@
-"""What a request asks for beside plain attention, by name; and the refusal of what a kernel or strategy does not declare.
+"""What a request asks for beyond plain attention, by name; and the refusal of what a kernel or strategy does not declare.
 
-A feature is a field of the static mask or of the scores that is not at its default, an array that is there, an option that says
-yes, a dtype, or a layout. All are found by going over the fields, so a field that is new is a feature that nobody handles until a
-kernel and a strategy list it in their ``HANDLES``.
+A feature is a field of the static mask or the scores that is not at its default, an array that was given, an option that is set, a
+dtype, or a layout. All are found by iterating over the fields, so a new field is a feature that is refused until a kernel and a
+strategy list it in their ``HANDLES``.
 """
 
 from dataclasses import MISSING, fields
@@ -12,12 +12,12 @@ from jax_core.kernels.contract import Scores
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
 
-# Options that the request turns into something else: the mask, the scores, arrays, the choice of strategy and kernel.
+# Options that the request turns into something else: the mask, the scores, arrays, or the choice of strategy and kernel.
 _TURNED = frozenset(
     "causal sliding_window chunk_size logits_soft_cap softmax_scale dropout_prob precision logits_dtype "
     "mask_mod mask_builder predicates layout platform strategy cfg".split()
 )
-# Arrays that are no request: the three that every call has, and what the library itself hands down.
+# Arrays that are not features: the three that every call has, and those that the library itself adds.
 _ALWAYS = ("query", "key", "value", "rank", "predicate_arrays")
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 
@@ -47,7 +47,7 @@ _WORDS = {
 
 
 def features(options: Options, scores: Scores, operands: Operands) -> frozenset[str]:
-    """The names of all that this request asks for."""
+    """The names of all features that this request asks for."""
     asked = {field.name for field in fields(options) if field.name not in _TURNED and getattr(options, field.name)}
     asked |= of_scores(scores) | _arrays(scores, operands)
     return frozenset(asked | {options.layout, str(operands.query.dtype).removeprefix("torch.")})
@@ -64,14 +64,14 @@ def _changed(data: Any) -> set[str]:
 
 def _arrays(scores: Scores, operands: Operands) -> set[str]:
     there = {name for name, array in operands._asdict().items() if name not in _ALWAYS and array is not None}
-    if not scores.dropout_prob:  # a seed that nothing is drawn from, and numbers of entries and heads that nothing goes by
+    if not scores.dropout_prob:  # then nothing reads the seed, nor, without predicates, the origin
         there -= {"dropout_seed", "origin"} if not scores.predicates else {"dropout_seed"}
     wide = any(name in there and getattr(operands, name).dtype.itemsize == 8 for name in _IDS)
     return there | ({"wide_ids"} if wide else set())
 
 
 def refusal(asked: frozenset[str], handled: frozenset[str]) -> str | None:
-    """In words what of ``asked`` is not ``handled``, or None."""
+    """Names, in words, what of ``asked`` is not ``handled``; None if all is."""
     dtypes = ", ".join(name for name in _DTYPES if name in handled)
     words = {f"{name} (it takes {dtypes})" if name in _DTYPES else _WORDS.get(name, name) for name in asked - handled}
     return f"it does not handle {', '.join(sorted(words))}" if words else None

@@ -1,4 +1,4 @@
-"""What "auto" tries first: the outcome of measurements, as data. It takes the first that can."""
+"""The order in which "auto" tries kernels, as data from measurements. It takes the first that can compute the request."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,15 @@ from jax_core.kernels.contract import Problem
 
 
 class Row(NamedTuple):
-    """``order`` from ``q_length`` query positions a GPU on."""
+    """``order`` applies from ``q_length`` query positions per GPU."""
 
     q_length: int
     order: tuple[str, ...]
     reason: str
 
 
-# H200, bfloat16, 32:8 heads of 128, zigzag, causal, from torch; TFLOP/s a GPU, forward / forward and backward
-# (benchmarks/results/2026-11-21-ring-2xH200). What cuDNN cannot (masks, segments, float32, ...) goes to Triton at any length.
+# H200, bfloat16, 32:8 heads of dim 128, zigzag, causal, from torch; TFLOP/s per GPU, forward / forward and backward
+# (benchmarks/results/2026-11-21-ring-2xH200). What cuDNN cannot do (masks, segments, float32, ...) goes to Triton at any length.
 ON_GPU = (
     Row(
         4096,
@@ -32,7 +32,7 @@ ON_GPU = (
 
 def preferred_kernels(problem: Problem) -> tuple[str, ...]:
     if problem.backend != "gpu":
-        return ("pallas", "xla") if problem.backend == "tpu" else ("xla",)  # not measured: no TPU was at hand
+        return ("pallas", "xla") if problem.backend == "tpu" else ("xla",)  # not measured: no TPU was available
     return next(row.order for row in ON_GPU if problem.q_length >= row.q_length)
 
 

@@ -13,13 +13,13 @@ from jax_core.masks.static import Window
 
 AxisName = str | tuple[str, ...] | None
 MaskMod = Callable[..., Any]  # (batch, head, q_pos, k_pos) -> bool, on traced int32 scalars
-MaskBuilder = Callable[..., Any]  # (q_len, kv_len, num_heads, head_idx, num_reps) -> what [q_slice, k_slice] turns into booleans
+MaskBuilder = Callable[..., Any]  # (q_len, kv_len, num_heads, head_idx, num_reps) -> what slices [q_slice, k_slice] to booleans
 
 
 class MaskInfo(NamedTuple):
     """An attention mask and segment ids in one argument, as the reference design passes them.
 
-    ``attention_mask``: bool, as ``mask``. ``sequence_axis_name``: the mesh axis of the sequence, where ``axis_name`` is not given.
+    ``attention_mask``: bool, as ``mask``. ``sequence_axis_name``: the mesh axis of the sequence, if ``axis_name`` is not given.
     """
 
     attention_mask: Array | None = None
@@ -30,7 +30,7 @@ class MaskInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """The static arguments of ``ring_attention``, under its names; hashable when the mask functions are."""
+    """The static arguments of ``ring_attention``, with the same names; hashable if the mask functions are."""
 
     causal: bool = False
     sliding_window: Window = None
@@ -43,9 +43,9 @@ class Options:
     mask_builder: MaskBuilder | None = None
     platform: str | None = None
     cfg: RingAttentionConfig | None = None
-    predicates: tuple[Predicate, ...] = ()  # mask functions traced already, whose arrays are among the operands
+    predicates: tuple[Predicate, ...] = ()  # mask functions already traced, whose arrays are among the operands
     fused_backward: bool = False
-    lse_gradient: bool = True  # False: the LSE has no cotangent, and one that comes is not looked at
+    lse_gradient: bool = True  # False: the LSE has no cotangent, and one passed anyway is ignored
     precision: str | Precision | None = None
     logits_dtype: str | None = None
     strategy: str = "auto"
@@ -53,8 +53,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where local shards lie: the ring's mesh axis and size, over how many devices heads are split, the mesh axes that values
-    vary over, on which hardware (None: JAX's default), and whether the ranks are known to be a ring of TPUs (torus.py)."""
+    """Where local shards are: the ring's mesh axis and size, over how many devices heads are split, the mesh axes that values vary
+    over, the hardware (None: JAX's default), and whether the ranks are known to form a ring of TPUs (topology.py)."""
 
     axis_name: AxisName = None
     size: int = 1

@@ -1,4 +1,4 @@
-"""A call, checked, as the static description of one attention.
+"""Checks a call and turns it into the static description of one attention.
 
 Only shapes and dtypes are read, so the same checks serve JAX arrays and torch tensors.
 """
@@ -24,7 +24,7 @@ from jax_core.strategies.contract import Operands, RingSpec
 
 
 def make_spec(options: Options, operands: Operands, place: Placement = ALONE) -> tuple[RingSpec, Operands]:
-    """Checks everything, and returns the static spec with the operands completed: ids of the side that was left out, and the
+    """Checks everything and returns the static spec, with the operands completed: the ids of a side that was left out, and the
     arrays of the mask functions. ``operands`` are local shards."""
     check_layout(options.layout)
     if options.cfg is not None and not isinstance(options.cfg, RingAttentionConfig):
@@ -79,7 +79,7 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
 
 
 def both_sides(operands: Operands) -> Operands:
-    """Ids given for one side serve the other too where queries and keys are the same tokens."""
+    """Ids given for one side serve the other too if queries and keys have equal length."""
     pairs = (("q_segment_ids", "kv_segment_ids"), ("q_position_ids", "kv_position_ids"))
     for q_name, k_name in pairs:
         q_ids, k_ids = getattr(operands, q_name), getattr(operands, k_name)
@@ -103,7 +103,7 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
     mask = make_mask(options.causal, options.sliding_window, options.chunk_size)
     made = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
     if options.mask_builder is not None:
-        static = operands.q_position_ids is None  # a builder goes by the place in the sequence
+        static = operands.q_position_ids is None  # a builder's mask goes by the index in the sequence
         built = _built(options.mask_builder, operands, place, static)
         joined = both(mask, built.mask)
         if joined is None:

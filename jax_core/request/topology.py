@@ -1,24 +1,24 @@
-"""Are the devices of a mesh axis a ring of the TPUs' topology?"""
+"""Do the devices of a mesh axis form a ring in the TPU topology?"""
 
 from itertools import pairwise
 
 import numpy as np
 from jax.sharding import Mesh
 
-# Where a slice is closed to circles (cloud.google.com/tpu/docs): v4, v5p and Ironwood on every side, if all are multiples of 4
-# chips; v5e and v6e on a side of 16.
+# Which sides of a slice have wraparound links (cloud.google.com/tpu/docs): on v4, v5p and Ironwood every side, if all are
+# multiples of 4 chips; on v5e and v6e a side of 16.
 _CUBES = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x")
 _SQUARES = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
 
 def is_ring(mesh, axes: tuple[str, ...]) -> bool:
-    """Whether along ``axes`` every device is linked to the next, and the last to the first. ``mesh``: any mesh; one without TPUs,
-    or without devices, is none, nor is one whose devices are two cores (v4, v5p): a kernel that sends runs on one of them."""
+    """Whether along ``axes`` every device is linked to the next, and the last to the first. ``mesh``: any mesh; False without TPUs
+    or devices, and for devices with two cores (v4, v5p): a kernel that sends runs on only one of them."""
     return isinstance(mesh, Mesh) and are_rings(_lines(mesh, axes))
 
 
 def are_rings(lines: np.ndarray) -> bool:
-    """``lines [lines, devices of a line]``. Links are taken from the devices' coordinates in their slice."""
+    """``lines [lines, devices of a line]``. Links are derived from the devices' coordinates in their slice."""
     if not all(hasattr(device, "coords") and getattr(device, "num_cores", 1) == 1 for device in lines.flat):
         return False
     sides = [max(values) + 1 for values in zip(*(device.coords for device in lines.flat), strict=True)]
@@ -27,7 +27,7 @@ def are_rings(lines: np.ndarray) -> bool:
 
 
 def _closed(kind: str, sides: list[int]) -> list[int | None]:
-    """The length of each side that is a circle, None of the others."""
+    """The length of each side with wraparound links, None for the others."""
     if kind in _CUBES and all(side % 4 == 0 for side in sides):
         return [*sides]
     return [side if kind in _SQUARES and side == 16 else None for side in sides]

@@ -1,17 +1,17 @@
-"""The contract between a request and a strategy: a spec and the local shards in, the attention of this rank's queries out.
+"""The contract between a request and a strategy: a spec and local shards in, the attention of this rank's queries out.
 
 A strategy is a package with
 
-- ``HANDLES``: the features (``request.features``) that it handles, itself or by its kernel. A request for any other is refused;
-- ``IN_PLACE_OF_A_KERNEL``: those of them that its kernel need not handle, because the strategy sees to them;
-- ``OWN_PLATFORM``: None for a strategy that runs whatever kernel was chosen; the platform that its own kernel belongs to otherwise;
+- ``HANDLES``: the features (``request.features``) that it or its kernel handles. A request for any other is refused;
+- ``IN_PLACE_OF_A_KERNEL``: those of them that its kernel need not handle, because the strategy does;
+- ``OWN_PLATFORM``: None for a strategy that runs the chosen kernel, else the platform of the strategy's own kernel;
 - ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot do this with these parameters;
-- ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses where the caller gives none; its kernel completes them;
+- ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses if the caller gives none; its kernel completes them;
 - ``forward(spec, operands) -> (out, lse)``: attention of the local queries over the whole sequence. ``out [batch, q_length, heads,
   value_dim]`` in the query's dtype; ``lse [batch, heads, q_length]``, natural log, float32 (float64 for float64 inputs), ``-inf``
   where a row saw neither key nor sink (its ``out`` is 0);
 - ``backward(spec, operands, out, lse, dout, dlse=None) -> Operands``: the gradients of ``operands``, each in its operand's shape
-  and dtype; None for integer operands. ``out``, ``lse`` are what ``forward`` gave, ``dout``, ``dlse`` (may be None) their
+  and dtype; None for integer operands. ``out``, ``lse`` are the results of ``forward``; ``dout``, ``dlse`` (may be None) their
   cotangents. The gradient of an operand that ranks share (sinks, slopes) is this rank's part of the sum.
 """
 
@@ -31,10 +31,10 @@ class Operands(NamedTuple):
 
     ``query [batch, q_length, heads, dim]``; ``key [batch, k_length, kv_heads, dim]``;
     ``value [batch, k_length, kv_heads, value_dim]``; ``softmax_aux [heads] | [sinks] | [heads, sinks]``; ``bias`` (float) and
-    ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in the
-    sequence's own; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
-    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's in the ring
-    (None: JAX is asked); ``predicate_arrays`` as in :class:`Extras`.
+    ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in
+    sequence order; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
+    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's rank in the
+    ring (None: ``lax.axis_index`` gives it); ``predicate_arrays`` as in :class:`Extras`.
     """
 
     query: Array
@@ -56,10 +56,10 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class RingSpec:
-    """Everything static of one attention: equal specs and shapes are one compiled program.
+    """Everything static about one attention: equal specs and shapes share one compiled program.
 
-    ``kernel``: what computes a pair of shards; None for a strategy that has a kernel of its own. ``backend``: "cpu", "gpu", "tpu".
-    ``lse_gradient``: whether the LSE may have a cotangent; one that comes all the same is not looked at.
+    ``kernel``: what computes a pair of shards; None for a strategy with a kernel of its own. ``backend``: "cpu", "gpu", "tpu".
+    ``lse_gradient``: whether the LSE may have a cotangent; if False, one passed anyway is ignored.
     """
 
     scores: Scores
@@ -76,7 +76,7 @@ class RingSpec:
 
 
 class Strategy(Protocol):
-    """What a strategy's module has."""
+    """What a strategy's module provides."""
 
     HANDLES: frozenset[str]
     IN_PLACE_OF_A_KERNEL: frozenset[str]
@@ -94,8 +94,8 @@ class Strategy(Protocol):
 
 
 def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
-    """What kernels take of the query rows, once for all steps. ``out``, ``lse``: what the whole forward gave, ``-inf`` where a row
-    saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
+    """What kernels need per query row, computed once for all steps. ``out``, ``lse``: the results of the whole forward, ``-inf``
+    where a row saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
     delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
     delta = delta if dlse is None else delta - dlse.astype(lse.dtype)
     return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)

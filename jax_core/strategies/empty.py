@@ -1,4 +1,4 @@
-"""Attention over nothing: no batch entry, no query or no key. Chosen by itself; the result is what the masks' rules say of it."""
+"""Attention with no batch entry, no query or no key. Chosen automatically; rows that see no key follow the usual rule."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax_core.kernels.merge import join_sinks, sinks_per_head
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.varying import vary, varying_axes
 
-HANDLES: frozenset[str] = frozenset()  # nothing is computed, so nothing that was asked can be ignored
+HANDLES: frozenset[str] = frozenset()  # nothing is computed, so no feature can be ignored
 IN_PLACE_OF_A_KERNEL: frozenset[str] = frozenset()
 OWN_PLATFORM: str | None = None
 
@@ -36,7 +36,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
 
 
 def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
-    """Only sinks have a gradient other than 0, by way of the LSE."""
+    """Only sinks have a nonzero gradient, through the LSE."""
     del out, lse
     dlse = None if not spec.lse_gradient else dlse
 

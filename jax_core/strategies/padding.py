@@ -1,9 +1,9 @@
-"""What is padding may hold anything, NaN and infinities included: the strategies clear it once a pass, before the first step.
+"""Padding may hold anything, including NaN and infinities: the strategies clear it once per pass, before the first step.
 
-Masks make the logits of padding ``-inf`` and so its weights 0, but a kernel multiplies those zeros by what padding holds, and
-``0 * NaN`` is NaN: by values in the forward; by queries, keys and cotangents in the backward. Clearing these once costs one
-elementwise pass, which XLA fuses with what makes or packs them, and only where a call has segment ids or a boolean mask; a select
-in every product of every kernel would be paid at each step.
+Masks make the logits of padding ``-inf`` and so its weights 0, but a kernel multiplies those zeros by the padding's contents
+(values in the forward; queries, keys and cotangents in the backward), and ``0 * NaN`` is NaN. Clearing them costs one elementwise
+pass, which XLA fuses with the code that makes or packs them, and only if a call has segment ids or a boolean mask. A select in
+every product of every kernel would cost something at each step.
 """
 
 import jax.numpy as jnp
@@ -13,18 +13,18 @@ from jax_core.strategies.contract import Operands
 
 
 def clear_values(operands: Operands) -> Operands:
-    """For the forward: the values of padded keys are 0. (What padded queries and keys hold stays in logits that are masked.)"""
+    """For the forward: sets the values of padding to 0. (Padding's queries and keys only reach logits that are masked.)"""
     return operands._replace(value=_cleared(operands.value, operands.kv_segment_ids))
 
 
 def clear_operands(operands: Operands) -> Operands:
-    """For the backward: padded queries, keys and values are 0."""
+    """For the backward: sets the queries, keys and values of padding to 0."""
     query = _cleared(operands.query, operands.q_segment_ids)
     return clear_values(operands)._replace(query=query, key=_cleared(operands.key, operands.kv_segment_ids))
 
 
 def clear_cotangents(operands: Operands, dout: Array, dlse: Array | None) -> tuple[Array, Array | None]:
-    """``dout [batch, q_length, heads, value_dim]`` and ``dlse [batch, heads, q_length]`` (or None), 0 in padded rows."""
+    """``dout [batch, q_length, heads, value_dim]`` and ``dlse [batch, heads, q_length]`` (or None), with 0 in padding rows."""
     ids = operands.q_segment_ids
     if ids is not None and dlse is not None:
         dlse = jnp.swapaxes(_cleared(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
@@ -32,8 +32,8 @@ def clear_cotangents(operands: Operands, dout: Array, dlse: Array | None) -> tup
 
 
 def clear_hidden(x: Array, mask: Array | None) -> Array:
-    """Keys or values ``x [batch, k_length, kv_heads, dim]``, 0 where ``mask`` (bool ``[batch|1, heads|1, rows|1, k_length]``, or
-    None) hides the key from every query of the shard and every head of the key's group."""
+    """Keys or values ``x [batch, k_length, kv_heads, dim]``, with 0 where ``mask`` (bool ``[batch|1, heads|1, rows|1, k_length]``,
+    or None) hides the key from every query of the shard in every head of its group."""
     if mask is None:
         return x
     seen = mask.any(2)
@@ -43,7 +43,7 @@ def clear_hidden(x: Array, mask: Array | None) -> Array:
 
 
 def _cleared(x: Array, segment_ids: Array | None) -> Array:
-    """``x [batch, length, ...]`` with 0 where the ids, ``[length]`` or ``[batch|1, length]``, are negative."""
+    """``x [batch, length, ...]`` with 0 where the ids (``[length]`` or ``[batch|1, length]``) are negative."""
     if segment_ids is None:
         return x
     real = jnp.atleast_2d(segment_ids) >= 0

@@ -1,4 +1,4 @@
-"""The operands of a call in the shapes that strategies work with, and gradients back in the shapes that were given."""
+"""Brings operands into the shapes that strategies work with, and gradients back into the operands' original shapes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from jax_core.strategies.contract import Operands, RingSpec
 
 
 class SmallOperands(NamedTuple):
-    """The differentiable operands beside query, key and value."""
+    """The differentiable operands other than query, key and value."""
 
     softmax_aux: Array | None
     bias: Array | None
@@ -22,13 +22,13 @@ class SmallOperands(NamedTuple):
 
 
 def in_full_shape(spec: RingSpec, operands: Operands) -> tuple[Operands, Callable[[SmallOperands], SmallOperands]]:
-    """Sinks as ``[heads, n]``, bias and mask with 4 dimensions and all columns, ids and slopes with a batch dimension; and the
-    function that brings gradients of those back to the shapes and dtypes given."""
+    """Sinks as ``[heads, n]``, bias and mask with 4 dimensions and all columns, ids and slopes with a batch dimension. Also returns
+    a function that brings gradients back to the original shapes and dtypes."""
     reshape = partial(_reshape, spec, operands)
     given = SmallOperands(operands.softmax_aux, operands.bias, operands.alibi_slopes)
 
     def to_given_shape(gradients: SmallOperands) -> SmallOperands:
-        # Sums over what was broadcast, in the gradients' own dtype: they are rounded to the operand's once, afterwards.
+        # Sums over broadcast dimensions in the gradients' own dtype; the sums are rounded to the operand's dtype once, afterwards.
         dtype = accumulation_dtype(operands.query.dtype)
         _, transpose = jax.vjp(reshape, jax.tree.map(lambda array: array.astype(dtype), given))
         (summed,) = transpose(gradients)
@@ -58,12 +58,12 @@ def _reshape(spec: RingSpec, operands: Operands, given: SmallOperands) -> SmallO
 
 
 def _as_ids(x: Array | None) -> Array | None:
-    """Signed, and wide enough for differences of positions: int32, or int64 as it came."""
+    """Signed, and wide enough for differences of positions: int32, or 64 bits unchanged."""
     return None if x is None else jnp.atleast_2d(x if x.dtype.itemsize == 8 else x.astype(jnp.int32))
 
 
 def _whole_columns(spec: RingSpec, operands: Operands, x: Array | None) -> Array | None:
-    """``[batch|1, heads|1, rows|1, columns]``: strategies cut columns, everything else may stay shared."""
+    """``[batch|1, heads|1, rows|1, columns]``: strategies slice the columns; the other dimensions may stay broadcast."""
     if x is None:
         return None
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)

@@ -1,7 +1,7 @@
-"""cuDNN's fused attention as JAX calls it. These calls are private to JAX: what may change between its versions is all in here.
+"""cuDNN's fused attention through JAX's private calls. Everything that may change between versions of JAX is in this file.
 
-Shapes as in the contract. A call sees whole arrays, or with ``causal`` key ``j <= i`` from query ``i``, of these the nearest
-``window``.
+Shapes as in the contract. Every query sees every key; with ``causal`` query ``i`` sees keys ``j <= i``, of these the nearest
+``window`` if given.
 """
 
 from functools import cache, partial
@@ -22,21 +22,21 @@ def forward(q, k, v, *, scale: float, causal: bool = False, window: int | None =
 
 
 def backward(q, k, v, out, dout, lse, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[jax.Array, ...]:
-    """``dq, dk, dv`` in the dtype of ``q``. ``out`` and ``lse`` may be of more keys than these: the share of these is exact."""
+    """``dq, dk, dv`` in the dtype of ``q``. ``out`` and ``lse`` may cover more keys than these: the share of these is exact."""
     bind = _private()._dot_product_attention_bwd_p_wrapper.bind
     grads = bind(q, k, v, *_left_out(q), lse, out, dout, **_settings(scale, causal, window))
     return vary(tuple(grads), varying_axes(q, k, v, out, dout, lse))
 
 
 def _private():
-    """Imported late: it may be gone."""
+    """Imported late: the module may not exist."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
 
 
 def _left_out(q) -> list[jax.Array]:
-    """What stands for bias, sequence lengths, offsets of packed sequences and page tables."""
+    """Placeholders for bias, sequence lengths, offsets of packed sequences and page tables."""
     return [jnp.zeros(0, q.dtype)] * 7
 
 
@@ -46,7 +46,7 @@ def _settings(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
         scale=scale,
         seed=0,
         dropout_rate=0.0,
-        variadic_args=(False, False),  # no bias, no gradient of it
+        variadic_args=(False, False),  # no bias, no bias gradient
         mask_type=private.MaskType.CAUSAL if causal else private.MaskType.NO_MASK,
         layout=private.AttentionLayout.BTNH.value,
         sliding_window_length=window,
@@ -71,7 +71,7 @@ def missing() -> str | None:
 
 @cache
 def changed() -> str | None:
-    """How JAX's calls are not what this file expects, or None. They are tried on shapes, which starts no backend."""
+    """How JAX's calls differ from what this file expects, or None. They are tried on shapes, which starts no backend."""
     q, k = (jax.ShapeDtypeStruct((2, 16, heads, 8), jnp.bfloat16) for heads in (4, 2))
     lse = jax.ShapeDtypeStruct((2, 4, 16), jnp.float32)
     try:
@@ -91,7 +91,7 @@ def _other_calls(how: str) -> str:
 
 @cache
 def version() -> int:
-    """Of the cuDNN that is loaded, as 91900 for 9.19.0; 0 without one."""
+    """The version of the loaded cuDNN, as 91900 for 9.19.0; 0 if there is none."""
     try:
         return _private().check_cudnn_version()
     except RuntimeError:

@@ -1,18 +1,18 @@
 """cuDNN's fused attention under the kernel contract.
 
-A call computes one rectangle of scores, whole or causal, so a pair of shards is one call:
+A call computes one rectangle of scores, full or causal, so a pair of shards is one call:
 
-- a rank's own shard is causal in its own numbering, in the contiguous and the zigzag layout alike;
-- of two ranks' contiguous shards all is visible or nothing. Which is known on the device alone, so it is computed, and dropped
-  where it is hidden: the ring's last rank sees every shard, and the others wait for it in any case;
-- of two ranks' zigzag shards two tiles of equal size are visible (`tiles.py`).
+- a rank's own shard is causal in local indices, in both the contiguous and the zigzag layout;
+- two different ranks' contiguous shards are fully visible or fully hidden. Only the device knows which, so the pair is always
+  computed, and the result dropped if it is hidden: the ring's last rank sees every shard, and the others wait for it anyway;
+- of two different ranks' zigzag shards two tiles of equal size are visible (`tiles.py`).
 
-What this costs in accuracy: cuDNN gives a pair's output and gradients in 16 bits. The output is joined in float32 from partials
-that were rounded once each; their weights sum to one, so the error does not grow with the ring. Each pair's share of the gradients
-is rounded once before float32 sums the shares.
+The cost in accuracy: cuDNN returns a pair's output and gradients in 16 bits. The output is merged in float32 from partials that
+were each rounded once; their weights sum to one, so the error does not grow with the ring. Each pair's share of the gradients is
+rounded once before the shares are summed in float32.
 
-cuDNN's backward adds up dQ in any order, so two runs may differ in the last bits, unless XLA is told otherwise, at some cost: the
-compiler option ``xla_gpu_exclude_nondeterministic_ops=True``.
+cuDNN's backward sums dQ in any order, so two runs may differ in the last bits. The XLA option
+``xla_gpu_exclude_nondeterministic_ops=True`` prevents this, at some cost.
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ def forward(
     out_dtype: DTypeLike,
     config: FwdParams,
 ) -> Partial:
-    del extras, config  # unsupported() lets none through
+    del extras, config  # unsupported() refuses any
     before = _before(q_runs, k_runs)
     if diagonal or not scores.mask.causal:
         found = [Partial(*calls.forward(q, k, v, **_settings(scores, q.shape[1])))]
@@ -116,7 +116,7 @@ def forward(
     else:
         pieces = tiles.query_tiles(q, before), tiles.key_tiles(k, before), tiles.key_tiles(v, before)
         found = tiles.partials(*calls.forward(*pieces, scale=scores.scale), before)
-    if carry is None:  # the first pair is a rank's own
+    if carry is None:  # the first pair is the diagonal step
         return found[0]._replace(out=found[0].out.astype(out_dtype))
     return tiles.join([carry, *found], out_dtype)
 
@@ -138,12 +138,12 @@ def backward(
 ) -> Grads:
     del extras, fused, config  # one sweep in any case
     before = _before(q_runs, k_runs)
-    dout, lse = residuals.dout, residuals.lse  # no row is without a key: +inf does not occur
+    dout, lse = residuals.dout, residuals.lse  # every row sees a key, so the LSE is never +inf
     if diagonal or not scores.mask.causal:
         grads = _wide(calls.backward(q, k, v, residuals.out, dout, lse, **_settings(scores, q.shape[1])))
     elif len(q_runs) == 1:
         grads = _wide(calls.backward(q, k, v, residuals.out, dout, lse, scale=scores.scale))
-        # Not multiplied by 0: the weights of hidden keys may be infinite, as the LSE does not count them.
+        # A select, not a product with 0: the weights of hidden keys may be infinite, since the LSE does not include them.
         grads = tuple(jnp.where(before, grad, 0) for grad in grads)
     else:
         queries, out, dout = (tiles.query_tiles(x, before) for x in (q, residuals.out, dout))
@@ -155,17 +155,17 @@ def backward(
 
 
 def _before(q_runs, k_runs):
-    """Do the keys stand before the queries in the sequence? (The first runs say it of both layouts.)"""
+    """Do the keys come before the queries in the sequence? (The first runs decide it in both layouts.)"""
     return k_runs[0].start < q_runs[0].start
 
 
 def _settings(scores: Scores, q_length: int) -> dict[str, Any]:
-    """Of a call over whole shards of one rank, or of two that see all of each other."""
+    """The settings of a call over whole shards: a rank's own, or two that are fully visible to each other."""
     return dict(scale=scores.scale, causal=scores.mask.causal, window=_window(scores.mask.left, q_length))
 
 
 def _window(left: int | None, q_length: int) -> int | None:
-    """The keys that a query sees with its own, or None where the window hides none."""
+    """The number of keys that a query sees, including its own, or None if the window hides none."""
     return None if left is None or left >= q_length - 1 else left + 1
 
 

@@ -1,8 +1,8 @@
-"""What a pair of shards computes in a causal zigzag ring, as two tiles of one call; and the joining of partial results.
+"""A pair of shards in a causal zigzag ring, as two tiles of one call; and the merging of partial results.
 
-A zigzag shard is two runs, an early and a late one. Of the four tiles of two ranks' shards two are visible, whole: the late
-queries see the early keys; and if the keys are from ``before``, a lower rank, so do the early queries, else the late queries see
-the late keys too. Which is known on the device alone, so both cases are one program::
+A zigzag shard is two runs, an early and a late one. Of the four tiles of two ranks' shards two are visible, both fully. The late
+queries always see the early keys. If the keys are from a lower rank (``before``), the early queries see them too; otherwise the
+late queries also see the late keys. Only the device knows which, so both cases are one program::
 
     before:  early q . early k,  late q . early k          else:  late q . early k,  late q . late k
 
@@ -17,7 +17,7 @@ from jax_core.kernels.contract import Partial
 
 
 def query_tiles(x, before):
-    """Of query rows ``[batch, length, ...]``, what meets the two tiles of keys: ``[2 * batch, length / 2, ...]``."""
+    """The query rows of the two tiles: ``[batch, length, ...] -> [2 * batch, length / 2, ...]``."""
     runs = _split(x)
     return _as_batch(jnp.where(before, runs, runs[:, 1:]))
 
@@ -28,13 +28,13 @@ def key_tiles(x, before):
 
 
 def row_tiles(x, before):
-    """:func:`query_tiles` of ``[batch, heads, length]``."""
+    """:func:`query_tiles` for ``[batch, heads, length]``."""
     return jnp.swapaxes(query_tiles(jnp.swapaxes(x, 1, 2), before), 1, 2)
 
 
 def partials(out, lse, before) -> list[Partial]:
-    """The two tiles' results as partials of the whole shard: what lies where its queries do, and, unless the keys are from
-    ``before``, the first tile's result for the late queries too."""
+    """The two tiles' results as two partials of the whole shard: tiles already in their queries' rows and, unless ``before``, the
+    first tile's result moved to the late queries' rows."""
     tiles, sums = _split_batch(out), _split_batch(lse)
     here = jnp.where(_at(1, sums) | before, sums, -jnp.inf)
     there = jnp.where(_at(1, sums) & jnp.logical_not(before), sums[:, :1], -jnp.inf)
@@ -54,9 +54,9 @@ def key_gradient(tiles, before):
 
 
 def join(partials: list[Partial], out_dtype) -> Partial:
-    """Online softmax over any number of partials. What ``lse`` -inf says to be nothing may be anything in ``out``, also NaN.
+    """Online softmax over any number of partials. Where ``lse`` is -inf, ``out`` is ignored and may hold anything, even NaN.
 
-    Elementwise in ``out``, so that XLA makes one pass of it.
+    Elementwise in ``out``, so that XLA fuses it into one pass.
     """
     lse = reduce(jnp.logaddexp, (partial.lse for partial in partials))
     finite = jnp.where(jnp.isneginf(lse), 0, lse)
@@ -66,12 +66,12 @@ def join(partials: list[Partial], out_dtype) -> Partial:
 
 
 def _both_in(place: int, tiles):
-    """The sum of the two tiles at one of their places, 0 at the other."""
+    """The sum of the two tiles at index ``place``, 0 at the other index."""
     return jnp.where(_at(place, tiles), tiles[:, :1] + tiles[:, 1:], 0)
 
 
 def _at(place: int, tiles):
-    """Which of ``tiles [batch, 2, ...]`` stand at ``place``, in a shape that broadcasts."""
+    """Which of ``tiles [batch, 2, ...]`` are at index ``place``, in a shape that broadcasts."""
     return jnp.arange(2).reshape(2, *[1] * (tiles.ndim - 2)) == place
 
 

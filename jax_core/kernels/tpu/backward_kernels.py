@@ -1,4 +1,4 @@
-"""The backward kernels: the scores again, and from them dQ, or dK and dV, or all in one sweep, and the gradient of a bias.
+"""The backward kernels: they recompute the scores, and from them dQ, or dK and dV, or all in one sweep, or the bias gradient.
 
 After FlashAttention-2 (Dao 2023, arXiv:2307.08691): each sum has one writer, so every run gives the same bits.
 """
@@ -19,7 +19,7 @@ from jax_core.kernels.tpu.visits import FIRST, LAST, update_if_visible, visit
 
 
 class _Gradients(NamedTuple):
-    """A tile's weights, and the gradients of its logits and of ``q . k``; transposed if the tile is."""
+    """A tile's weights, and the gradients of its logits and of ``q . k``; transposed like the tile."""
 
     tile: Tile
     weights: Array
@@ -50,7 +50,7 @@ def queries_kernel(
     dq: Ref,
     sum_dq: Ref,
 ) -> None:
-    """dQ of a block of queries, added to what was ``before`` (may be None)."""
+    """dQ of a block of queries, added to ``before``, the dQ so far (may be None)."""
     batch, head, number = (pl.program_id(axis) for axis in range(3))
     q, k, flags = visit(const, size, words, batch, number)
     at = TileIndex(batch, head, q, k, scalars)
@@ -72,7 +72,7 @@ def queries_kernel(
 
 
 class _Sums(NamedTuple):
-    """In VMEM, float32: of a block of keys ``[k, dim]`` and ``[k, value_dim]``; of a group's heads, by query, ``[group, 1, q]``."""
+    """In VMEM, float32: ``[k, dim]`` and ``[k, value_dim]`` for a block of keys; ``[group, 1, q]`` for a group's heads."""
 
     dk: Ref
     dv: Ref
@@ -93,9 +93,9 @@ def keys_kernel(
     dq: Ref | None,
     *scratch: Ref,
 ) -> None:
-    """dK and dV of a block of keys, summed over the query heads that share them, and the slopes' gradients (None without slopes).
+    """dK and dV of a block of keys, summed over the query heads of their group, and the slopes' gradients (None without slopes).
 
-    ``dq`` is None, or in a fused backward all of dQ, in HBM and in the buffer of ``before``; visits add to its blocks.
+    ``dq`` is None, or in a fused backward the whole dQ in HBM, in the buffer of ``before``; visits add to its blocks.
     """
     del before
     batch, kv_head, number, member = (pl.program_id(axis) for axis in range(4))
@@ -131,7 +131,7 @@ def keys_kernel(
 
 
 def _add_block(dq: Ref, dproducts: Array, key: Array, const: TileConstants, block: Ref, arrived: Ref, left: Ref) -> None:
-    """Adds a transposed tile's share to a block of dQ. The copy back is waited for: the next visit may be to the same block."""
+    """Adds a transposed tile's share to a block of dQ. Waits for the copy back: the next visit may be to the same block."""
     copy_in, copy_out = pltpu.make_async_copy(dq, block, arrived), pltpu.make_async_copy(block, dq, left)
     copy_in.start()
     share = product(dproducts, key, (0, 0), const.scores)
@@ -151,7 +151,7 @@ def bias_kernel(
     dbias: Ref,
     total: Ref,
 ) -> None:
-    """The gradient of a tile of the bias, summed over all tiles of scores that share it: the last grid axis."""
+    """The gradient of a tile of the bias, summed over all score tiles that share it (the last grid axis)."""
     number, count = pl.program_id(4), pl.num_programs(4)
     batch, head, q, k = place(*(pl.program_id(axis) for axis in range(5)))
     at = TileIndex(batch, head, q, k, scalars)

@@ -1,6 +1,6 @@
 """What the Pallas kernels are compiled for, and the arrays they take.
 
-Arrays come as ``[batch, heads, length, dim]``, every run padded to whole blocks; what belongs to a query or a key is
+Arrays are ``[batch, heads, length, dim]``, with every run padded to whole blocks; per-query and per-key values are
 ``[batch|1, (heads|1,) 1, length]``.
 """
 
@@ -18,7 +18,7 @@ from jax_core.masks.functions import Predicate
 
 @dataclass(frozen=True)
 class TileConstants:
-    """Everything static of a launch. ``in_kernel``: the mask functions that the kernel computes itself."""
+    """Everything static about a launch. ``in_kernel``: the mask functions that the kernel computes itself."""
 
     q: BlockLayout
     k: BlockLayout
@@ -35,11 +35,11 @@ class TileConstants:
         return self.heads // self.kv_heads
 
 
-T = TypeVar("T")  # an array, a reference to its block inside a kernel, or the specification of its blocks
+T = TypeVar("T")  # an array, a reference to its block inside a kernel, or its BlockSpec
 
 
 class Shards(NamedTuple, Generic[T]):
-    """The large arrays of a pair of shards; ``dout``, ``lse`` and ``delta`` in the backward alone."""
+    """The large arrays of a pair of shards; ``dout``, ``lse`` and ``delta`` only in the backward."""
 
     q: T
     k: T
@@ -50,7 +50,7 @@ class Shards(NamedTuple, Generic[T]):
 
 
 class BlockedExtras(NamedTuple, Generic[T]):
-    """The contract's extras as the kernels take them, each may be None: ids ``[batch|1, 1, length]``, ``bias`` and ``mask`` (int8)
+    """The contract's extras as the kernels take them; each may be None: ids ``[batch|1, 1, length]``, ``bias`` and ``mask`` (int8)
     ``[batch|1, heads|1, rows|1, keys]``, ``slopes`` float32 ``[1, batch|1 * heads]``."""
 
     q_segments: T | None
@@ -135,7 +135,7 @@ def make_scalars(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
 
 
 def quotient(x: Array, by: int) -> Array:
-    """Of numbers that are not negative, which is cheaper than ``//``."""
+    """The quotient of numbers that are not negative; cheaper than ``//``."""
     return lax.div(x, x.dtype.type(by))
 
 

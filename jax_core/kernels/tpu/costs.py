@@ -1,4 +1,4 @@
-"""Cost estimates of the launches, for XLA's scheduler and its cost analysis, of what is visible on average."""
+"""Cost estimates of the launches, for XLA's scheduler and its cost analysis, based on the average visible share."""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -16,7 +16,7 @@ def queries(const: TileConstants, dtype: jnp.dtype) -> pl.CostEstimate:
 
 
 def keys(const: TileConstants, dtype: jnp.dtype, fused: bool) -> pl.CostEstimate:
-    """Queries are fetched at every visit, and in a fused sweep dQ is read and written."""
+    """Queries are fetched at every visit; a fused sweep also reads and writes dQ."""
     q, k, dims = _length(const.q), _length(const.k), const.dim + const.value_dim
     fetched = const.heads * const.k.blocks * share(const) * q * (dims * dtype.itemsize + (8 * const.dim if fused else 0))
     once = const.kv_heads * k * dims * (dtype.itemsize + 4)
@@ -47,7 +47,7 @@ def _length(layout: BlockLayout) -> int:
 
 
 def share(const: TileConstants) -> float:
-    """The share of all pairs that the static mask leaves, on average over the ring: only the device knows which shards it has."""
+    """The share of pairs that the static mask leaves visible, averaged over the ring: only the device knows which shards it has."""
     mask, keys = const.scores.mask, _length(const.k)
     before = _least(mask.left, mask.chunk and mask.chunk // 2)
     after = 0 if mask.causal else mask.right

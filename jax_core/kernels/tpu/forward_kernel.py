@@ -1,4 +1,4 @@
-"""The forward kernel: online softmax over the key blocks on the list, after FlashAttention (Dao et al. 2022, arXiv:2205.14135)."""
+"""The forward kernel: online softmax over the listed key blocks, after FlashAttention (Dao et al. 2022, arXiv:2205.14135)."""
 
 from jax import Array, Ref
 from jax.experimental import pallas as pl

@@ -33,7 +33,7 @@ from jax_core.kernels.tpu.forward_kernel import forward_kernel
 from jax_core.kernels.tpu.specs import Place, Specs
 from jax_core.kernels.tpu.visits import Visits, flags_of, list_visits, pairs_to_visit, visit
 
-_LISTED = 250_000  # of 4 bytes, in 1 MiB
+_LISTED = 250_000  # words of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 HANDLES = frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
@@ -81,7 +81,7 @@ def forward(
     out_dtype: DTypeLike,
     config: FwdParams,
 ) -> Partial:
-    del diagonal  # the runs say it
+    del diagonal  # the runs show it
     const = make_constants((q, k, v), q_runs, k_runs, scores, _fitting(config, q_runs, k_runs))
     blocked = block_extras(const, (q, k, v), q_runs, k_runs, extras)
     visits = list_visits(pairs_to_visit(const, q_runs, k_runs, extras, blocked))
@@ -130,7 +130,7 @@ def backward(
     pairs = pairs_to_visit(const, q_runs, k_runs, extras, blocked)
     shards = _shards(const, q, k, v)._replace(
         dout=blocked_rows(residuals.dout, const.q),
-        lse=blocked_statistics(residuals.lse, const.q, jnp.inf),  # padding too has weights exp(-inf) = 0
+        lse=blocked_statistics(residuals.lse, const.q, jnp.inf),  # padding rows also have weights exp(-inf) = 0
         delta=blocked_statistics(residuals.delta, const.q),
     )
     run = _Backward(const, shards, blocked, pairs, make_scalars(q_runs, k_runs, extras))
@@ -161,7 +161,7 @@ class _Backward:
     scalars: Array
 
     def queries(self, before: Array | None) -> Array:
-        """dQ, ``[batch, heads, length in blocks, dim]``, added to what was ``before``."""
+        """dQ, ``[batch, heads, length in blocks, dim]``, added to ``before``, the dQ so far."""
         const, visits = self.const, list_visits(self.pairs)
         specs = Specs(const, _place(const, visits))
         inputs = self.shards, self.blocked, before
@@ -181,7 +181,7 @@ class _Backward:
         return dq
 
     def keys(self, dq: Array | None) -> tuple[Array, Array, Array | None, Array | None]:
-        """``(dk, dv, dslopes or None, dq or None)``; with ``dq``, the same sweep adds to it."""
+        """``(dk, dv, dslopes or None, dq or None)``; if ``dq`` is given, the same sweep adds to it."""
         const, visits = self.const, list_visits(self.pairs, by_columns=True)
         specs = Specs(const, _place_of_member(const, visits))
         block, whole = (const.q.block, const.k.block), pl.BlockSpec(memory_space=pl.ANY)
@@ -242,7 +242,7 @@ class _Backward:
 
 
 def _place(const: TileConstants, visits: Visits) -> Callable[..., Place]:
-    """Of a visit on the grid (batch, head, visit)."""
+    """The place of a visit on the grid (batch, head, visit)."""
 
     def place(batch: Array, head: Array, number: Array, words: Ref, *rest: Ref) -> Place:
         del rest
@@ -253,7 +253,7 @@ def _place(const: TileConstants, visits: Visits) -> Callable[..., Place]:
 
 
 def _place_of_member(const: TileConstants, visits: Visits) -> Callable[..., Place]:
-    """Of a visit on the grid (batch, key head, visit, head of the group)."""
+    """The place of a visit on the grid (batch, key head, visit, head of the group)."""
 
     def place(batch: Array, kv_head: Array, number: Array, member: Array, words: Ref, *rest: Ref) -> Place:
         del rest
@@ -264,7 +264,7 @@ def _place_of_member(const: TileConstants, visits: Visits) -> Callable[..., Plac
 
 
 def _place_of_tile(inner: list[int], batch: Array, head: Array, q: Array, k: Array, number: Array, *rest: Ref) -> Place:
-    """On the grid of a bias' tiles and, last, of the tiles of scores that share one: in each sum below one term is always 0."""
+    """The place on the grid of bias tiles and, as its last axis, the score tiles that share one: each sum below has a zero term."""
     del rest
     heads, rows = inner[1:]
     further = quotient(number, heads * rows), remainder(quotient(number, rows), heads), remainder(number, rows)
@@ -284,7 +284,7 @@ def _from_statistics(x: Array, const: TileConstants) -> Array:
 
 
 def _in_place(inputs: Any, before: Any, results: Sequence[jax.ShapeDtypeStruct]) -> dict[int, int]:
-    """Of pytrees: ``before`` is the last leaves of ``inputs``, and the last results of its dtype take its place."""
+    """The aliases of a launch: ``before`` is the last leaves of ``inputs``; the last results reuse its buffers if dtypes match."""
     first = len(jax.tree.leaves(inputs)) - len(jax.tree.leaves(before))
     last = len(results) - len(jax.tree.leaves(before))
     pairs = enumerate(jax.tree.leaves(before))
@@ -298,6 +298,6 @@ def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
 
 
 def _fitting(config: FwdParams, q_runs: Runs, k_runs: Runs) -> tuple[int, int]:
-    """The blocks, no longer than a run asks for."""
+    """The block sizes, no longer than the runs need."""
     q, k = limits.block_sizes(config)
     return limits.fitting(q, q_runs[0].length), limits.fitting(k, k_runs[0].length)

@@ -1,4 +1,4 @@
-"""Calling a Pallas kernel: where it can run, and what every launch has in common."""
+"""Launches a Pallas kernel: where it can run, and what all launches have in common."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,15 +27,16 @@ def launch(
     cost: pl.CostEstimate,
     all_in_blocks: bool = True,
 ) -> tuple[Array, ...]:
-    """``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: from leaves of ``inputs`` to the outputs
-    that reuse their buffers; an output may be None. ``all_in_blocks``: no array is given whole, for which ``vmap`` has no rule."""
+    """Runs ``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: from leaves of ``inputs`` to the
+    outputs that reuse their buffers; an output may be None. ``all_in_blocks``: whether every array is in blocks; ``vmap`` has no
+    rule for others."""
     prefetched, inputs = vary((tuple(prefetched), tuple(inputs)), varying_axes(prefetched, inputs))
     axis_type = jax.typeof(prefetched[0]).mat
     settings = dict(
         out_shape=[x and jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axis_type) for x in outputs],
         input_output_aliases={len(prefetched) + leaf: output for leaf, output in aliases.items()},
         compiler_params=pltpu.CompilerParams(
-            # Batch entries and heads are independent; the visits of one follow each other.
+            # Batch entries and heads are independent; the visits of each run in order.
             dimension_semantics=tuple("parallel" if axis < 2 else "arbitrary" for axis in range(len(grid))),
             vmem_limit_bytes=params.generation(generation()).memory,
         ),
@@ -46,7 +47,7 @@ def launch(
 
     traced = [size for size in grid if not isinstance(size, int)]
 
-    def call(traced, *arrays):  # an argument, since what is mapped over must not be closed over
+    def call(traced, *arrays):  # an argument: values that vmap maps over must not be closed over
         sizes = iter(traced)
         whole = tuple(size if isinstance(size, int) else next(sizes) for size in grid)
         grid_spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(prefetched), grid=whole, **specs)
@@ -60,7 +61,7 @@ def _name(kernel: Callable[..., None]) -> str:
 
 
 def missing(backend: str | None) -> str | None:
-    """Why no Pallas kernel can run on such devices (None: JAX's default), in words, or None."""
+    """Why no Pallas kernel can run on ``backend`` (None: JAX's default), in words, or None."""
     backend = backend or jax.default_backend()
     if backend == "tpu":
         return None
@@ -68,8 +69,8 @@ def missing(backend: str | None) -> str | None:
 
 
 def generation() -> str:
-    """Of the TPUs of the ``shard_map`` around this call, or of this process, as JAX names it, like "TPU v5 lite"; "" where neither
-    says."""
+    """The generation of the TPUs of the enclosing ``shard_map``, or of this process, as JAX names it, like "TPU v5 lite"; "" if
+    neither says."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None and jax.default_backend() == "tpu":
         device = jax.local_devices(backend="tpu")[0]

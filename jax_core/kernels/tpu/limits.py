@@ -1,4 +1,4 @@
-"""What every kernel for TPUs shares of its limits, whether it computes a pair of shards or a whole ring."""
+"""The limits that all TPU kernels share, whether they compute a pair of shards or a whole ring."""
 
 from jax_core.config import FwdParams
 from jax_core.kernels.contract import Problem
@@ -9,7 +9,7 @@ PRECISIONS = ("default", "fastest", "bfloat16", "highest", "float32")
 
 
 def problem_reason(problem: Problem) -> str | None:
-    """Why no kernel for TPUs computes this, in words, or None."""
+    """Why no TPU kernel computes this, in words, or None."""
     if max(problem.dim, problem.value_dim) > WIDEST:
         return f"head dims are at most {WIDEST}, got {problem.dim} and {problem.value_dim}"
     if problem.scores.precision_name not in (None, *PRECISIONS):
@@ -18,7 +18,7 @@ def problem_reason(problem: Problem) -> str | None:
 
 
 def params_reason(name: str, params: FwdParams) -> str | None:
-    """Why no kernel for TPUs takes ``params``, which the config calls ``name``, or None."""
+    """Why no TPU kernel takes ``params`` (called ``name`` in the config), or None."""
     if params.num_stages is not None or params.num_warps is not None:
         return f"{name}: kernels for TPUs have no stages or warps; leave num_stages and num_warps None"
     sizes = block_sizes(params)
@@ -28,11 +28,11 @@ def params_reason(name: str, params: FwdParams) -> str | None:
 
 
 def block_sizes(params: FwdParams) -> tuple[int, int]:
-    """Of queries and keys, from parameters that are complete."""
+    """The block sizes of queries and keys, from complete parameters."""
     assert params.q_blocksize is not None and params.kv_blocksize is not None
     return params.q_blocksize, params.kv_blocksize
 
 
 def fitting(size: int, length: int) -> int:
-    """The block size, no longer than ``length`` positions ask for."""
+    """The block size, no longer than ``length`` positions need."""
     return min(size, -(-length // LANES) * LANES)

@@ -17,15 +17,15 @@ class Row(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """``names``: how JAX names its devices. ``memory``: bytes of fast memory that a kernel may take."""
+    """``names``: JAX's names for the devices. ``memory``: bytes of VMEM that a kernel may use."""
 
     names: tuple[str, ...]
     memory: int
     rows: tuple[Row, ...]
 
 
-# No kernel of this library was timed on a TPU. Published settings of splash attention are 512 to 2048; a visit costs about 0.35 us
-# beside its products, so the faster the products, the larger the blocks. All of them fit (test_tpu_program.py).
+# No kernel of this library was timed on a TPU. Published settings of splash attention are 512 to 2048; a visit has an overhead of
+# about 0.35 us, so the faster the matrix products, the larger the blocks. All of them fit (test_tpu_program.py).
 GENERATIONS = (
     Generation(("TPU v5 lite", "TPU v5e"), 96 * MIB, (Row(128, (512, 1024), (512, 512)), Row(256, (512, 512), (512, 512)))),
     Generation(("TPU v6 lite", "TPU v6e"), 96 * MIB, (Row(128, (1024, 1024), (512, 1024)), Row(256, (512, 1024), (512, 512)))),
@@ -36,12 +36,12 @@ GENERATIONS = (
 
 
 def generation(name: str) -> Generation:
-    """The generation of a device; any other is taken for the one with the least memory."""
+    """The generation of a device; an unknown one counts as the one with the least memory."""
     return next((found for found in GENERATIONS if name in found.names), GENERATIONS[-1])
 
 
 def default_params(problem: Problem, name: str) -> tuple[FwdParams, BwdParams]:
     rows = generation(name).rows
     row = next((row for row in rows if max(problem.dim, problem.value_dim) <= row.dim), rows[-1])
-    smaller = 2 if problem.dtype == "float32" else 1  # in full precision, which is six products for one
+    smaller = 2 if problem.dtype == "float32" else 1  # full precision takes six products instead of one
     return FwdParams(*(size // smaller for size in row.forward)), BwdParams(*(size // smaller for size in row.backward))

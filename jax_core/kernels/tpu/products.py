@@ -1,4 +1,4 @@
-"""Matrix products and logits inside the kernels for TPUs."""
+"""Matrix products and logits inside TPU kernels."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -8,7 +8,7 @@ from jax_core.kernels.contract import Scores
 
 def product(a: Array, b: Array, axes: tuple[int, int], scores: Scores) -> Array:
     """A matrix product that sums axis ``axes[0]`` of ``a`` and ``axes[1]`` of ``b``, in float32. Float32 inputs are multiplied in
-    full precision unless the scores ask for less; 16-bit ones as the matrix unit does."""
+    full precision unless the scores ask for less; 16-bit inputs as the matrix unit does by default."""
     precision = scores.precision
     if precision is None and a.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST
@@ -17,7 +17,7 @@ def product(a: Array, b: Array, axes: tuple[int, int], scores: Scores) -> Array:
 
 
 def scaled(scores: Scores, x: Array) -> tuple[Array, Array | None]:
-    """The logits of the products ``x = q . k``: scaled and soft-capped. Also the soft cap's tanh, for the gradient, or None."""
+    """The logits from the products ``x = q . k``, scaled and soft-capped, and the soft cap's tanh (or None) for the gradient."""
     x, tanh = x * scores.scale, None
     if scores.softcap is not None:
         tanh = jnp.tanh(x / scores.softcap)
@@ -26,7 +26,7 @@ def scaled(scores: Scores, x: Array) -> tuple[Array, Array | None]:
 
 
 def through_softcap(gradient: Array, tanh: Array | None) -> Array:
-    """The gradient of what went into the soft cap, from that of what came out."""
+    """The gradient of the soft cap's input, from that of its output."""
     return gradient if tanh is None else gradient * (1 - tanh * tanh)
 
 

@@ -1,6 +1,6 @@
 """Tiles of scores inside the Pallas kernels: queries x keys or, transposed, keys x queries.
 
-A transposed tile has the statistics of its queries along the lanes, as they are stored; the sweep for dK/dV uses it.
+A transposed tile has its queries' statistics along the lanes, as they are stored; the dK/dV sweep uses it.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from jax_core.masks.static import visible
 
 
 class TileIndex(NamedTuple):
-    """A tile's batch entry, head, query block and key block, as they are numbered here; and a reference to `make_scalars`."""
+    """A tile's local batch entry, head, query block and key block, and a reference to the result of `make_scalars`."""
 
     batch: Array
     head: Array
@@ -28,7 +28,7 @@ class TileIndex(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The logits, ``-inf`` where hidden; the soft cap's tanh or None; which weights dropout keeps or None; ``|q - k|`` or None."""
+    """The logits, ``-inf`` where hidden; the soft cap's tanh, the weights that dropout keeps, and ``|q - k|`` may be None."""
 
     logits: Array
     tanh: Array | None
@@ -62,8 +62,8 @@ def _slope(const: TileConstants, at: TileIndex, slopes: Ref) -> Array:
 
 
 class _Indices(NamedTuple):
-    """Of a tile's queries and keys, each of the tile's shape: the index in the whole sequence; ``real``: whether a key is one and
-    does not pad its block (None: all are)."""
+    """The indices of a tile's queries and keys in the whole sequence, each with the tile's shape; ``real``: False where a key only
+    pads its block (None: no padding)."""
 
     q: Array
     k: Array
@@ -91,7 +91,7 @@ def _positions(indices: _Indices, blocked: BlockedExtras[Ref], transposed: bool)
 
 
 def _broadcasting(q_row: Ref, k_row: Ref, transposed: bool) -> tuple[Array, Array]:
-    """Two rows, of queries and of keys, so that they broadcast over a tile."""
+    """A row of queries and a row of keys, in shapes that broadcast over a tile."""
     return (q_row[...], column(k_row[...])) if transposed else (column(q_row[...]), k_row[...])
 
 
@@ -130,7 +130,7 @@ def _evaluate(predicate: Predicate, at: TileIndex, indices: _Indices, positions:
 
 
 def _kept(const: TileConstants, at: TileIndex, indices: _Indices) -> Array | None:
-    """As ``dropout.keep_mask``; compared as signed numbers, as the hardware does."""
+    """As ``dropout.keep_mask``, but compares signed numbers, as the hardware does."""
     if not const.scores.dropout_prob:
         return None
     words = [lax.bitcast_convert_type(x, jnp.uint32) for x in (at.scalars[6], at.scalars[7])]
@@ -148,6 +148,6 @@ def dropped(const: TileConstants, tile: Tile, x: Array) -> Array:
 
 
 def logit_gradient(const: TileConstants, tile: Tile, weights: Array, dweights: Array, delta: Array) -> tuple[Array, Array]:
-    """Of the logits, and of the products of queries and keys."""
+    """The gradients of the logits and of ``q . k``."""
     dlogits = weights * (dropped(const, tile, dweights) - delta)
     return dlogits, through_softcap(dlogits * const.scores.scale, tile.tanh)

@@ -1,7 +1,7 @@
 """The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) of a block of queries, tile by tile, inside a kernel.
 
-It serves tiles in either orientation: the queries' statistics are a column where tiles are queries x keys, and a row where they are
-keys x queries. ``axis`` names the keys' axis of a tile.
+It handles tiles in either orientation: the queries' statistics are a column if tiles are queries x keys, and a row if they are keys
+x queries. ``axis`` is the keys' axis of a tile.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, Ref
 
-LOWEST = float(jnp.finfo(jnp.float32).min)  # in place of -inf, whose difference from itself is NaN
+LOWEST = float(jnp.finfo(jnp.float32).min)  # instead of -inf, since -inf - -inf is NaN
 
 
 class SoftmaxState(NamedTuple):
@@ -29,15 +29,15 @@ def start(state: SoftmaxState) -> None:
 
 
 def resume(state: SoftmaxState, out: Ref, lse: Array) -> None:
-    """Continues from a partial result: the reference ``out``, and ``lse`` as it stands in the state. A partial is normalised: its
-    denominator is 1 at the maximum ``lse``, and 0 where no key was seen."""
+    """Continues from a partial result: the reference ``out``, and ``lse`` in the orientation of the state. A partial is normalised:
+    its maximum is ``lse`` and its denominator 1, or 0 where no key was seen."""
     state.maximum[...] = jnp.maximum(lse, LOWEST)
     state.denominator[...] = jnp.where(lse == -jnp.inf, 0.0, 1.0)
     state.numerator[...] = out[...]
 
 
 def update(state: SoftmaxState, logits: Array, axis: int, weigh: Callable[[Array], Array]) -> None:
-    """Adds a tile. ``weigh``: from its weights to the weighted sum of its values."""
+    """Adds a tile. ``weigh`` maps its weights to the weighted sum of its values."""
     before = state.maximum[...]
     maximum = jnp.maximum(before, logits.max(axis, keepdims=True))
     weights, decay = jnp.exp(logits - maximum), jnp.exp(before - maximum)
@@ -48,7 +48,7 @@ def update(state: SoftmaxState, logits: Array, axis: int, weigh: Callable[[Array
 
 
 def finish(state: SoftmaxState, out: Ref, lse: Ref, as_stored: Callable[[Array], Array] = lambda x: x) -> None:
-    """Writes the normalised result, and its LSE (``-inf``, beside zeros, where no key was seen) as ``as_stored`` turns it."""
+    """Writes the normalised result, and its LSE in the shape that ``as_stored`` gives it. Without a key: 0, and LSE ``-inf``."""
     some = state.denominator[...] > 0
     denominator = jnp.where(some, state.denominator[...], 1.0)
     out[...] = (state.numerator[...] / denominator).astype(out.dtype)

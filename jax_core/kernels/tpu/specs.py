@@ -9,12 +9,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.tpu.constants import BlockedExtras, Shards, TileConstants, quotient
 
-Place = tuple[Array, Array, Array, Array]  # of a visit: batch entry, head, query block, key block
+Place = tuple[Array, Array, Array, Array]  # a visit's batch entry, head, query block, key block
 
 
 @dataclass(frozen=True)
 class Specs:
-    """By ``place(*grid indices, *prefetched)``."""
+    """``place(*grid indices, *prefetched)`` gives the place of a visit."""
 
     const: TileConstants
     place: Callable[..., Place]
@@ -30,7 +30,7 @@ class Specs:
         return self._spec((None, None, self.const.k.block, dim), lambda b, h, i, j: (b, quotient(h, group), j, 0))
 
     def query_statistics(self) -> pl.BlockSpec:
-        """Of ``[batch, heads, 1, length]``."""
+        """For arrays ``[batch, heads, 1, length]``."""
         return self._spec((None, None, 1, self.const.q.block), lambda b, h, i, j: (b, h, 0, i))
 
     def shards(self, backward: bool = False) -> Shards[pl.BlockSpec]:
@@ -50,7 +50,7 @@ class Specs:
         )
 
     def slopes(self) -> pl.BlockSpec:
-        """Of the slopes' gradients, ``[batch, kv_heads, key blocks, group, q]``."""
+        """For the slopes' gradients, ``[batch, kv_heads, key blocks, group, q]``."""
         group, block = self.const.group, self.const.q.block
         return self._spec((None, None, None, group, block), lambda b, h, i, j: (b, quotient(h, group), j, 0, 0))
 

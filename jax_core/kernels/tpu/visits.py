@@ -16,13 +16,13 @@ from jax_core.kernels.blocks import BlockSparsity, block_sparsity
 from jax_core.kernels.contract import Extras
 from jax_core.kernels.tpu.constants import BlockedExtras, Runs, TileConstants, quotient, remainder
 
-FIRST, LAST, RUNS, MASKED = 1, 2, 4, 8  # flags: the pair opens its row, closes it, has something to compute, needs its mask
+FIRST, LAST, RUNS, MASKED = 1, 2, 4, 8  # flags: the pair is first in its row, last in its row, has visible pairs, needs its mask
 _FLAGS = 16
 
 
 class Visits(NamedTuple):
     """``words [batch|1 * length]``: a list of block pairs for each batch entry, as ``16 * (row * columns + column) + flags``.
-    ``longest``: the length of the longest list; ``size``: how many lists, and the space for each."""
+    ``longest``: the length of the longest list; ``size``: the number of lists and the space for each."""
 
     words: Array
     longest: Array
@@ -32,7 +32,7 @@ class Visits(NamedTuple):
 def pairs_to_visit(
     const: TileConstants, q_runs: Runs, k_runs: Runs, extras: Extras, blocked: BlockedExtras[Array]
 ) -> BlockSparsity:
-    """Which pairs of blocks have something to compute, and which of them are visible altogether, so that they need no mask."""
+    """Which pairs of blocks have something to compute, and which of them are fully visible, so that they need no mask."""
     pairs = block_sparsity(const.q, const.k, q_runs, k_runs, const.scores, extras)
     if const.in_kernel:
         pairs = pairs._replace(whole=jnp.zeros_like(pairs.whole))
@@ -51,8 +51,8 @@ def flags_of(pairs: BlockSparsity) -> Array:
 
 
 def list_visits(pairs: BlockSparsity, by_columns: bool = False) -> Visits:
-    """The pairs row by row of query blocks, or column by column of key blocks. A row without a visible pair gets one visit that
-    computes nothing, so that its result is written."""
+    """The pairs by rows of query blocks, or by columns of key blocks. A row without a visible pair gets one visit that computes
+    nothing, so that its result is written."""
     visible, whole = (jnp.swapaxes(x, 1, 2) if by_columns else x for x in pairs)
     batch, rows, columns = visible.shape
     visits = visible | (~visible.any(-1, keepdims=True) & (jnp.arange(columns) == 0))
@@ -66,7 +66,7 @@ def list_visits(pairs: BlockSparsity, by_columns: bool = False) -> Visits:
     count = kept.sum(-1)
     order = jax.vmap(lambda row: jnp.nonzero(row, size=row.shape[0], fill_value=0)[0])(kept)
     listed = jnp.take_along_axis(words, order, 1)
-    # A list shorter than the longest repeats its last pair, without anything to compute.
+    # A list shorter than the longest repeats its last pair, with flags that compute nothing.
     last = jnp.take_along_axis(listed, count[:, None] - 1, 1) // _FLAGS * _FLAGS
     listed = jnp.where(jnp.arange(rows * columns) < count[:, None], listed, last)
     return Visits(listed.reshape(-1).astype(jnp.int32), count.max().astype(jnp.int32), (batch, rows * columns))
@@ -81,7 +81,7 @@ def visit(const: TileConstants, size: tuple[int, int], words: Ref, batch: Array,
 
 
 def update_if_visible(flags: Array, update: Callable[[bool], None]) -> None:
-    """``update(masked)`` for a pair of blocks that has something to compute; without masks if it is visible altogether."""
+    """Calls ``update(masked)`` if the pair of blocks has something to compute; unmasked if it is fully visible."""
     for masked in (False, True):
 
         @pl.when((flags & (RUNS | MASKED)) == (RUNS | MASKED if masked else RUNS))

@@ -1,9 +1,11 @@
-"""The backward kernels: the scores again, tile by tile, from the rows' final LSE (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+"""The backward kernels: they recompute the weights tile by tile, from the rows' final LSE.
 
-``keys_kernel`` makes dK and dV of a key block by going over the query blocks that see it, ``queries_kernel`` makes dQ of a query
-block by going over the key blocks it sees: no sum has two writers, so that results are the same in every run. With ``plan.fused``
-the first adds to dQ too, atomically, and the second is not needed. ``bias_kernel`` makes the bias' gradient, summed over what
-shares it.
+After FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+
+``keys_kernel`` computes dK and dV of a key block in a loop over the query blocks that see it; ``queries_kernel`` computes dQ of a
+query block in a loop over the key blocks it sees. No sum has two writers, so results are the same in every run. With ``plan.fused``
+the first also adds to dQ, atomically, and the second is not needed. ``bias_kernel`` computes the bias gradient, summed over the
+batch entries, heads and rows that share it.
 """
 
 import triton
@@ -51,8 +53,8 @@ def keys_kernel(
     p_dv,
     plan: tl.constexpr,
 ):
-    """dK and dV, and each key's part of the slopes' gradient. Grid: key blocks, key heads, batch. With ``plan.fused``, ``p_dq``
-    is the dQ so far, which is added to."""
+    """dK and dV, and each key's part of the slopes' gradient. Grid: key blocks, key heads, batch. With ``plan.fused``, this adds
+    to ``p_dq``, the dQ so far."""
     i_block = tl.program_id(0)
     i_kv_head = tl.program_id(1)
     i_batch = tl.program_id(2)
@@ -162,7 +164,7 @@ def queries_kernel(
 ):
     """dQ. Grid: query blocks (the last first), heads, batch.
 
-    ``p_before``: with ``plan.carry``, the dQ so far, to which this one's is added in place.
+    ``p_before``: with ``plan.carry``, the dQ so far, to which this launch adds in place.
     """
     if plan.carry:
         p_dq = p_before
@@ -255,7 +257,7 @@ def bias_kernel(
     p_dbias,
     plan: tl.constexpr,
 ):
-    """A tile of the bias' gradient, ``[bias_batch, bias_heads, bias_rows, keys]``: the sum over the batch entries, heads and rows
+    """A tile of the bias gradient, ``[bias_batch, bias_heads, bias_rows, keys]``: the sum over the batch entries, heads and rows
     that share it. Grid: query blocks (one if rows share the bias), key blocks, batch entries x heads of the bias."""
     M: tl.constexpr = plan.q.block
     N: tl.constexpr = plan.k.block
@@ -268,7 +270,7 @@ def bias_kernel(
     i_m = tl.arange(0, M)
     b_sum = tl.zeros([M, N], tl.float32)
     for i_share in range((plan.batch // plan.bias_batch) * (plan.heads // plan.bias_heads)):
-        # Either all entries share the bias, or each has its own; likewise heads.
+        # Either all batch entries share the bias or each has its own; likewise for heads.
         i_batch = tl.program_id(2) // plan.bias_heads + i_share // (plan.heads // plan.bias_heads)
         i_head = tl.program_id(2) % plan.bias_heads + i_share % (plan.heads // plan.bias_heads)
         slope = head_slope(p_slopes, i_batch, i_head, plan)
@@ -325,7 +327,7 @@ def gradient(b_s, b_dp, b_lse, b_delta, q, k, p_bias, p_bits, slope, key, plan: 
 
 @triton.jit
 def load_rows(p_lse, p_delta, i_row, m_row, whole: tl.constexpr):
-    """The rows' LSE in base 2, infinite where a row saw no key or is none, so that ``exp2(x - lse)`` is 0; and their delta."""
+    """The rows' LSE in base 2, infinite where a row saw no key or is padding, so that ``exp2(x - lse)`` is 0; and their delta."""
     if whole:
         b_lse = tl.load(p_lse + i_row)
         b_delta = tl.load(p_delta + i_row)

@@ -1,4 +1,4 @@
-"""Where a block stands, which blocks it meets, and how blocks come and go.
+"""Where a block is, which blocks it visits, and how tiles are loaded and stored.
 
 Names in all kernels: ``p_`` pointer, ``b_`` block of values, ``o_`` offset, ``m_`` mask, ``i_`` index; a *place* is an index into
 the whole sequence.
@@ -12,7 +12,7 @@ from jax_core.kernels.triton.scores import seen_from
 
 @triton.jit
 def place(i_block, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
-    """``(row, count, index)`` of a block: its first row in the shard, how many rows it has, its first place in the sequence."""
+    """``(row, count, index)`` of a block: its first row in the shard, its number of rows, its first place in the sequence."""
     if of_keys:
         runs: tl.constexpr = plan.k.runs
         length: tl.constexpr = plan.k.length
@@ -47,8 +47,8 @@ def greatest(a, b):
 
 @triton.jit
 def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
-    """``(low, high, full_low, full_high)``: which blocks of a run of the other side have a pair that is visible from positions
-    ``first`` to ``last``, and which of them are visible altogether. ``low <= full_low <= full_high <= high``."""
+    """``(low, high, full_low, full_high)``: which blocks of a run of the other side are visible from any of the positions ``first``
+    to ``last``, and which of them are fully visible. ``low <= full_low <= full_high <= high``."""
     if of_keys:
         length: tl.constexpr = plan.k.length
         stride: tl.constexpr = plan.k.stride
@@ -59,14 +59,14 @@ def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys
         stride: tl.constexpr = plan.q.stride
         block: tl.constexpr = plan.q.block
         start = tl.load(p_where + i_run)
-    # The other side's positions that are visible to some of these and to all of these, counted from the run's start.
+    # The other side's positions that are visible from some, and from all, of these positions, counted from the run's start.
     some_low, all_high = seen_from(
         tl.constexpr(plan.reach), first - start, 0, stride * (length - 1), start, of_keys, least, greatest
     )
     all_low, some_high = seen_from(
         tl.constexpr(plan.reach), last - start, 0, stride * (length - 1), start, of_keys, least, greatest
     )
-    # From positions to rows (an end before the run's start is row -1, so that the ranges are empty), from rows to blocks.
+    # From positions to rows (an end before the run's start becomes row -1, so that the ranges are empty), then to blocks.
     low = (some_low + stride - 1) // stride // block
     high = tl.maximum((some_high + stride) // stride + block - 1, 0) // block
     full_low = ((all_low + stride - 1) // stride + block - 1) // block
@@ -80,7 +80,7 @@ def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys
 
 @triton.jit
 def visits(first, last, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
-    """The blocks to visit by position: ``reach`` for each run of the other side (an empty one for a second that is not there)."""
+    """The blocks to visit by position: ``reach`` for each run of the other side (empty for a missing second run)."""
     runs: tl.constexpr = plan.k.runs if of_keys else plan.q.runs
     a = reach(first, last, 0, p_where, plan, of_keys)
     if runs == 2:
@@ -102,7 +102,7 @@ def count(spans, masked: tl.constexpr):
 
 @triton.jit
 def nth(j, spans, p_order, plan: tl.constexpr, of_keys: tl.constexpr, masked: tl.constexpr):
-    """The number of the j-th block to visit among the full ones, or (``masked``) among those visible in part."""
+    """The index of the j-th block to visit among the fully visible ones, or (``masked``) among the partly visible ones."""
     low, high, full_low, full_high, low2, _, full_low2, full_high2 = spans
     runs: tl.constexpr = plan.k.runs if of_keys else plan.q.runs
     per_run: tl.constexpr = plan.k.blocks_per_run if of_keys else plan.q.blocks_per_run
@@ -126,7 +126,7 @@ def nth(j, spans, p_order, plan: tl.constexpr, of_keys: tl.constexpr, masked: tl
 
 @triton.jit
 def table_row(p_order, p_counts, i_batch, i_head, i_block, plan: tl.constexpr, of_keys: tl.constexpr):
-    """``(p_full, full, p_part, part)``: the lists of blocks that a block visits, and their lengths."""
+    """``(p_full, full, p_part, part)``: the lists of blocks that a block visits, fully and partly visible, and their lengths."""
     own: tl.constexpr = plan.q.blocks if of_keys else plan.k.blocks
     other: tl.constexpr = plan.k.blocks if of_keys else plan.q.blocks
     i_row = i_block
@@ -144,7 +144,7 @@ def table_row(p_order, p_counts, i_batch, i_head, i_block, plan: tl.constexpr, o
 def load_tile(
     p, count, row_stride: tl.constexpr, rows: tl.constexpr, dim: tl.constexpr, dim_block: tl.constexpr, whole: tl.constexpr
 ):
-    """``[rows, dim_block]`` from the first row on; 0 beyond ``count`` rows (unless ``whole``) and ``dim``."""
+    """Loads ``[rows, dim_block]`` at ``p``; 0 beyond ``count`` rows (unless ``whole``) and beyond ``dim``."""
     i_row = tl.arange(0, rows)[:, None]
     i_dim = tl.arange(0, dim_block)[None, :]
     p_tile = p + i_row * row_stride + i_dim

@@ -1,7 +1,7 @@
-"""The forward kernel: one launch attends a query shard to a key shard, continuing the online softmax from a partial result.
+"""The forward kernel: one launch computes a query shard's attention to a key shard, continuing the online softmax from a carry.
 
-After FlashAttention-2 (Dao 2023, arXiv:2307.08691). Scores and their running maximum are in base-2 logarithm; the LSE that comes
-and goes is natural.
+After FlashAttention-2 (Dao 2023, arXiv:2307.08691). Scores and their running maximum are base-2 logarithms; the LSE that is read
+and written is a natural logarithm.
 """
 
 import triton
@@ -45,10 +45,10 @@ def forward_kernel(
     p_out,
     plan: tl.constexpr,
 ):
-    """Grid: query blocks (the last first: under a causal mask they have the most to do), heads, batch.
+    """Grid: query blocks (the last first: under a causal mask they have the most work), heads, batch.
 
-    ``p_carry``, ``p_carry_lse``: the partial result so far. With ``plan.in_place`` of 1 the LSE goes where it came from, with 2 the
-    output too: the pointers for results are not used then, whatever they are.
+    ``p_carry``, ``p_carry_lse``: the partial result so far. If ``plan.in_place`` is 1 the LSE overwrites the carry's LSE, if 2
+    the output does likewise; the corresponding result pointers are then not used.
     """
     if plan.in_place > 0:
         p_lse = p_carry_lse
@@ -111,7 +111,7 @@ def forward_kernel(
 
 @triton.jit
 def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, plan: tl.constexpr, masked: tl.constexpr):
-    """The online softmax over ``number`` key blocks, with masks or over blocks that are visible altogether."""
+    """The online softmax over ``number`` key blocks: partly visible ones, with masks, or fully visible ones."""
     b_acc, b_max, b_sum = state
     p_k, p_v, p_where, p_k_segments, p_k_positions, i_batch = sides
     p_bias, p_bits, slope, key = rest
@@ -122,7 +122,7 @@ def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, plan: tl.con
     fast: tl.constexpr = plain and not masked and plan.scale > 0
     i_row = tl.arange(0, N)
     if fast:
-        b_sums = tl.zeros([M, N], tl.float32)  # by column: adding up the rows can wait until the end
+        b_sums = tl.zeros([M, N], tl.float32)  # per column: the sum over columns can wait until the end
     i_block = nth(0, spans, p_order, plan, True, masked)
     for j in range(number):
         i_next = nth(j + 1, spans, p_order, plan, True, masked)
@@ -131,7 +131,7 @@ def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, plan: tl.con
         b_k = load_tile(p_k + o_row * plan.dim, rows, plan.kv_heads * plan.dim, N, plan.dim, plan.dim_block, whole)
         b_s = product(b_q, tl.trans(b_k), plan)
         if fast:
-            # Scaling after the maximum lets the multiplication and the subtraction be one instruction.
+            # Scaling after the maximum lets the compiler fuse the multiplication and the subtraction into one instruction.
             b_new = tl.maximum(b_max, tl.max(b_s, 1) * (plan.scale * LOG2E))
             b_p = tl.exp2(b_s * (plan.scale * LOG2E) - b_new[:, None])
             b_old = tl.exp2(b_max - b_new)

@@ -17,7 +17,7 @@ from jax_core.kernels.triton.plan import LaunchConstants, make_plan
 from jax_core.kernels.triton.tables import Tables, make_tables
 
 _WIDEST = 256
-_GRID = 65535  # programs along the second and third dimension of a launch
+_GRID = 65535  # programs along the second and third grid dimensions
 _DTYPES = ("float16", "bfloat16", "float32")
 HANDLES = frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
@@ -46,7 +46,7 @@ def _params_reason(problem: Problem, forward: FwdParams, backward: BwdParams) ->
             return f"with a mask or mask function {name} needs blocks of at least 32, got {q} x {k}"
         if part.num_warps not in (1, 2, 4, 8, 16) or not 1 <= (part.num_stages or 0) <= 8:
             return f"{name}: num_warps must be 1, 2, 4, 8 or 16 and num_stages 1 to 8, got {part.num_warps} and {part.num_stages}"
-        # What stands still, and what comes in at every stage.
+        # The side that stays, and the side that is loaded at every stage.
         still, coming = (q, k) if part is forward else (k, q)
         needed = params.shared_memory(problem, still, coming, part)
         if needed > params.shared_memory_of(launch.capability()):
@@ -76,13 +76,13 @@ def forward(
 ) -> Partial:
     from jax_core.kernels.triton.forward_kernel import forward_kernel  # loads Triton
 
-    del diagonal  # the runs tell
+    del diagonal  # the runs show it
 
     extras, blocks = _prepared(extras), _blocks(config)
     tables = make_tables((q, k, v), q_runs, k_runs, scores, extras, blocks)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    # The output and the LSE go where they came from; but the last pair may give the output in another type.
+    # The output and the LSE overwrite the carry; if the last pair's output has another dtype, only the LSE does.
     before: list[Array | None] = [None, None] if carry is None else []
     in_place: list[Array] = [] if carry is None else [carry.out, carry.lse]
     outputs = [lse, out] if carry is None else []
@@ -154,7 +154,7 @@ class _Pass(NamedTuple):
 
     def plan(self, of_keys: bool | None, **settings):
         """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
-        whether blocks of keys are visited, or of queries; None: all pairs."""
+        whether key blocks are visited (True) or query blocks (False); None: all pairs."""
         plan = self.make_plan(**settings)
         lists = (None, None) if of_keys is None else self.tables.lists(of_keys)
         inputs = [*self.arrays, self.tables.bits, *lists]
@@ -190,13 +190,13 @@ def _blocks(config: FwdParams) -> tuple[int, int]:
 
 
 def _positional(q_runs: Runs, k_runs: Runs, extras: Extras) -> list[Array | None]:
-    """The arrays of the kernels' middle: where the shards stand, ids, bias, slopes, seed."""
+    """The middle arguments of the kernels: the shards' starts, ids, bias, slopes, seed."""
     ids = extras.q_segment_ids, extras.kv_segment_ids, extras.q_position_ids, extras.kv_position_ids
     return [starts(q_runs, k_runs, extras), *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
 
 
 def _prepared(extras: Extras) -> Extras:
-    """With as many rows of ids on both sides, as the kernels read them."""
+    """With the same number of rows of ids on both sides, as the kernels expect."""
     q_segments, kv_segments = same_rows(extras.q_segment_ids, extras.kv_segment_ids)
     q_positions, kv_positions = same_rows(extras.q_position_ids, extras.kv_position_ids)
     extras = extras._replace(q_segment_ids=q_segments, kv_segment_ids=kv_segments)

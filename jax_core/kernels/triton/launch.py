@@ -1,4 +1,4 @@
-"""Calling a Triton kernel from JAX, through jax-triton 0.3 or 0.4."""
+"""Launches a Triton kernel from JAX, through jax-triton 0.3 or 0.4."""
 
 import os
 import warnings
@@ -24,20 +24,20 @@ def launch(
     grid: tuple[int, ...],
     params: FwdParams,
 ) -> tuple[Array, ...]:
-    """``kernel(*inputs, *in_place, *in_place again, *outputs, plan)`` over ``grid``.
+    """Runs ``kernel(*inputs, *in_place, *in_place again, *outputs, plan)`` over ``grid``.
 
-    ``inputs``: None where the kernel has no use for one. The results are the arrays of ``in_place`` as the kernel left them, in
-    their own memory where XLA has no other use for it, then ``outputs`` (given as ``ShapeDtypeStruct``).
+    ``inputs``: None for one that the kernel does not read. The results are the arrays of ``in_place`` as the kernel left them, in
+    the same memory unless XLA still needs the old contents, then ``outputs`` (given as ``ShapeDtypeStruct``).
     """
     given = [array for array in (*inputs, *in_place) if array is not None]
-    inputs = [given[0] if array is None else array for array in inputs]  # stands for it: no kernel reads it
+    inputs = [given[0] if array is None else array for array in inputs]  # a placeholder that no kernel reads
     types = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place), *outputs]
     aliases = {len(inputs) + i: i for i in range(len(in_place))}
     settings = dict(kernel=kernel, grid=grid, num_warps=params.num_warps, num_stages=params.num_stages, plan=plan)
     # jax-triton has no rule for vmap: entries are computed one after another.
     call = jax.custom_batching.sequential_vmap(lambda *arrays: tuple(_call(arrays, types, aliases, settings)))
     results = call(*inputs, *in_place)
-    return vary(tuple(results), varying_axes(given))  # jax-triton's results are not typed
+    return vary(tuple(results), varying_axes(given))  # jax-triton's results carry no varying axes
 
 
 def _call(arrays, types, aliases: dict[int, int], settings: dict[str, Any]):
@@ -47,7 +47,7 @@ def _call(arrays, types, aliases: dict[int, int], settings: dict[str, Any]):
         return library.triton_call(*arrays, out_shape=types, enable_fp_fusion=True, **settings)
     again = [None] * len(aliases)  # 0.4 passes an aliased pair as one pointer
     with warnings.catch_warnings():
-        # The successor of aliases, Ref arguments, loses the types of shard_map in a loop.
+        # The replacement for aliases, Ref arguments, loses the types of shard_map in a loop.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         return library.triton_call(*arrays, *again, out_type=types, backend_options={"enable_fp_fusion": True}, **settings)
 
@@ -73,8 +73,8 @@ def jax_triton():
 
 @contextmanager
 def _kept(name: str) -> Iterator[None]:
-    """The environment variable is afterwards as it was: jax-triton changes Triton's cache folder for the whole process, which
-    breaks the cache of ``torch.compile`` beside it."""
+    """Restores the environment variable afterwards: jax-triton changes Triton's cache folder for the whole process, which would
+    break the cache of ``torch.compile``."""
     before = os.environ.get(name)
     try:
         yield

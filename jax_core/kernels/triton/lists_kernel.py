@@ -1,4 +1,4 @@
-"""Which blocks each block visits, as a list: one row of a table of pairs of blocks at a time."""
+"""Lists the blocks that each block visits, from one row of the block sparsity map at a time."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def lists_kernel(p_kinds, p_order, p_counts, plan: tl.constexpr):
-    """``p_kinds`` int32 ``[rows, columns]``: 0 for a pair that is visible altogether, 1 in part, 2 not. ``p_order [rows, columns
-    + 1]``: the columns of kind 0, then those of kind 1; ``p_counts [rows, 2]``: how many there are of each. Grid: rows."""
+    """``p_kinds`` int32 ``[rows, columns]``: 0 for a fully visible pair, 1 for a partly visible one, 2 for a hidden one. ``p_order
+    [rows, columns + 1]``: the columns of kind 0, then those of kind 1; ``p_counts [rows, 2]``: the number of each. Grid: rows."""
     columns: tl.constexpr = plan.columns
     BLOCK: tl.constexpr = plan.block
     row = tl.program_id(0).to(tl.int64)
@@ -27,7 +27,7 @@ def lists_kernel(p_kinds, p_order, p_counts, plan: tl.constexpr):
         tl.store(p_order + row * (columns + 1) + b_place, i_column, mask=b_kind < 2)
         seen_full += tl.sum(b_full)
         seen_part += tl.sum(b_part)
-    # A kernel reads one ahead: what lies behind the list must be a block's number.
+    # Kernels read one entry ahead: the entry after the list must be a valid block index.
     tl.store(p_order + row * (columns + 1) + seen_part, 0)
     tl.store(p_counts + row * 2, full)
     tl.store(p_counts + row * 2 + 1, seen_part - full)

@@ -1,4 +1,4 @@
-"""Tiles and launch settings of the Triton kernels, by what they are for (benchmarks/NOTES.md has what was measured)."""
+"""Tiles and launch settings of the Triton kernels, by dtype, GPU and head dim (measurements: benchmarks/NOTES.md)."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ HOPPER = (
     Row(128, (64, 64, 3, 4), (64, 128, 3, 8)),
     Row(256, (64, 32, 3, 4), (32, 64, 2, 8)),
 )
-# Scores with a bias or a packed mask bring a further tile through shared memory at every stage.
+# A bias or a packed mask takes another tile through shared memory at every stage.
 HOPPER_WITH_TILES = (
     Row(64, (64, 64, 2, 4), (64, 64, 2, 4)),
     Row(128, (64, 64, 2, 4), (32, 64, 2, 4)),
@@ -49,20 +49,20 @@ def default_params(problem: Problem, capability: int) -> tuple[FwdParams, BwdPar
 def _table(problem: Problem, capability: int) -> tuple[Row, ...]:
     if problem.dtype == "float32":
         return FLOAT32
-    if capability not in (90, 100, 103):  # the others have half their shared memory, or less
+    if capability not in (90, 100, 103):  # the others have less shared memory
         return AMPERE
     tiles = {"bias", "mask"} & problem.features or problem.scores.predicates
     return HOPPER_WITH_TILES if tiles else HOPPER
 
 
 def shared_memory_of(capability: int) -> int:
-    """Bytes that a program may have."""
+    """Bytes of shared memory that a program may use."""
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024
 
 
 def shared_memory(problem: Problem, still: int, coming: int, params: FwdParams) -> int:
-    """Bytes of the tiles that a kernel keeps: ``still`` rows once (the forward's queries without values), ``coming`` rows a
-    stage."""
+    """Bytes of the tiles that a kernel keeps: ``still`` rows once (in the forward queries only, so without the value dim),
+    ``coming`` rows per stage."""
     dim, value_dim = padded_dim(problem.dim), padded_dim(problem.value_dim)
     alone = dim if not isinstance(params, BwdParams) else dim + value_dim
     return (still * alone + (params.num_stages or 1) * coming * (dim + value_dim)) * (4 if problem.dtype == "float32" else 2)

@@ -1,4 +1,4 @@
-"""What a Triton kernel is compiled for: everything static of a launch, as one constant.
+"""What a Triton kernel is compiled for: everything static about a launch, as one constant.
 
 The kernels read it as ``plan.name``; its fields are numbers, strings, None or frozen dataclasses of them.
 """
@@ -15,8 +15,8 @@ from jax_core.masks.static import Mask
 
 @dataclass(frozen=True)
 class LaunchConstants:
-    """The constants of a launch. ``q`` and ``k`` are the two sides; names ending in ``_block`` are powers of two that hold a
-    dim."""
+    """The constants of a launch. ``q`` and ``k`` are the two sides; names ending in ``_block`` are a dim padded to a
+    power of two."""
 
     q: BlockLayout
     k: BlockLayout
@@ -29,26 +29,26 @@ class LaunchConstants:
     dim_block: int
     value_dim_block: int
     mask: Mask
-    reach: Mask  # the same, its window no wider than positions reach, so that sums with it stay in 32 bits
+    reach: Mask  # the same, but with window and chunk limited to the range of positions, so that sums fit into int32
     scale: float
     softcap: float | None
-    dropout_threshold: int | None  # of 32 random bits: below it, a weight is dropped
+    dropout_threshold: int | None  # a weight is dropped if its 32 random bits are below it
     dropout_factor: float
     logits_dtype: str | None
     input_precision: str
-    segments: int  # rows of the ids, as many on both sides: 0 without, 1 shared by the batch, or the batch
+    segments: int  # rows of ids, the same on both sides: 0 without ids, 1 if the batch shares them, or the batch size
     positions: int
-    bias_batch: int  # dimensions of the bias, 0 without one
+    bias_batch: int  # dimensions of the bias; 0 without a bias
     bias_heads: int
     bias_rows: int
-    alibi: int  # rows of the slopes: 0 without, 1 shared by the batch, or the batch
-    bits_batch: int  # dimensions of the packed mask, 0 without one
+    alibi: int  # rows of the slopes: 0 without slopes, 1 if the batch shares them, or the batch size
+    bits_batch: int  # dimensions of the packed mask; 0 without a mask
     bits_heads: int
-    table: bool  # blocks to visit come from a table, not from the runs
+    table: bool  # the blocks to visit come from a table, not from the runs
     table_batch: int
     table_heads: int
-    carry: bool = False  # a partial result so far is continued
-    in_place: int = 0  # of the forward's results (lse, out), how many go where they came from
+    carry: bool = False  # continue from a partial result
+    in_place: int = 0  # how many of the forward's results (lse, out) overwrite the carry
     fused: bool = False
 
 
@@ -100,7 +100,7 @@ def _reachable(mask: Mask) -> Mask:
 
 
 def padded_dim(dim: int) -> int:
-    """The least power of two that a matrix unit takes and that holds ``dim``."""
+    """The smallest power of two >= ``dim`` that a matrix unit takes."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -115,5 +115,5 @@ _PRECISIONS = {
 
 
 def input_precision(scores: Scores) -> str:
-    """Triton's word for how float32 inputs are multiplied. In full unless a precision is given."""
+    """Triton's name for how float32 inputs are multiplied: in full precision unless a precision is given."""
     return _PRECISIONS.get(scores.precision_name or "float32", "ieee")

@@ -1,7 +1,7 @@
-"""What a score is, for the forward and the backward: scale, soft cap, bias, ALiBi, masks; and dropout's bits.
+"""How scores are computed in the forward and the backward: scale, soft cap, bias, ALiBi, masks; and dropout's bits.
 
 The functions take the query side's values expanded one way and the key side's the other (``[M, 1]`` and ``[1, N]``, or ``[1, M]``
-and ``[N, 1]``), so that they serve scores and transposed scores alike.
+and ``[N, 1]``), so they serve both scores and transposed scores.
 """
 
 import triton
@@ -12,7 +12,7 @@ from jax_core.masks import static as static_mask
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# The one definition of the mask, compiled; under Triton's interpreter, called.
+# The shared definition of the mask: compiled by Triton, or called as it is under Triton's interpreter.
 if isinstance(triton.jit(static_mask.visible), triton.JITFunction):
     visible = triton.jit(static_mask.visible)
     seen_from = triton.jit(static_mask.seen_from)
@@ -27,7 +27,7 @@ else:
 
 @triton.jit
 def cap(x):
-    """tanh, to an ulp or two also near 0: an odd polynomial (Cephes, Moshier 1989) below 0.625, exponentials above."""
+    """tanh, to an ulp or two even near 0: an odd polynomial (Cephes, Moshier 1989) below 0.625, exponentials above."""
     z = x * x
     p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z - 3.33332819422e-1
     near = x + x * z * p
@@ -77,7 +77,7 @@ def dropout_key(p_seed, p_where, i_batch, i_head, plan: tl.constexpr):
 
 @triton.jit
 def kept(key, i_q, i_k, plan: tl.constexpr):
-    """Which weights dropout keeps: ``i_q``, ``i_k`` are places in the whole sequence."""
+    """Which weights dropout keeps. ``i_q``, ``i_k`` are places in the whole sequence."""
     bits, _ = threefry(key[0], key[1], i_q.to(tl.uint32), i_k.to(tl.uint32))
     return bits >= tl.full([], plan.dropout_threshold, tl.uint32)
 
@@ -89,9 +89,9 @@ def product(a, b, plan: tl.constexpr):
 
 @triton.jit
 def logits(b_s, q, k, p_bias, p_bits, slope, plan: tl.constexpr, masked: tl.constexpr):
-    """``(x, t)``: the scores in base-2 logarithm, ``-inf`` where hidden, and the soft cap's tanh.
+    """``(x, t)``: the scores as base-2 logarithms, ``-inf`` where hidden, and the soft cap's tanh.
 
-    ``b_s`` float32: ``q . k``. The sides, expanded against each other: ``q = (row in the block, row is real, place, position,
+    ``b_s`` float32: ``q . k``. The two sides, expanded to broadcast: ``q = (row in the block, row is real, place, position,
     segment)`` and ``k = (row in the shard, row is real, row counted in whole blocks, place, position, segment)``.
     """
     if plan.logits_dtype is not None:
@@ -111,13 +111,13 @@ def logits(b_s, q, k, p_bias, p_bits, slope, plan: tl.constexpr, masked: tl.cons
     if masked:
         x = tl.where(seen(q, k, p_bits, plan), x, float("-inf"))
     elif plan.fused and not plan.k.even:
-        x = tl.where(k[1], x, float("-inf"))  # padding's weights, which may be infinite, would enter dQ
+        x = tl.where(k[1], x, float("-inf"))  # otherwise padding's weights, which may be infinite, would enter dQ
     return x, t
 
 
 @triton.jit
 def distance(q_pos, k_pos, plan: tl.constexpr):
-    """``|q - k|`` in float32, also where the difference of two ids has no place in 32 bits and comes as one that is negative."""
+    """``|q - k|`` in float32, correct even if the difference of two ids overflows int32 and wraps to a negative number."""
     if plan.mask.any_position:
         b_distance = (tl.maximum(q_pos, k_pos) - tl.minimum(q_pos, k_pos)).to(tl.float32)
         return tl.where(b_distance < 0, b_distance + 4294967296.0, b_distance)
@@ -197,7 +197,7 @@ def key_side(
 
 @triton.jit
 def ids(i_batch, i_row, m_row, at, p_segments, p_positions, length: tl.constexpr, plan: tl.constexpr, masked: tl.constexpr):
-    """Positions and segments of rows of the shard: the places, where there are no ids. Without masks nobody asks for segments."""
+    """Positions and segments of rows of the shard; places stand in for missing ids. Segments are only read with masks."""
     position = at
     if plan.positions > 0:
         position = tl.load(p_positions + (i_batch % plan.positions) * length + i_row, mask=m_row, other=-1)
@@ -217,7 +217,7 @@ def head_slope(p_slopes, i_batch, i_head, plan: tl.constexpr):
 
 @triton.jit
 def bias_block(p_bias, i_batch, i_head, row, plan: tl.constexpr):
-    """The bias of a block's first query row."""
+    """A pointer to the bias of a block's first query row."""
     if plan.bias_batch > 0:
         o_bias = (i_batch % plan.bias_batch * plan.bias_heads + i_head % plan.bias_heads).to(tl.int64) * plan.bias_rows
         return p_bias + (o_bias + row % plan.bias_rows) * (plan.k.runs * plan.k.length)
@@ -227,7 +227,7 @@ def bias_block(p_bias, i_batch, i_head, row, plan: tl.constexpr):
 
 @triton.jit
 def bits_block(p_bits, i_batch, i_head, i_block, plan: tl.constexpr):
-    """The packed mask of a query block's first row."""
+    """A pointer to the packed mask of a query block's first row."""
     if plan.bits_batch > 0:
         words: tl.constexpr = plan.k.blocks * plan.k.block // 32
         plane = i_batch % plan.bits_batch * plan.bits_heads + i_head % plan.bits_heads

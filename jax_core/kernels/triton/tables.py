@@ -1,7 +1,7 @@
-"""What the kernels need of data-dependent masks: packed bits, and for every block the list of blocks that it has to visit.
+"""What the kernels need for data-dependent masks: packed bits, and for every block the list of blocks that it has to visit.
 
-Made by XLA before a launch. Only a call with segment ids, position ids, a boolean mask or a mask function needs them; otherwise a
-kernel works out its blocks by itself.
+Computed before a launch. Only a call with segment ids, position ids, a boolean mask or a mask function needs them; otherwise the
+kernel works out its blocks itself.
 """
 
 import math
@@ -22,8 +22,8 @@ _WORD = 32
 
 class Tables(NamedTuple):
     """``bits``: int32 ``[batch|1, heads|1, query rows, key rows / 32]``, rows counted in whole blocks, or None. ``visible``,
-    ``whole``: ``[batch|1, heads|1, query blocks, key blocks]``, which pairs of blocks have a visible pair, and which are visible
-    altogether; or None where no data decides it."""
+    ``whole``: ``[batch|1, heads|1, query blocks, key blocks]``, which pairs of blocks have a visible pair, and which are fully
+    visible; or None if no data decides it."""
 
     bits: Array | None
     visible: Array | None
@@ -38,8 +38,8 @@ class Tables(NamedTuple):
         return settings | dict(table=self.visible is not None)
 
     def lists(self, of_keys: bool) -> tuple[Array | None, Array | None]:
-        """``(order, counts)``: for each block the blocks of the other side to visit, first those visible altogether (the first of
-        its counts), then those in part (the second)."""
+        """``(order, counts)``: for each block the blocks of the other side to visit, first the fully visible ones (its first
+        count), then the partly visible ones (its second count)."""
         if self.visible is None or self.whole is None:
             return None, None
         visible, whole = (x if of_keys else jnp.swapaxes(x, -1, -2) for x in (self.visible, self.whole))
@@ -48,7 +48,7 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class ListsConstants:
-    """What the kernel that makes the lists is compiled for."""
+    """What ``lists_kernel`` is compiled for."""
 
     columns: int
     block: int
@@ -70,7 +70,7 @@ def list_blocks(kinds: Array) -> tuple[Array, Array]:
 def make_tables(
     shards: tuple[Array, Array, Array], q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras, blocks: tuple[int, int]
 ) -> Tables:
-    """``shards``: q, k, v. ``blocks``: of queries and keys."""
+    """``shards``: q, k, v. ``blocks``: the block sizes of queries and keys."""
     if extras.q_segment_ids is None and extras.q_position_ids is None and extras.mask is None and not scores.predicates:
         return Tables(None, None, None)
     q, k = block_layout(q_runs, blocks[0]), block_layout(k_runs, blocks[1])

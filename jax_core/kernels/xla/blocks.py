@@ -1,4 +1,4 @@
-"""Cutting two shards into blocks for the XLA kernel, and joining the results.
+"""Cuts two shards into blocks for the XLA kernel, and joins the results.
 
 Names of dimensions in comments: n/m query and key blocks, b batch, h key/value heads, g query heads of a group, q and k positions
 in a block, d dim.
@@ -17,12 +17,12 @@ from jax_core.varying import vary, varying_axes
 
 
 class BlockPositions(NamedTuple):
-    """What the masks need to know of one side's positions, in blocks."""
+    """What the masks need to know about one side's positions, in blocks."""
 
-    place: Array  # [n, q] in the whole sequence
-    position: Array  # [n, b|1, q], the place unless position ids replace it
+    place: Array  # [n, q] index in the whole sequence
+    position: Array  # [n, b|1, q], equal to place unless position ids replace it
     segment: Array | None  # [n, b|1, q]
-    real: Array | None  # [n, q] False on padding up to a whole block, or None without any
+    real: Array | None  # [n, q] False on the padding of a block, or None without padding
 
 
 class Queries(NamedTuple):
@@ -37,7 +37,7 @@ class Keys(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What belongs to a pair of blocks, ``[n, m, ...]``."""
+    """Arrays for each pair of blocks, ``[n, m, ...]``."""
 
     needed: Array  # bool
     bias: Array | None  # [n, m, b|1, h|1, g|1, q|1, k]
@@ -45,12 +45,12 @@ class Tiles(NamedTuple):
 
 
 class Uncut(NamedTuple):
-    """Operands that no block cuts."""
+    """Operands that are not cut into blocks."""
 
     slopes: Array | None  # [b|1, h, g, 1, 1]
     seed: Array | None
-    batch: Array  # [b] global numbers
-    head: Array  # [h, g] global numbers
+    batch: Array  # [b] global indices
+    head: Array  # [h, g] global indices
     predicate_arrays: tuple[tuple[Array, ...], ...]
 
 
@@ -99,7 +99,7 @@ def _positions(runs: Runs, size: int, position_ids: Array | None, segment_ids: A
 
 
 def _empty(scores: Scores, q: BlockPositions, k: BlockPositions) -> Array:
-    """``[n, m]``: no pair of the blocks is visible, as far as positions and segments bound them."""
+    """``[n, m]``: whether the bounds of positions and segments show that a pair of blocks has no visible pair."""
     q_run, k_run = _bounds(q.position), _bounds(k.position)
     none = empty(scores.mask, _expand(q_run, 1), _expand(k_run, 0))
     if q.segment is not None and k.segment is not None:
@@ -109,7 +109,8 @@ def _empty(scores: Scores, q: BlockPositions, k: BlockPositions) -> Array:
 
 
 def _bounds(position: Array) -> Run:
-    """A run by its first and last position, as :func:`jax_core.masks.static.empty` reads it: ``start + stride * (length - 1)``."""
+    """Each block's first and last position as a run, whose last is ``start + stride * (length - 1)``: all that
+    :func:`jax_core.masks.static.empty` reads."""
     low, high = _range(position)
     return Run(low, high - low, 2)
 
@@ -119,12 +120,12 @@ def _expand(bounds: Run, axis: int) -> Run:
 
 
 def _range(x: Array) -> tuple[Array, Array]:
-    """``[n, b, q] -> ([n], [n])``: the least and the greatest of each block."""
+    """``[n, b, q] -> ([n], [n])``: the minimum and the maximum of each block."""
     return x.min((1, 2)), x.max((1, 2))
 
 
 def _split(x: Array, axis: int, size: int, fill: float | None = None) -> Array:
-    """Cuts ``axis`` into blocks of ``size``, which become the leading axis; the last is filled up (None: with its last value)."""
+    """Cuts ``axis`` into blocks of ``size``, which become the leading axis; pads the last (``fill`` None: with its last value)."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % size)
     x = jnp.pad(x, pad, mode="edge") if fill is None else jnp.pad(x, pad, constant_values=fill)
@@ -177,7 +178,7 @@ def split_tiles(x: Array | None, kv_heads: int, group: int, q_size: int, k_size:
 
 
 def join_tiles(tiles: Array, shape: tuple[int, ...]) -> Array:
-    """``[m, n, b|1, h|1, g|1, q|1, k]`` back to ``shape``, summed over the query blocks where they share a row."""
+    """``[m, n, b|1, h|1, g|1, q|1, k]`` back to ``shape``, summed over the query blocks if they share a row."""
     if shape[2] == 1:
         tiles = tiles.sum(1, keepdims=True)
     m, n, b, h, g, q, k = tiles.shape

@@ -1,7 +1,7 @@
 """Forward and backward of the kernel in plain XLA, after FlashAttention (Dao et al. 2022, arXiv:2205.14135).
 
-Both shards are cut into blocks; scores exist one ``[batch, heads, q_block, k_block]`` block at a time, and a block that the masks
-leave empty is skipped. The backward computes the scores again and makes dQ, dK and dV in one sweep.
+Both shards are cut into blocks; scores exist one ``[batch, heads, q_block, k_block]`` block at a time, and a block without visible
+pairs is skipped. The backward recomputes the scores and makes dQ, dK and dV in one sweep.
 
 Names of dimensions in comments: n/m query and key blocks, b batch, h key/value heads, g query heads of a group, q and k positions
 in a block, d dim.
@@ -40,7 +40,7 @@ HANDLES = frozenset(
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-    del problem  # every mask and every score, and one sweep in every backward
+    del problem  # it supports every mask and score, and its backward is always one sweep
     if any(number is not None for params in (forward, backward) for number in (params.num_stages, params.num_warps)):
         return "the xla kernel has no stages or warps; leave num_stages and num_warps None"
     return None
@@ -74,7 +74,7 @@ def forward(
     out_dtype: DTypeLike,
     config: FwdParams,
 ) -> Partial:
-    del diagonal  # the runs tell
+    del diagonal  # the runs show it
     queries, keys, tiles, uncut = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     carry = vary(_nothing_seen(q, v), varying_axes(queries, keys)) if carry is None else carry
     start = _start(carry, queries.q.shape[2], queries.q.shape[4])
@@ -114,7 +114,7 @@ def _update(scores, uncut, query: Queries, key: Keys, tile: Tiles, state: _State
 
 
 def _start(carry: Partial, kv_heads: int, size: int) -> _State:
-    """The state of every query block: a partial is normalised, so its denominator is 1 at the maximum ``lse`` (0 without keys)."""
+    """The state of every query block: a partial is normalised, so its maximum is ``lse`` and its denominator 1 (0 without keys)."""
     lse = split_heads(carry.lse, kv_heads, size, -jnp.inf)
     return _State(split_rows(carry.out, kv_heads, size), lse, jnp.where(jnp.isneginf(lse), 0, jnp.ones_like(lse)))
 
@@ -127,7 +127,7 @@ def _finish(state: _State) -> tuple:
 
 
 class _BlockResiduals(NamedTuple):
-    """What this backward needs of each query row, in blocks."""
+    """What this backward needs for each query row, in blocks."""
 
     dout: Array  # [n, b, h, g, q, d]
     lse: Array  # [n, b, h, g, q]
@@ -135,7 +135,7 @@ class _BlockResiduals(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """A pair of blocks' share of the gradients."""
+    """The share of one pair of blocks in the gradients."""
 
     dq: Array
     dk: Array
@@ -159,11 +159,11 @@ def backward(
     fused: bool,
     config: BwdParams,
 ) -> Grads:
-    del diagonal, fused  # positions say it; always
+    del diagonal, fused  # the runs show it; always fused
     queries, keys, tiles, uncut = cut(q, k, v, q_runs, k_runs, scores, extras, config)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
     in_blocks = partial(split_heads, kv_heads=kv_heads, size=size)
-    # A row that fills up a block has an infinite LSE, as one that saw no key: exp(x - inf) is 0.
+    # A row that pads a block has an infinite LSE, like one that saw no key: exp(x - inf) is 0.
     lse, delta = in_blocks(residuals.lse, fill=jnp.inf), in_blocks(residuals.delta, fill=0)
     block_rows = _BlockResiduals(split_rows(residuals.dout, kv_heads, size), lse, delta)
     columns = jax.tree.map(lambda tile: jnp.swapaxes(tile, 0, 1), tiles)

@@ -1,4 +1,4 @@
-"""What a score is, for the XLA kernel: one place for the forward and the backward.
+"""How the XLA kernel computes scores, shared by the forward and the backward.
 
 Names of dimensions in comments: n/m query and key blocks, b batch, h key/value heads, g query heads of a group, q and k positions
 in a block, d dim.
@@ -21,7 +21,7 @@ from jax_core.varying import vary, varying_axes
 
 
 def logits(scores: Scores, uncut: Uncut, query: Queries, key: Keys, tile: Tiles) -> tuple[Array, Array | None]:
-    """The block's logits, ``-inf`` where a mask hides them, and the soft cap's tanh or None."""
+    """The block's logits, ``-inf`` where a mask hides them, and the soft cap's tanh (or None)."""
     x = product("bhgqd,bhkd->bhgqk", query.q, key.k, scores)
     if scores.logits_dtype is not None:
         x = x.astype(scores.logits_dtype).astype(x.dtype)
@@ -52,7 +52,7 @@ def _visible(scores: Scores, uncut: Uncut, q: BlockPositions, k: BlockPositions,
 
 
 def _evaluate(predicate: Predicate, arrays: tuple[Array, ...], uncut: Uncut, q: BlockPositions, k: BlockPositions) -> Array:
-    """The predicate on every element: mapped over keys, queries, the two head dimensions and the batch."""
+    """The predicate for every element, vmapped over keys, queries, the two head dimensions and the batch."""
     q_at, k_at = (q.position, k.position) if predicate.over == "position" else (q.place[None], k.place[None])
     count = uncut.batch.shape[0]
     q_at, k_at = (jnp.broadcast_to(at, (count, at.shape[-1])) for at in (q_at, k_at))
@@ -100,5 +100,5 @@ def product(formula: str, a: Array, b: Array, scores: Scores) -> Array:
 
 
 def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sums the dimensions that are 1 in ``shape``."""
+    """Sums over the dimensions that are 1 in ``shape``."""
     return x.sum([i for i, length in enumerate(shape) if length == 1 and x.shape[i] != 1], keepdims=True)

@@ -4,10 +4,10 @@ K/V rotate again, as in the forward, and the float32 gradients of each half foll
 
 1. when the half and its gradients have arrived, the half is sent on, and a first sweep adds this rank's share to the gradients;
 2. the gradients are sent after the half; meanwhile a second sweep adds the half's share to dQ;
-3. in the last step the gradients go straight to the rank that owns the half instead, into a buffer that nothing else writes.
+3. in the last step the gradients instead go straight to the rank that owns the half, into a buffer that nothing else writes.
 
 The gradients of each half have two slots, as K/V do. A rank changes a slot only in its first sweep, between the gradients' arrival
-and their departure, so the credit that a neighbour gives at the end of a step (rotation.py) covers its K/V and its gradients.
+and their departure, so the credit that a neighbour gives at the end of a step (rotation.py) covers both K/V and their gradients.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from jax_core.strategies.fused_ring.tiles import HiddenBy, logits, logits_gradie
 
 
 class BlockedResiduals(NamedTuple):
-    """What the backward knows of the query rows, in blocks: ``dout [batch, heads, positions, value_dim]`` in the query's dtype;
+    """What the backward needs per query row, in blocks: ``dout [batch, heads, positions, value_dim]`` in the query's dtype;
     ``lse`` (inf where a row saw nothing or is padding) and ``delta``, both ``[batch, heads, 1, positions]`` float32."""
 
     dout: Array
@@ -39,8 +39,8 @@ class BlockedResiduals(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Float32, without the scale: ``query [batch, heads, dim, positions]``, ``key [2, batch, kv_heads, positions of a half, dim]``,
-    ``value`` likewise."""
+    """Float32, not yet multiplied by the scale: ``query [batch, heads, dim, positions]``, ``key [2, batch, kv_heads, positions of a
+    half, dim]``, ``value`` likewise."""
 
     query: Array
     key: Array
@@ -98,7 +98,7 @@ def _inputs(sweep: Sweep) -> dict[str, pl.BlockSpec]:
 
 
 def _differentiate_keys(const: RingConstants, rank: Array, refs: Refs, step: Array) -> None:
-    """Adds this rank's share to the gradients of the halves that are here, in place."""
+    """Adds this rank's share to the gradients of the current halves, in place."""
     sweep = make_sweep(const, rank, step, over_queries=True)
     carry = {"dkey": sweep.keys(const.dim), "dvalue": sweep.keys(const.value_dim)}
     pipeline(partial(_keys_kernel, sweep, step, refs), sweep.grid, _inputs(sweep), carry, refs)
@@ -141,7 +141,7 @@ def _summed(
     after: Refs,
     add: Callable[[HiddenBy | None], None],
 ) -> None:
-    """Adds the shares of all tiles to what was there before this step (nothing before the first)."""
+    """Adds the shares of all tiles to the sums of the steps before (0 at the first step)."""
     first, last = ends()
     for name, total in sums.items():
 

@@ -1,7 +1,7 @@
-"""What a fused kernel is compiled for: everything static of a launch, as one constant.
+"""What a fused kernel is compiled for: everything static about a launch, as one constant.
 
-A shard is sent as two halves, one each way round the ring, so that both links of a rank carry half of it. In zigzag the halves are
-its two runs, in the other layouts the first and the second half of its only run: a half is one run in every layout.
+A shard is sent as two halves, one each way round the ring, so that each of a rank's links carries half of it. In zigzag the halves
+are the shard's two runs, in the other layouts the two halves of its only run: in every layout a half is one run.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from jax_core.masks.layout import Run, runs
 from jax_core.masks.static import Mask, empty
 
 ROTATING = ("key", "value", "k_segments")
-Refs = dict[str, Ref]  # what a kernel is given, by name
+Refs = dict[str, Ref]  # a kernel's arguments, by name
 SLOTS = 2  # buffers of each half: the one in use, and the one that the next half arrives in
 
 
 @dataclass(frozen=True)
 class HalvedShard:
-    """The queries' or keys' shard: two halves of ``lengths`` positions, each padded to ``blocks`` blocks of ``block`` positions."""
+    """A shard of queries or keys: two halves of ``lengths`` positions, each padded to ``blocks`` blocks of ``block`` positions."""
 
     length: int
     lengths: tuple[int, int]
@@ -34,8 +34,8 @@ class HalvedShard:
 
 @dataclass(frozen=True)
 class RingConstants:
-    """``axes``: the mesh axes of the ring and their sizes. ``directions``: which way each half goes (1: to the next rank), for
-    ``hops`` steps."""
+    """``axes``: the mesh axes of the ring and their sizes. ``directions``: which way each half is sent (1: to the next rank).
+    ``hops``: how many times."""
 
     q: HalvedShard
     k: HalvedShard
@@ -79,8 +79,8 @@ def halves(layout: str, rank, size: int, length: int) -> tuple[Run, Run]:
 
 
 def route(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> tuple[tuple[int, int], int]:
-    """``(directions, hops)``: the directions in which the halves reach all ranks that see them in the fewest hops; opposite ones
-    where these need no more than any others. (Under a window that looks back, both halves go to the next rank.)"""
+    """``(directions, hops)``: the directions in which the halves reach all ranks that see them in the fewest hops; on a tie,
+    opposite directions. (Under a window that looks back, both halves go to the next rank.)"""
     seen = [_seen(mask, layout, size, q_length, k_length, half) for half in (0, 1)]
 
     def hops(directions: tuple[int, int]) -> int:
@@ -91,7 +91,7 @@ def route(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> t
 
 
 def _seen(mask: Mask, layout: str, size: int, q_length: int, k_length: int, half: int) -> list[int]:
-    """The shifts at which some rank sees that half of the rank ``shift`` before it; 0 is always among them."""
+    """The shifts at which some rank sees this half of the shard of the rank ``shift`` ranks before it; always includes 0."""
 
     def by_anyone(shift: int) -> bool:
         return any(
@@ -106,10 +106,9 @@ def _seen(mask: Mask, layout: str, size: int, q_length: int, k_length: int, half
 
 
 class Shards(NamedTuple):
-    """``query [batch, heads, positions, dim]``, ``q_segments [batch, 1, positions]`` or None. What
-    rotates is in the slots: ``key [2, SLOTS, batch, kv_heads, positions of a half, dim]``, ``value`` likewise, ``k_segments
-    [2, SLOTS, batch, 1, positions of a half]`` or None, with the rank's own in slot 0. Positions are padded to whole blocks, half
-    by half."""
+    """``query [batch, heads, positions, dim]``, ``q_segments [batch, 1, positions]`` or None. Rotating arrays are in slots: ``key
+    [2, SLOTS, batch, kv_heads, positions of a half, dim]``, ``value`` likewise, ``k_segments [2, SLOTS, batch, 1, positions of a
+    half]`` or None, with the rank's own in slot 0. Each half's positions are padded to whole blocks."""
 
     query: Array
     key: Array

@@ -1,7 +1,7 @@
 """The forward of a whole ring as one kernel.
 
-At each step the halves that are here are sent on; meanwhile every query block attends to them, continuing the online softmax from
-the partial result in HBM. That is normalised at every step, so that it needs no more than its LSE to be continued.
+At each step the current halves are sent on; meanwhile every query block attends to them, continuing the online softmax from the
+partial result in HBM. The partial result is normalised at every step, so its LSE is enough to continue from it.
 """
 
 from functools import partial
@@ -48,7 +48,7 @@ def _kernel(const: RingConstants, rank: Array, refs: Refs) -> None:
 
 
 def _attend_to_halves(const: RingConstants, rank: Array, refs: Refs, step: Array) -> None:
-    """Every query block over the two halves that are here."""
+    """Every query block attends to the two current halves."""
     sweep = make_sweep(const, rank, step, over_queries=False)
     inputs = {
         "query": sweep.rows(const.dim),

@@ -1,7 +1,7 @@
-"""The steps of a ring inside a kernel: what is sent when, and what is waited for; the same in the forward and the backward.
+"""The steps of a ring inside a kernel: when it sends and when it waits; the same in the forward and the backward.
 
-A step has one or more stages, each a computation on the halves that are here. What a stage sends leaves just before it computes, so
-that the transfer and the computation overlap.
+A step has one or more stages, each a computation on the current halves. A stage starts its transfer just before it computes, so
+that the two overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from jax_core.strategies.fused_ring.rotation import RemoteTransfer, ReturnTransf
 
 
 class Stage(NamedTuple):
-    """``compute(step)`` while ``transfer`` is under way; at the last step, when nothing rotates, ``last`` (may be None) is."""
+    """``compute(step)`` runs during ``transfer``; at the last step, when nothing rotates, during ``last`` (may be None)."""
 
     transfer: RemoteTransfer
     compute: Callable[[Array], None]
@@ -24,7 +24,7 @@ class Stage(NamedTuple):
 
 
 def run_ring(const: RingConstants, rank: Array, refs: Refs, stages: Sequence[Stage]) -> None:
-    """All ``hops + 1`` steps, between meeting the neighbours and parting from them."""
+    """Runs all ``hops + 1`` steps, between the barriers with the neighbours at the start (``meet``) and at the end (``part``)."""
     meet(const, rank, refs["met"])
 
     def run_step(step: Array, _: int) -> int:
@@ -44,7 +44,7 @@ def run_ring(const: RingConstants, rank: Array, refs: Refs, stages: Sequence[Sta
 
 
 def _wait_for_arrivals(step: Array, rotates: Array, refs: Refs, stages: Sequence[Stage]) -> None:
-    """Until what this step works on is here, and the neighbours' slots may be written."""
+    """Waits until this step's inputs have arrived and the neighbours' slots may be written."""
 
     @pl.when(step > 0)
     def _():
@@ -66,7 +66,7 @@ def _send(stage: Stage, step: Array, rotates: Array) -> None:
 
 
 def _free_slots(const: RingConstants, rank: Array, step: Array, rotates: Array, refs: Refs, stages: Sequence[Stage]) -> None:
-    """Once all has left the slots of this step, the neighbours may write them."""
+    """Lets the neighbours write this step's slots once everything has been sent from them."""
 
     @pl.when(rotates)
     def _():

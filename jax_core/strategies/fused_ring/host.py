@@ -1,4 +1,4 @@
-"""The fused strategy around its kernels: shards cut into padded halves, and sinks, which join after the last step."""
+"""The fused strategy outside its kernels: it cuts shards into padded halves, and joins the sinks after the last step."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
     blocked = backward_kernel.BlockedResiduals(
         _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
-        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that fill up a block have weights exp(-inf) = 0
+        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that pad a block have weights exp(-inf) = 0
         _in_blocks(const.q, residuals.delta[:, :, None], 3),
     )
     found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)

@@ -1,4 +1,4 @@
-"""Calling a fused kernel, and its inner pipelines from HBM to VMEM: operands by name."""
+"""Launches a fused kernel, and its inner pipelines from HBM to VMEM, with operands by name."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_core.strategies.fused_ring.constants import ROTATING, Refs, RingConstants
 from jax_core.varying import vary, varying_axes
 
-# The number of XLA's barrier semaphore: one for all calls, since no two of them mix there (rotation.py).
+# The id of XLA's barrier semaphore: all calls can share it, since no two calls mix at the barrier (rotation.py).
 _COLLECTIVE_ID = 0
 _VMEM_LIMIT = 32 * 2**20  # of the 64 MiB (v7x) to 128 MiB of a core; by default a kernel may use 16
 _ANY = pl.BlockSpec(memory_space=pl.ANY)
@@ -27,8 +27,8 @@ def launch(
     *,
     products: int,
 ) -> dict[str, Array]:
-    """One call of ``kernel(rank, refs)``, on references by name into HBM (``given``, ``results``) and to ``scratch``. Of ``given``,
-    what rotates is written too, in its own buffers. ``products``: matrix products per tile."""
+    """Calls ``kernel(rank, refs)``; ``refs`` holds, by name, references into HBM (``given``, ``results``) and to ``scratch``. Of
+    ``given``, the rotating arrays are also written, in their own buffers. ``products``: matrix products per tile."""
     arrays = {name: array for name, array in given.items() if array is not None}
     fixed = [name for name in arrays if name not in ROTATING]
     moving = [name for name in arrays if name in ROTATING]
@@ -37,7 +37,7 @@ def launch(
     pinned = [pltpu.HBM(x.shape, x.dtype) for x in written]
 
     def body(rank_ref, *refs):
-        inputs, outputs = refs[: len(fixed)], refs[len(arrays) :]  # of what is written in place, the outputs
+        inputs, outputs = refs[: len(fixed)], refs[len(arrays) :]  # of arrays written in place, the outputs
         refs = dict(zip((*fixed, *moving, *results, *scratch), (*inputs, *outputs), strict=True))
         kernel(rank_ref[0], refs)
 
@@ -60,7 +60,7 @@ def launch(
 
 
 def _cost(const: RingConstants, products: int, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
-    """Of unmasked attention, for XLA's scheduler."""
+    """The cost of unmasked attention, for XLA's scheduler."""
     pairs = const.batch * const.heads * const.q.length * const.k.length * (const.hops + 1)
     moved = sum(x.size * x.dtype.itemsize for x in arrays) * (const.hops + 1)
     return pl.CostEstimate(flops=products * 2 * pairs * const.dim, transcendentals=pairs, bytes_accessed=moved)
@@ -69,8 +69,8 @@ def _cost(const: RingConstants, products: int, arrays: Sequence[Array | jax.Shap
 def pipeline(
     kernel: Callable, grid: tuple[int, ...], inputs: dict[str, pl.BlockSpec], carry: dict[str, pl.BlockSpec], refs: Refs
 ) -> None:
-    """``kernel(blocks, before, after)`` over ``grid``, on blocks in VMEM of those references that ``refs`` has: of ``inputs`` to
-    read, and of ``carry`` twice, as they were and to be written."""
+    """Runs ``kernel(blocks, before, after)`` over ``grid``, on blocks in VMEM of the references in ``refs``: ``blocks`` of
+    ``inputs`` (those that ``refs`` has), and of ``carry`` both the old contents (``before``) and the new (``after``)."""
     inputs = {name: spec for name, spec in inputs.items() if name in refs}
 
     def body(*blocks):

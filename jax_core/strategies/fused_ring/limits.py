@@ -1,4 +1,4 @@
-"""What the fused ring handles, and the parameters that it takes."""
+"""What the fused ring handles, and which parameters it takes."""
 
 import jax
 

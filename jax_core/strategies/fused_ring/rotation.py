@@ -1,17 +1,17 @@
-"""How halves of shards go from HBM to a neighbour's HBM while the kernel computes, and who may write where, and when.
+"""How halves of shards are sent from HBM to a neighbour's HBM while the kernel computes, and who may write where, and when.
 
 Each half has ``SLOTS`` buffers: at step ``s`` a rank works on slot ``s % 2`` and sends it into slot ``(s + 1) % 2`` of its
-neighbour. It may write there once the neighbour has finished step ``s - 1`` and its own copy out of that slot is complete: the
-neighbour then gives a *credit* to the rank that sends to it. Three waits make this free of races:
+neighbour. It may write there once the neighbour has finished step ``s - 1`` and the neighbour's own copy out of that slot is
+complete: the neighbour then gives a *credit* to the rank that sends to it. Three waits rule out races:
 
-- *arrival*: no step reads a slot before the data sent to it is there (one semaphore per slot, since two may be in flight);
-- *credit*: nothing is sent into a slot that is still read (the first step needs none: its slots have not been used);
+- *arrival*: no step reads a slot before the data sent to it has arrived (one semaphore per slot, since two may be in flight);
+- *credit*: nothing is sent into a slot that is still being read (the first step needs none: its slots have not been used);
 - *departure*: no credit is given before the outgoing copy has read the slot.
 
 At the start neighbours wait for each other: a rank that has not entered the kernel yet has no buffers to write into. They meet at a
-barrier semaphore that all calls share and that only counts, so a rank must not enter the next call, where its signal would be taken
-for another neighbour's, while one of its neighbours still waits in this one: none leaves before both its neighbours have said that
-they are past the barrier. At the end everything sent has arrived and all credits are spent, so all semaphores are 0.
+barrier semaphore. All calls share it, and it only counts: if a rank entered the next call while a neighbour still waited in this
+one, its signal would be taken for the other neighbour's. So no rank leaves before both its neighbours have signalled that they are
+past the barrier. At the end everything sent has arrived and all credits are spent, so all semaphores are 0.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ HALVES = (0, 1)
 
 
 def source(const: RingConstants, rank: Array, half: int, step: Array | int) -> Array:
-    """The rank whose half is here at ``step``."""
+    """The rank that owns the half held here at ``step``."""
     return lax.rem(rank + const.size - const.directions[half] * step, const.size)
 
 
 def device(const: RingConstants, rank: Array) -> dict[str | tuple[str, ...], int | Array]:
-    """The mesh coordinates of a rank of the ring. A ring over several mesh axes is numbered as ``lax.axis_index`` does it."""
+    """The mesh coordinates of a rank of the ring. A ring over several mesh axes is numbered as by ``lax.axis_index``."""
     found: dict[str | tuple[str, ...], int | Array] = {}
     for name, size in reversed(const.axes):
         found[name], rank = lax.rem(rank, size), lax.div(rank, size)
@@ -40,7 +40,7 @@ def device(const: RingConstants, rank: Array) -> dict[str | tuple[str, ...], int
 
 
 def meet(const: RingConstants, rank: Array, met: Ref) -> None:
-    """Waits until both neighbours are in the kernel, and tells them so."""
+    """Waits until both neighbours are in the kernel, then tells them that this rank is past the barrier."""
     barrier = pltpu.get_barrier_semaphore()
     _signal_neighbours(const, rank, barrier)
     pl.semaphore_wait(barrier, 2)
@@ -76,7 +76,7 @@ class RemoteTransfer(NamedTuple):
             copy.wait_send()
 
     def wait_arrived(self, step: Array) -> None:
-        """For what ``step`` works on, which left the neighbour one step earlier."""
+        """Waits for the inputs of ``step``, which the neighbour sent one step earlier."""
         for copy in self._copies(step - 1):
             copy.wait_recv()
 
@@ -91,7 +91,7 @@ class RemoteTransfer(NamedTuple):
 
 
 class ReturnTransfer(NamedTuple):
-    """From the slots of the last step straight to the ranks that own the halves, into buffers ``[half, ...]`` that nothing else
+    """Sends the slots of the last step straight to the ranks that own the halves, into buffers ``[half, ...]`` that nothing else
     writes; semaphores ``sent [half]``, ``arrived [half]``."""
 
     const: RingConstants
@@ -119,7 +119,7 @@ class ReturnTransfer(NamedTuple):
 
 
 def ring_semaphores() -> dict[str, pl.MemoryRef]:
-    """Of the neighbours' meeting, and their credits."""
+    """For the neighbours' barrier, and for their credits."""
     return {"met": pltpu.SemaphoreType.REGULAR, "credit": pltpu.SemaphoreType.REGULAR((2,))}
 
 
@@ -128,7 +128,7 @@ def transfer_semaphores(name: str) -> dict[str, pl.MemoryRef]:
 
 
 def transfer(name: str, const: RingConstants, rank: Array, refs: Refs, buffers: tuple[str, ...]) -> RemoteTransfer:
-    """Of those of ``buffers`` that this call has."""
+    """The transfer of those of ``buffers`` that this call has."""
     there = tuple(refs[buffer] for buffer in buffers if buffer in refs)
     return RemoteTransfer(name, const, rank, there, refs[f"{name}_sent"], refs[f"{name}_arrived"])
 

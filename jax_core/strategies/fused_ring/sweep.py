@@ -1,4 +1,4 @@
-"""One sweep of a kernel over all tiles of a step: which blocks are fetched into VMEM for which tile."""
+"""One sweep of a kernel over all tiles of a step: which blocks each tile fetches into VMEM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from jax_core.strategies.fused_ring.tiles import Halves, HiddenBy, Tile, has_pai
 
 @dataclass(frozen=True)
 class Sweep:
-    """Blocks of queries stay in VMEM while all blocks of keys pass; with ``over_queries``, keys stay and queries pass.
+    """A block of queries stays in VMEM while all blocks of keys pass; with ``over_queries``, keys stay and queries pass.
 
-    The grid is ``(batch, head, block that stays, block that passes)``; keys stay for all query heads of their group. The block of a
-    tile without pairs is not fetched: its index is that of the first block, which the pipeline does not fetch twice in a row.
+    The grid is ``(batch, head, block that stays, block that passes)``; keys stay for all query heads of their group. A tile without
+    visible pairs fetches no block: its index is that of block 0, which the pipeline does not fetch twice in a row.
     """
 
     const: RingConstants
@@ -39,11 +39,11 @@ class Sweep:
         return make_tile(self.const, self.q_halves, self.k_halves, i, j)
 
     def rows(self, dim: int) -> pl.BlockSpec:
-        """Of ``[batch, heads, positions, dim]``, of queries."""
+        """For arrays ``[batch, heads, positions, dim]`` of queries."""
         return pl.BlockSpec((None, None, self.const.q.block, dim), lambda *at: (*self._queries(*at), 0))
 
     def columns(self, dim: int) -> pl.BlockSpec:
-        """Of ``[batch, heads, dim, positions]``, of queries."""
+        """For arrays ``[batch, heads, dim, positions]`` of queries."""
 
         def index(*at: Array) -> tuple[Array | int, ...]:
             b, head, i = self._queries(*at)
@@ -52,11 +52,11 @@ class Sweep:
         return pl.BlockSpec((None, None, dim, self.const.q.block), index)
 
     def keys(self, dim: int) -> pl.BlockSpec:
-        """Of ``[2, SLOTS, batch, kv_heads, positions of a half, dim]``."""
+        """For arrays ``[2, SLOTS, batch, kv_heads, positions of a half, dim]``."""
         return pl.BlockSpec((None, None, None, None, self.const.k.block, dim), lambda *at: (*self._keys(*at), 0))
 
     def segments(self) -> dict[str, pl.BlockSpec]:
-        """Of ``q_segments [batch, 1, positions]``, ``k_segments [2, SLOTS, batch, 1, positions of a half]``."""
+        """For ``q_segments [batch, 1, positions]`` and ``k_segments [2, SLOTS, batch, 1, positions of a half]``."""
 
         def of_queries(*at: Array) -> tuple[Array | int, ...]:
             b, _, i = self._queries(*at)
@@ -91,19 +91,19 @@ class Sweep:
 
 
 def make_sweep(const: RingConstants, rank: Array, step: Array, over_queries: bool) -> Sweep:
-    """Over the rank's queries and the halves that are here at ``step``."""
+    """The sweep over the rank's queries and the halves held at ``step``."""
     q_halves = halves(const.layout, rank, const.size, const.q.length)
     first, second = (halves(const.layout, source(const, rank, half, step), const.size, const.k.length)[half] for half in HALVES)
     return Sweep(const, q_halves, (first, second), lax.rem(step, SLOTS), over_queries)
 
 
 def ends() -> tuple[Array, Array]:
-    """Whether this is the first, and the last, of the blocks that pass the one that stays."""
+    """Whether this is the first, and whether it is the last, of the blocks that pass the one that stays."""
     return pl.program_id(3) == 0, pl.program_id(3) == pl.num_programs(3) - 1
 
 
 def for_each_kind(sweep: Sweep, blocks: Refs, add: Callable[[HiddenBy | None], None]) -> None:
-    """``add(hidden_by)`` as the current tile needs it: not at all without pairs, and with None where nothing is hidden."""
+    """Calls ``add(hidden_by)`` as the current tile needs it: not at all without visible pairs, with None if nothing is hidden."""
     tile = sweep.tile(*(pl.program_id(axis) for axis in range(4)))
     seen, whole = has_pairs(sweep.const.scores.mask, tile), is_full(sweep.const, tile)
 

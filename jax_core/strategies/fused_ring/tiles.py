@@ -1,7 +1,7 @@
-"""One tile of scores, and which tiles there are.
+"""One tile of scores, and which tiles have visible pairs.
 
-A tile stands as ``[keys, queries]``: what belongs to a query (maximum, denominator, LSE, delta) is a row, which a TPU reduces and
-broadcasts along sublanes, and is stored without padding.
+A tile is ``[keys, queries]``: per-query statistics (maximum, denominator, LSE, delta) are a row, which a TPU reduces and broadcasts
+along sublanes and stores without padding.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ Halves = tuple[Run, Run]
 
 
 class Tile(NamedTuple):
-    """Where a tile stands. The runs end with the shard's positions; what is behind them is padding."""
+    """The positions of a tile. The runs end where the shard's positions end; the rest of a block is padding."""
 
     q_run: Run
     k_run: Run
@@ -35,7 +35,7 @@ class HiddenBy(NamedTuple):
 
 
 def make_tile(const: RingConstants, q_halves: Halves, k_halves: Halves, q_index: Array, k_index: Array) -> Tile:
-    """``q_index``, ``k_index``: among the blocks of both halves, in order."""
+    """``q_index``, ``k_index``: block indices that count through both halves."""
     return Tile(_block_run(const.q, q_halves, q_index), _block_run(const.k, k_halves, k_index), const.k.block)
 
 
@@ -45,7 +45,7 @@ def _block_run(shard: HalvedShard, both: Halves, index: Array) -> Run:
     start = jnp.where(in_second, second.start, first.start)
     length = jnp.where(in_second, second.length, first.length)
     before = (index - jnp.where(in_second, shard.blocks, 0)) * shard.block
-    within: Any = jnp.minimum(length - before, shard.block)  # traced, as only the ends of the run are looked at
+    within: Any = jnp.minimum(length - before, shard.block)  # may be traced, since only the ends of the run are read
     return Run(start + first.stride * before, first.stride, within)
 
 
@@ -79,5 +79,5 @@ def _visible(mask: Mask, shape: tuple[int, ...], hidden_by: HiddenBy) -> Array:
 
 
 def logits_gradient(weights: Array, dweights: Array, delta: Array, tanh: Array | None) -> Array:
-    """The gradient of ``q . k``, without the scale, from that of the weights; ``delta [1, queries]``."""
+    """The gradient of ``q . k``, not yet multiplied by the scale, from that of the weights; ``delta [1, queries]``."""
     return through_softcap(weights * (dweights - delta), tanh)

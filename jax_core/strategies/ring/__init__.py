@@ -1,4 +1,4 @@
-"""The ring: K/V travel from rank to rank between calls of a kernel."""
+"""The ring: K/V travel from rank to rank between kernel calls."""
 
 from jax_core.strategies.ring.limits import HANDLES, IN_PLACE_OF_A_KERNEL, OWN_PLATFORM, default_params, unsupported
 from jax_core.strategies.ring.loop import backward, forward

@@ -1,4 +1,4 @@
-"""The columns of a bias or mask that belong to one shard of keys. Columns stand in the sequence's own order."""
+"""The columns of a bias or mask that belong to one shard of keys. Columns are in sequence order."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +12,7 @@ def take_columns(x, runs: tuple[Run, ...]):
 
 
 def put_columns(x, columns, runs: tuple[Run, ...]):
-    """``x`` with the shard's columns replaced: the transpose of :func:`take_columns` where every shard is put once."""
+    """``x`` with the shard's columns replaced: the transpose of :func:`take_columns` if every shard is put once."""
     start = 0
     for run in runs:
         x, start = _put(x, columns[..., start : start + run.length], run), start + run.length
@@ -32,5 +32,5 @@ def _put(x, columns, run: Run):
 
 
 def _strided(x, run: Run):
-    """A striped run takes every ``stride``-th column from a start below the stride: one column of this view."""
+    """A striped run takes every ``stride``-th column, starting below the stride: one column of this view."""
     return x.reshape(*x.shape[:-1], run.length, run.stride)

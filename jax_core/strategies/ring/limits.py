@@ -1,4 +1,4 @@
-"""What the ring handles: whatever its kernel does. Sinks and layouts are its own affair."""
+"""What the ring handles: whatever its kernel handles. Sinks and layouts it handles itself."""
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
@@ -18,6 +18,6 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
 
 
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    """The kernel's."""
+    """None of its own: the kernel's apply."""
     del problem
     return FwdParams(), BwdParams()

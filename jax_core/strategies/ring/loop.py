@@ -1,8 +1,8 @@
 """The ring: exact attention over local shards inside ``shard_map``, written once for every kernel.
 
 Each rank keeps its queries; K/V rotate round the ring (Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers",
-arXiv:2310.01889), and every step continues the online softmax. In the backward K/V rotate again, and the gradients of K/V follow
-one step behind them until they are back at the rank that owns the shard.
+arXiv:2310.01889), and every step continues the online softmax. In the backward K/V rotate again, and their gradients follow one
+step behind until they are back at the rank that owns the shard.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     kernel = _kernel(spec)
     operands, _ = in_full_shape(spec, clear_values(operands))
     local_kv, plan = _kv_shard(operands), _plan(spec, operands)
-    # Sinks join after the last step; without them the last step gives the output as it is returned.
+    # Sinks join after the last step; without sinks the last step writes the output in its final dtype.
     wide, final = accumulation_dtype(operands.query.dtype), operands.query.dtype
     last_dtype = final if operands.softmax_aux is None else wide
 
@@ -69,7 +69,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
 
     def run_step(state, step: Step):
         buffer, shift, dkv, sums = state
-        # In flight during this step: K/V to the next step, and dK/dV of the step before, to be added to this one's.
+        # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
         transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
         transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
         arriving = start_transfers(transfers, spec.axis_name, spec.size)
@@ -96,7 +96,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
         dkv = _add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
         return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, _accumulate(sums, grads, k_runs)
 
-    # The first rotation must not run beside the forward's, nor be shared with it, which would hold its result until now.
+    # The first rotation must not run alongside the forward's, nor be merged with it, which would keep its result alive until now.
     buffer = ordered_after(pack(local_kv, word), residuals.delta) if len(plan) > 1 else None
     _, _, dkv, sums = _run_steps(spec, run_step, (buffer, jnp.int32(0), None, _no_gradients(operands, lse.dtype)), plan)
     dk, dv = _return_to_owner(spec, dkv, word, sum(step.hop_out for step in plan))
@@ -113,7 +113,7 @@ def _kernel(spec: RingSpec) -> Kernel:
 
 
 class _KVShard(NamedTuple):
-    """What is sent with a shard of keys."""
+    """What is sent for a shard of keys."""
 
     key: Array
     value: Array
@@ -136,23 +136,23 @@ def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
 
 
 def _run_steps(spec: RingSpec, run_step, state, plan: list[Step]):
-    """The state after all steps. Equal steps in a row (all but the first and the last, without gaps) are one loop: XLA cannot run
-    its rotations ahead of its kernels, which would overlap nothing and hold every shard at once, and the program does not grow
-    with the ring."""
+    """The state after all steps. Consecutive equal steps (all but the first and the last, if there are no gaps) are one loop: XLA
+    then cannot run all rotations before the kernels, which would overlap nothing and hold every shard at once, and the program does
+    not grow with the ring."""
     for step, equal in groupby(plan):
         state = _repeat(partial(run_step, step=step), state, len(list(equal)), unroll=1 if spec.backend == "cpu" else 2)
     return state
 
 
 def _repeat(run_step, state, count: int, unroll: int):
-    """``unroll``: two steps in a body use two buffers in turn; with one, what arrived is copied to where the next step finds it."""
+    """``unroll``: with two steps in the body, two buffers alternate; with one, arrivals are copied to where the next step reads."""
     if count == 1:
         return run_step(state)
     return lax.scan(lambda state, _: (run_step(state), None), state, length=count, unroll=min(unroll, count))[0]
 
 
 def _step_inputs(spec: RingSpec, operands: Operands, here: _KVShard, shift):
-    """The kernel's positional arguments ``(q, k, v, q_runs, k_runs)`` and extras for K/V from ``shift`` ranks before this one."""
+    """The kernel's positional arguments ``(q, k, v, q_runs, k_runs)`` and extras, for K/V from ``shift`` ranks before this one."""
     rank = _rank(spec, operands)
     q_runs = runs(spec.layout, rank, spec.size, operands.query.shape[1])
     k_runs = runs(spec.layout, (rank - shift) % spec.size, spec.size, here.key.shape[1])
@@ -187,7 +187,7 @@ class _LocalGradients(NamedTuple):
 
 
 def _no_gradients(operands: Operands, dtype) -> _LocalGradients:
-    """Nothing yet; each step writes its own columns of the bias' gradient."""
+    """The initial state; each step writes its own columns of the bias gradient."""
     if operands.bias is None:
         return _LocalGradients(None, None, None)
     return _LocalGradients(None, vary(jnp.zeros(operands.bias.shape, dtype), varying_axes(operands)), None)
@@ -203,7 +203,7 @@ def _add(total, share):
 
 
 def _return_to_owner(spec: RingSpec, dkv, word: type | None, sent: int):
-    """dK and dV of this rank's own shard, of which the ring has ``size - sent`` hops left."""
+    """dK and dV of this rank's own shard, which are ``size - sent`` hops away from it."""
     if not sent:
         return dkv
     transfers = [Transfer(pack(dkv, word), spec.size - sent)]

@@ -1,4 +1,4 @@
-"""Which shards of K/V each rank attends to, and in which order: from the layout and the mask alone."""
+"""Which K/V shards each rank attends to, and in which order, derived from the layout and the mask alone."""
 
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -8,10 +8,10 @@ from jax_core.masks.static import Mask, empty
 
 
 class Step(NamedTuple):
-    """One step of the ring: the rank's queries attend to the K/V shard that is here.
+    """One step of the ring: the rank's queries attend to the current K/V shard.
 
-    ``hop_in``: how many ranks K/V were sent since the step before (0 at the diagonal step, the first), which their gradients must
-    follow now. ``hop_out``: how many ranks they are sent on to the next step (0 at the last).
+    ``hop_in``: how many ranks K/V moved since the previous step (0 at the diagonal step, which is the first); their gradients now
+    follow by as many. ``hop_out``: how many ranks they move before the next step (0 at the last).
     """
 
     hop_in: int
@@ -24,10 +24,10 @@ def steps(shifts: tuple[int, ...]) -> list[Step]:
 
 
 def visible_shifts(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
-    """The distances from which K/V are seen, ascending from 0: at shift ``s`` rank ``r`` has the K/V of rank ``(r - s) % size``.
+    """The shifts to visit, ascending from 0: at shift ``s`` rank ``r`` has the K/V of rank ``(r - s) % size``.
 
-    A shift at which no rank has a visible pair is left out (a sliding window that reaches one shard back needs two shifts,
-    whatever the ring's size), and the rotation jumps over it. ``q_length``, ``k_length``: lengths of a shard.
+    A shift at which no rank has a visible pair is left out, and the rotation jumps over it (a sliding window that reaches one shard
+    back needs two shifts, whatever the ring's size). ``q_length``, ``k_length``: lengths of a shard.
     """
     return tuple(shift for shift in range(size) if shift == 0 or _any_rank_sees(mask, layout, size, q_length, k_length, shift))
 

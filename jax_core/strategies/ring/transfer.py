@@ -1,10 +1,10 @@
-"""How K/V, and the gradients of K/V, are sent round the ring.
+"""How K/V and their gradients are sent round the ring.
 
-On a GPU one collective is in flight at a time, so a second one would wait for the first; but XLA makes one collective of all
-permutations that start together. On a TPU they are all in flight at once. On both, what arrives is used where it lies, so the
-arrays are sent as they are. On a CPU XLA runs collectives in an order of its own on each device, which ends in a deadlock: there
-all that starts together is packed into a single buffer of machine words. The words are unsigned integers, because a buffer of
-floats might be converted on the way, and conversion does not keep bits that only look like floats.
+On a GPU only one collective is in flight at a time, so a second one would wait for the first; but XLA merges all permutations that
+start together into one collective. On a TPU they are all in flight at once. On both, the receiver uses arrays in place, so they are
+sent unpacked. On a CPU, XLA may run collectives in a different order on each device, which deadlocks: there everything that starts
+together is packed into a single buffer of machine words. The words are unsigned integers, because a buffer of floats might be
+converted on the way, and conversion does not preserve bits that are not really floats.
 """
 
 import math
@@ -20,22 +20,22 @@ Tree = TypeVar("Tree")
 
 
 def wire_dtype(dtype, packed: bool) -> type | None:
-    """The word that K/V of ``dtype`` are packed into: as wide as their items, so that packing is a plain copy; None unpacked."""
+    """The word type to pack K/V of ``dtype`` into: as wide as their items, so that packing is a plain copy; None if unpacked."""
     if not packed:
         return None
     return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else jnp.uint32
 
 
 def pack(tree, word: type | None) -> Buffer:
-    """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit; as a tuple if ``word``
-    is None."""
+    """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit; if ``word`` is None, a
+    tuple of the leaves."""
     if word is None:
         return tuple(jax.tree.leaves(tree))
     return jnp.concatenate([lax.bitcast_convert_type(leaf, word).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
 def unpack(buffer: Buffer, like: Tree) -> Tree:
-    """The inverse of :func:`pack`; ``like`` is a tree of the shapes and dtypes that were packed."""
+    """The inverse of :func:`pack`; ``like`` is a tree with the shapes and dtypes that were packed."""
     leaves, structure = jax.tree.flatten(like)
     if isinstance(buffer, tuple):
         return jax.tree.unflatten(structure, buffer)
@@ -44,14 +44,14 @@ def unpack(buffer: Buffer, like: Tree) -> Tree:
 
 
 class Transfer(NamedTuple):
-    """A buffer that :func:`pack` made, to be sent ``hop`` ranks on."""
+    """A buffer made by :func:`pack`, to be sent ``hop`` ranks ahead."""
 
     buffer: Buffer
     hop: int
 
 
 def start_transfers(transfers: list[Transfer], axis_name, size: int) -> list[Buffer]:
-    """Starts the transfers; :func:`finish_transfers` gives what arrives by them from the ranks ``hop`` before this one."""
+    """Starts the transfers; :func:`finish_transfers` returns what arrives from the ranks ``hop`` before this one."""
     axes, places = _as_ppermute_counts(axis_name, size)
 
     def send(buffer: Buffer, hop: int):
@@ -60,15 +60,15 @@ def start_transfers(transfers: list[Transfer], axis_name, size: int) -> list[Buf
     if any(isinstance(transfer.buffer, tuple) for transfer in transfers):
         return [send(*transfer) for transfer in transfers]
     arriving: list[Buffer] = []
-    for hop in _hops(transfers):  # those with the same hop as one buffer
+    for hop in _hops(transfers):  # transfers with the same hop share a buffer
         buffer: Buffer = jnp.concatenate(_with_hop(transfers, hop))
         arriving.append(send(ordered_after(buffer, arriving[-1]) if arriving else buffer, hop))
     return arriving
 
 
 def _as_ppermute_counts(axis_name, size: int) -> tuple[str | tuple[str, ...], list[int]]:
-    """The axes, and the place of every rank among them: ``lax.ppermute`` counts in the mesh's order of axes, ``lax.axis_index``,
-    which gives the ranks, in the order named."""
+    """The axes, and the index of every rank along them: ``lax.ppermute`` numbers devices in the mesh's order of axes, but
+    ``lax.axis_index``, which defines the ranks, in the order of ``axis_name``."""
     order = jax.sharding.get_abstract_mesh().axis_names
     if not isinstance(axis_name, tuple) or not set(axis_name) <= set(order):
         return axis_name, list(range(size))
@@ -78,7 +78,7 @@ def _as_ppermute_counts(axis_name, size: int) -> tuple[str | tuple[str, ...], li
 
 
 def finish_transfers(arriving: list[Buffer], transfers: list[Transfer]) -> list[Buffer]:
-    """What arrived, one buffer for each of ``transfers``."""
+    """What arrived: one buffer for each of ``transfers``."""
     if any(isinstance(transfer.buffer, tuple) for transfer in transfers):
         return arriving
     groups = {
@@ -90,10 +90,10 @@ def finish_transfers(arriving: list[Buffer], transfers: list[Transfer]) -> list[
 
 
 def ordered_after(buffer: Buffer, done: Buffer) -> Buffer:
-    """``buffer``, not sent before ``done`` is computed: two rotations of one program must have an order.
+    """``buffer``, which is not sent before ``done`` is computed: two rotations of one program must be ordered.
 
-    Without one XLA on CPU may take them in another order on each device, and wait for ever. It also drops optimization barriers,
-    so a word is made to depend on ``done``: what is added is 0, a test for NaNs that no arithmetic makes, which XLA cannot know.
+    Otherwise XLA on CPU may run them in a different order on each device and deadlock. It also drops optimization barriers, so one
+    word is made to depend on ``done``: the added term is a test for NaNs that no arithmetic produces. It is 0, but XLA cannot know.
     """
     buffer, done = lax.optimization_barrier((buffer, done))
     if isinstance(buffer, tuple) or isinstance(done, tuple):
@@ -103,7 +103,7 @@ def ordered_after(buffer: Buffer, done: Buffer) -> Buffer:
     return buffer.at[0].add(never.astype(buffer.dtype))
 
 
-# By the bytes of an item: a NaN of every floating type, also when the items are words of one.
+# By item size in bytes: a bit pattern that is a NaN in every floating type, even if the items are packed words.
 _ODD_NAN = {2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
 
 
@@ -121,7 +121,7 @@ def _cut(words: Array, counts: list[int]) -> list[Array]:
 
 
 def _restore(words: Array, leaf) -> Array:
-    # Bitcasts, not shifts of the bits: XLA on GPU loses the low halves of shifted words that are sent (benchmarks/NOTES.md).
+    # Bitcasts, not bit shifts: XLA on GPU loses the low halves of shifted words that are sent (benchmarks/NOTES.md).
     per_item = leaf.dtype.itemsize // words.dtype.itemsize
     shape = leaf.shape if per_item == 1 else (*leaf.shape, per_item)
     return lax.bitcast_convert_type(words.reshape(shape), leaf.dtype)
