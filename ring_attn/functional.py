@@ -55,6 +55,11 @@ class AttentionOptions(TypedDict, total=False):
     cfg: RingAttentionConfig | None
 
 
+def _where(*tensors: object, mesh: MeshLike = None, mesh_dim: str | int | None = None, **_: object) -> Any:
+    """Mesh and mesh dimension of a call; None where it is so wrong that a mesh may be among its positional arguments."""
+    return (mesh, mesh_dim) if len(tensors) <= 3 else None
+
+
 @overload
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
@@ -67,7 +72,7 @@ def ring_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@announced(lambda *_, mesh=None, mesh_dim=None, **__: (mesh, mesh_dim))
+@announced(_where)
 def ring_attention(
     q: Tensor,
     k: Tensor,

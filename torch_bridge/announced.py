@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.utils.checkpoint
 
 from torch_bridge import peers
 from torch_bridge.calls import PeerFailure, tell_failure
@@ -13,14 +14,17 @@ from torch_bridge.mesh import Ring, resolve
 from torch_bridge.ring import Ring as AnyRing
 from torch_bridge.runtime import refused, start
 
+# Activation checkpointing stops a recomputation by an exception as soon as it has what it needs: after the ring call has ended.
+_NO_FAILURES = (PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure))
 Where = tuple[Any, str | int | None]  # mesh and mesh dimension, as torch_bridge.mesh.resolve takes them
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def announced(where: Callable[..., Where]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def announced(where: Callable[..., Where | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator of functions that are a ring call from their first check on: an error of this rank is told to the others, which
-    raise ValueError with its words instead of waiting. ``where`` finds mesh and mesh dimension in the function's arguments.
+    raise ValueError with its words instead of waiting. ``where`` finds mesh and mesh dimension in the function's arguments, or None
+    where these are not to be told.
 
     While torch.compile traces the function, what it calls tells of its own errors (:func:`telling`).
     """
@@ -35,7 +39,9 @@ def announced(where: Callable[..., Where]) -> Callable[[Callable[P, R]], Callabl
                 return function(*args, **kwargs)
             except Exception as error:
                 with suppress(ValueError):  # a mesh that is none: nobody knows whom this rank meant to call
-                    _tell(resolve(*where(*args, **kwargs)), _device((*args, *kwargs.values())), error)
+                    mesh = where(*args, **kwargs)
+                    if mesh is not None:
+                        _tell(resolve(*mesh), _device((*args, *kwargs.values())), error)
                 raise
             finally:
                 peers.prepared(entered)
@@ -60,13 +66,13 @@ def _device(arguments: tuple[object, ...]) -> torch.device | None:
 
 
 def _tell(ring: AnyRing, device: torch.device | None, error: Exception) -> None:
-    if ring.size == 1 or isinstance(error, PeerFailure) or refused() or (device and device.type in ("xla", "tpu")):
+    if ring.size == 1 or isinstance(error, _NO_FAILURES) or refused() or (device and device.type in ("xla", "tpu")):
         return
     assert isinstance(ring, Ring)
     usable = device if device is not None and device.type in ("cpu", "cuda") else None
     try:
         start(ring, device=usable)  # where the others are, if this is the first call
-    except RuntimeError as problem:
+    except Exception as problem:  # whatever it is, the user must see the error
         error.add_note(f"The other ranks could not be told: {problem}")
     else:
         tell_failure(ring, error)

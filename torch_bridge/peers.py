@@ -209,7 +209,7 @@ def _report() -> Report:
     """What this process does, for the others that wait for it."""
     now = time.monotonic()
     unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
-    busy = unfinished or state.preparing
+    busy = unfinished or state.preparing or _compiles()
     idle = 0.0 if busy else now - state.left
     begun: dict[Ranks, float] = {}
     for call in unfinished:
@@ -220,6 +220,16 @@ def _report() -> Report:
         waits = now - begun[ranks] if ranks in begun else None
         rings[ranks] = Standing(calls.number, waits, digests, str(calls.last))
     return Report(state.settings.wait_timeout, idle, _place(idle, unfinished), rings)
+
+
+def _compiles() -> bool:
+    """Whether a thread of this process is in torch.compile, which may take minutes and traces past :func:`prepare`."""
+    files = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
+    return any(
+        code.f_code.co_filename.endswith(files)
+        for frame in sys._current_frames().values()
+        for code, _ in traceback.walk_stack(frame)
+    )
 
 
 def _digest(step: str, what: str) -> str:

@@ -271,7 +271,6 @@ def _request(
         alibi_slopes=_array(alibi_slopes),
         dropout_seed=None if dropout_seed is None else seed_words(dropout_seed),
     )
-    _refuse_bias_as_sinks(operands)
     operands, axis_name = _open_mask_info(mask_info, operands, axis_name)
     window = sliding_window
     if isinstance(window, list):  # lists cannot be hashed
@@ -281,19 +280,6 @@ def _request(
 
 def _array(x: ArrayLike | None) -> Array | None:
     return None if x is None else jnp.asarray(x)
-
-
-def _refuse_bias_as_sinks(operands: Operands) -> None:
-    """``jax.nn.dot_product_attention`` takes the bias where this function takes sinks: a bias ``[queries, keys]`` with as many
-    queries as heads could be mistaken for ``[heads, sinks]``."""
-    sinks, query, keys = operands.softmax_aux, operands.query, operands.key.shape[1:2]
-    if sinks is None or sinks.ndim != 2 or query.ndim != 4 or sinks.shape[1] == 1:
-        return
-    if sinks.shape == (query.shape[1], *keys) and query.shape[1] == query.shape[2]:
-        raise ValueError(
-            f"softmax_aux, the fourth argument, is sinks [heads, sinks]; its shape {sinks.shape} is also that of a bias [queries, "
-            "keys]; give a bias as bias=, and sinks in another number of columns"
-        )
 
 
 def _open_mask_info(mask_info: MaskInfo | None, operands: Operands, axis_name: AxisName) -> tuple[Operands, AxisName]:

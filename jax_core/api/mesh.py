@@ -41,7 +41,7 @@ def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, re
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     specs = _given_specs(in_specs)
-    batch, sequence, heads = _query_axes(operands, mesh, axis_name, specs.get("query"))
+    batch, sequence, heads = _query_axes(operands, mesh, axis_name, specs.get("query"), _said_elsewhere(specs, out_specs))
     plan = MeshPlan(mesh=mesh, batch=batch, sequence=sequence, heads=heads, return_lse=return_lse)
     for name, spec in specs.items():
         _check_spec(plan, operands, name, spec)
@@ -105,7 +105,15 @@ def _given_specs(in_specs) -> dict[str, PartitionSpec]:
     return {name: spec for name, spec in zip(_ORDER, in_specs, strict=False) if spec is not None}
 
 
-def _query_axes(operands: Operands, mesh: Mesh, axis_name: Axes, query_spec) -> tuple[Axes, Axes, Axes]:
+def _said_elsewhere(specs: dict[str, PartitionSpec], out_specs) -> PartitionSpec | None:
+    """How batch and heads are split where the query has no spec: as in key's, value's or the output's, whichever is given."""
+    out = out_specs if out_specs is None or isinstance(out_specs, PartitionSpec) else next(iter(out_specs), None)
+    return next((spec for spec in (specs.get("key"), specs.get("value"), out) if spec is not None), None)
+
+
+def _query_axes(
+    operands: Operands, mesh: Mesh, axis_name: Axes, query_spec: PartitionSpec | None, said: PartitionSpec | None
+) -> tuple[Axes, Axes, Axes]:
     if query_spec is not None:
         batch, sequence, heads, dim = (*query_spec, None, None, None, None)[:4]
         if dim is not None:
@@ -116,7 +124,7 @@ def _query_axes(operands: Operands, mesh: Mesh, axis_name: Axes, query_spec) -> 
             )
     else:
         sequence = _ring_axes(mesh, axis_name)
-        batch, heads = _kept_axes(operands, mesh, axis_names(sequence))
+        batch, heads = _kept_axes(operands, mesh, axis_names(sequence), said)
     unknown = [axis for axis in (*axis_names(batch), *axis_names(sequence), *axis_names(heads)) if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(f"the mesh has axes {mesh.axis_names}; {', '.join(map(repr, unknown))} is not among them")
@@ -129,12 +137,12 @@ def _ring_axes(mesh: Mesh, axis_name: Axes) -> Axes:
     return mesh.axis_names[0] if axis_name is None else axis_name
 
 
-def _kept_axes(operands: Operands, mesh: Mesh, ring: tuple[str, ...]) -> tuple[Axes, Axes]:
-    """The axes that split batch and heads without in_specs: those of the query. If the query does not show them (XLA decides on the
-    Auto axes of a traced array), the batch is split over the other axes as far as they divide it: gathering it would repeat the
-    work along those axes."""
+def _kept_axes(operands: Operands, mesh: Mesh, ring: tuple[str, ...], said: PartitionSpec | None) -> tuple[Axes, Axes]:
+    """The axes that split batch and heads without a spec of the query: those that are said, or those of the array. If the array
+    does not show them (XLA decides on the Auto axes of a traced array), the batch is split over the other axes as far as they
+    divide it: gathering it would repeat the work along those axes."""
     query, kv_heads = operands.query, operands.key.shape[2]
-    spec = _visible_spec(query, mesh)
+    spec = _visible_spec(query, mesh) if said is None else said
     if spec is None:
         return _dividing(mesh, [axis for axis in mesh.axis_names if axis not in ring], query.shape[0]), None
     batch, _, heads, _ = (*spec, None, None, None, None)[:4]

@@ -24,6 +24,7 @@ def check_operands(operands: Operands, layout: str, size: int) -> None:
             _check_shape(name, getattr(operands, name), [(length,), (1, length), (batch, length)], _INTS)
     _check_shape("alibi_slopes", operands.alibi_slopes, [(heads,), (1, heads), (batch, heads)], _FLOATS)
     _check_sinks(operands.softmax_aux, heads)
+    _refuse_bias_as_sinks(operands.softmax_aux, whole)
 
 
 def _check_qkv(operands: Operands) -> None:
@@ -54,6 +55,17 @@ def _check_sinks(sinks, heads: int) -> None:
     shape = tuple(sinks.shape)
     if 0 in shape or not (len(shape) == 1 or (len(shape) == 2 and shape[0] == heads)):
         raise ValueError(f"softmax_aux must be [sinks], [heads] or [heads, sinks] with {heads} heads; got shape {shape}")
+
+
+def _refuse_bias_as_sinks(sinks, whole: tuple[int, ...]) -> None:
+    """``jax.nn.dot_product_attention`` has the bias where ``jax_core.ring_attention`` has sinks: a bias ``[queries, keys]`` with as
+    many queries as heads would pass for sinks ``[heads, sinks]``."""
+    _, heads, queries, keys = whole
+    if sinks is not None and heads == queries and tuple(sinks.shape) == (queries, keys) and keys > 1:
+        raise ValueError(
+            f"softmax_aux is sinks [heads, sinks]; its shape {tuple(sinks.shape)} is also that of a bias [queries, keys]. Give a "
+            "bias as bias=, and sinks in another number of columns"
+        )
 
 
 def _check_broadcast(name: str, x, whole: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

@@ -53,7 +53,7 @@ def torch_tpu(world):
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this is, and waits
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         patch.setattr(_device_ops_backend, "_get_local_device_attributes", lambda: {"device_kind": "TPU v5 lite"})
-        for module in ("torch_bridge.autograd", "ring_attn.module", "torch_bridge.dropout"):
+        for module in ("torch_bridge.autograd", "ring_attn.module"):
             patch.setattr(f"{module}.road_of", lambda device: tpu)
         yield
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import ring_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,6 +79,20 @@ def test_explicit_axes_are_kept_in_the_type(traced: bool):
     np.testing.assert_allclose(out, ring_attention(*map(np.asarray, qkv)), atol=1e-6)
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "under jit"])
+@pytest.mark.parametrize("said", [dict(out_specs=P(None, "seq")), dict(in_specs=(None, P(None, "seq"), P(None, "seq")))])
+def test_what_other_specs_say_counts(said: dict, traced: bool):
+    """However the query lies: a program that runs eagerly runs under jit."""
+    mesh = grid()
+    qkv = placed(mesh, P("data", "seq"))
+
+    def attention(*qkv):
+        return ring_attention(*qkv, mesh=mesh, axis_name="seq", **said)
+
+    out = (jax.jit(attention) if traced else attention)(*qkv)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "seq")), 4)
+
+
 def test_mask_functions_and_dropout_count_the_whole_batch():
     mesh = grid()
     qkv = placed(mesh, P("data", "seq"))
@@ -94,3 +109,14 @@ def test_a_bias_in_the_place_of_sinks_is_refused():
     assert "(2, 5)" in str(error.value)
     ring_attention(q, k, k, jnp.ones((2, 3)))
     ring_attention(q, k, k, bias=jnp.ones((2, 5)))
+
+
+def test_a_shard_of_a_bias_in_the_place_of_sinks_is_refused():
+    mesh, rows = ring_mesh(2), P(None, "ring")
+
+    def attention(q, k, bias):
+        return ring_attention(q, k, k, bias, axis_name="ring")
+
+    mapped = jax.shard_map(attention, mesh=mesh, in_specs=(rows, rows, P("ring")), out_specs=rows)
+    with pytest.raises(ValueError, match=r"softmax_aux.*\(2, 10\).*bias="):
+        mapped(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 10, 2, 8)), jnp.ones((4, 10)))
