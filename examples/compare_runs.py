@@ -33,9 +33,9 @@ class Difference(NamedTuple):
 
 
 def launch(role: str, processes: int) -> None:
-    """Runs this same command once more as ``role``, over ``processes`` processes. Ends the demo if that fails."""
+    """Runs this command again as ``role``, over ``processes`` processes. Ends the demo if that fails."""
     ring = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if role == "ring" else []
-    # Threads that spin while they wait take the cores from each other.
+    # Threads that spin while they wait would compete for the cores.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, *ring, *sys.argv, f"--role={role}"]
     code = subprocess.run(command, env={**os.environ, **threads}, check=False).returncode

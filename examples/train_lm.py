@@ -62,7 +62,7 @@ def train(
     title: str,
     quiet: bool = False,
 ) -> dict:
-    """The training loop. ``add_up`` sums a tensor over the processes in place. Returns the losses and the gradients of some steps."""
+    """The training loop. ``add_up`` sums a tensor over the processes in place. Returns the losses and some steps' gradients."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-5)
     text = standard_library_text(least=options.context)
     losses, gradients, started = [], {}, time.perf_counter()
