@@ -265,7 +265,7 @@ def _report(peer: _Peer, limit: float) -> Report:
 
 
 def _listener(world: int) -> socket.socket:
-    """Also listens on IPv6 if the host supports it: the other ranks may resolve the address to either."""
+    """Also listens on IPv6 if the host supports it, because the other ranks may resolve the address to either version."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=world)
     return socket.create_server(("", 0), backlog=world)
