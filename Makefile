@@ -1,7 +1,7 @@
-# `make demo` and `make test` are all that is needed on a fresh machine with Python >= 3.11; both make the environment first.
-# `make test PYTHON=python3.12` does so with that Python, in a folder of its own.
+# On a fresh machine with Python >= 3.11, `make demo` and `make test` are enough; both make the environment first.
+# `make test PYTHON=python3.12` uses that Python, with its own environment folder.
 
-# On a machine with no GPU some package indexes offer a small CPU build of this version, others a CUDA build of several GB.
+# On a machine without a GPU, some package indexes offer a small CPU build of this version, others a CUDA build of several GB.
 # To choose another build: make test TORCH="torch==2.12.1", or TORCH=path/to/a.whl
 TORCH ?= torch==2.13.0
 JOBS ?= 2
@@ -12,14 +12,14 @@ export PYTHON
 ENVIRONMENT := tools/environment.sh
 VERSION := $(if $(PYTHON),$(shell $(ENVIRONMENT) version $(PYTHON)),3.11+)
 VENV ?= $(if $(PYTHON),.venv-$(VERSION),.venv)
-# The second stack that the tests pass on: the newest JAX, with CUDA's plugin beside it though there may be no GPU to see.
+# The second stack that the tests pass on: the newest JAX with the CUDA plugin, even if there is no GPU.
 JAX_3.12 := jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
 JAX := $(if $(PYTHON),$(JAX_$(VERSION)))
 
-# torch-xla loads beside its own version of torch only, so it has an environment of its own.
+# torch-xla works only with its own version of torch, so it has a separate environment.
 XLA_VENV ?= .venv-xla
 TORCH_XLA ?= torch-xla==2.9.0
-# Nothing of torch-tpu may lie in the other environments, where torch would load it at every import.
+# torch-tpu must not be installed in the other environments, where torch would load it at every import.
 TORCH_TPU_VENV ?= .venv-torch-tpu
 
 BIN := $(VENV)/bin
@@ -40,12 +40,12 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS)
 
-# The ring as XLA schedules it for eight GPUs, compiled on a machine that has none (Linux only).
+# The ring as XLA schedules it for eight GPUs, compiled on a machine without any (Linux only).
 test-gpu-aot: $(GPU_COMPILER)/.installed
 	PYTHONPATH=$(GPU_COMPILER) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) \
 		tests/jax_core/strategies/test_gpu_program.py $(PYTEST_FLAGS)
 
-# The ring as the TPU compiler schedules it, compiled on a machine that has no TPU (Linux only).
+# The ring as the TPU compiler schedules it, compiled on a machine without a TPU (Linux only).
 test-tpu: $(TPU_COMPILER)/.installed
 	PYTHONPATH=$(TPU_COMPILER) $(BIN)/python -m pytest -n $(JOBS) \
 		tests/jax_core/strategies/test_tpu_program.py tests/jax_core/strategies/test_fused_ring.py -k "tpu or compiles" $(PYTEST_FLAGS)
@@ -55,13 +55,13 @@ test-gpu:
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu tests/jax_core/kernels/test_gpu.py tests/torch_bridge/test_gpu_bridge.py \
 		$(PYTEST_FLAGS)
 
-# TorchTPU's road without a TPU, in an environment of its own (Python 3.12, Linux only).
+# The TorchTPU path without a TPU, in its own environment (Python 3.12, Linux only).
 test-torch-tpu: torch-tpu
 	$(TORCH_TPU_VENV)/bin/python -m pytest tests/torch_bridge/test_torch_tpu.py $(PYTEST_FLAGS)
 
 torch-tpu: $(TORCH_TPU_VENV)/.installed
 
-# The torch-xla road: its environment (Python 3.11; 7.5 GB, most of it the CUDA libraries that this torch loads), and its tests on
+# The torch-xla path: its environment (Python 3.11; 7.5 GB, mostly CUDA libraries that this torch loads), and its tests on
 # four CPU devices. On a TPU VM: make xla TORCH_XLA="torch-xla[tpu]==2.9.0"
 xla: $(XLA_VENV)/.installed
 
@@ -80,7 +80,7 @@ format: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# The demo's source at a size that shows that it runs; `make demo` is the real one.
+# All examples, the demo at a small size that only shows that it runs; `make demo` is the full one.
 examples: $(STAMP)
 	$(BIN)/python examples/jax_native.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/torch_minimal.py
@@ -93,15 +93,15 @@ env: $(STAMP)
 $(STAMP): setup.py $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(VENV) $(VERSION) -- "$(TORCH)" -- --editable ".[dev]" $(JAX)
 
-# torch-xla 2.9 has wheels up to Python 3.13; 3.11 is the one that was tried.
+# torch-xla 2.9 has wheels up to Python 3.13; only 3.11 was tested.
 $(XLA_VENV)/.installed: setup.py $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(XLA_VENV) 3.11 -- torch==2.9.0 "$(TORCH_XLA)" "jax>=0.10,<0.11" "numpy>=2,<3" $(PYTEST) -- --no-deps --editable .
 
 $(TORCH_TPU_VENV)/.installed: setup.py $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(TORCH_TPU_VENV) 3.12 -- "$(TORCH)" -- --editable ".[torch-tpu]" $(PYTEST)
 
-# XLA's compiler for GPUs (132 MB to fetch). It lies beside the environment's packages: among them, every program that starts JAX
-# would look for CUDA, and print a traceback where there is none.
+# XLA's compiler for GPUs (132 MB to download). It is installed outside the environment's packages: otherwise every program that
+# starts JAX would look for CUDA and print a traceback if there is none.
 $(GPU_COMPILER)/.installed: $(STAMP)
 	rm -rf $(GPU_COMPILER)
 	version=$$($(BIN)/python -c "import importlib.metadata as m; print(m.version('jax'))") && \
@@ -109,7 +109,7 @@ $(GPU_COMPILER)/.installed: $(STAMP)
 		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "jax-triton>=0.3.1,<0.5" "absl-py>=2,<3"
 	@touch $@
 
-# The TPU compiler (684 MB to fetch). Beside the environment's packages for the same reason; this release goes with jax 0.10.2.
+# The TPU compiler (684 MB to download), outside the environment's packages for the same reason; this release matches jax 0.10.2.
 $(TPU_COMPILER)/.installed: $(STAMP)
 	rm -rf $(TPU_COMPILER)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(TPU_COMPILER) "libtpu==0.0.42.*"

@@ -1,4 +1,4 @@
-"""Attention of one process on a CPU: ring_attn (XLA kernel) beside torch SDPA, in one run. Medians.
+"""Attention of one process on a CPU: ring_attn (XLA kernel) compared with torch SDPA in one run. Medians.
 
 python benchmarks/cpu.py [--blocks 64 128 256 512] [--lengths 1024 2048 4096 8192 16384]
 """

@@ -1,6 +1,6 @@
-"""The two functions of flash-attn that ring-flash-attention builds on, over the same kernels as torch carries them.
+"""The two functions of flash-attn that ring-flash-attention builds on, implemented with the same kernels as shipped in torch.
 
-flash-attn itself need not be installed: torch has FlashAttention-2's kernels, under names and signatures of its own.
+flash-attn itself need not be installed: torch has FlashAttention-2's kernels, under its own names and signatures.
 """
 
 import importlib
@@ -18,8 +18,8 @@ from torch import Tensor
 def zigzag_function() -> Any:
     """``zigzag_ring_flash_attn_func`` of the installed ring-flash-attention, unchanged.
 
-    Its package imports more than that at its top (adapters for one range of versions of transformers), so the package is entered
-    by its path and only the module that is needed, with what it imports, runs.
+    Its package imports more than that at the top (adapters for certain versions of transformers), so only the needed module is
+    loaded, by its path, with what that module imports.
     """
     found = importlib.util.find_spec("ring_flash_attn")
     if found is None or not found.submodule_search_locations:
@@ -35,7 +35,7 @@ def zigzag_function() -> Any:
     return importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
 
 
-# Both are called by name, with the arguments named here, their defaults, and those that must be left at "off".
+# Both are called with keyword arguments: those named here, their defaults, and those that must stay "off".
 def _flash_attn_forward(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size_left=-1, window_size_right=-1, **off
 ) -> tuple[Tensor, Tensor, None, None]:
@@ -49,7 +49,7 @@ def _flash_attn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     softmax_scale: float, causal: bool, window_size_left=-1, window_size_right=-1, deterministic=False, **off
 ) -> None:  # fmt: skip
-    """Writes into dq, dk, dv, as flash-attn does; torch's own operator returns new tensors, so this costs a copy of each."""
+    """Writes into dq, dk, dv, as flash-attn does. torch's operator returns new tensors, so this costs a copy of each."""
     settings = _settings(softmax_scale, window_size_left, window_size_right, off)
     operands = dout, q, k, v, out, softmax_lse, None, None, q.shape[1], k.shape[1], 0.0, causal, *_no_random_state(q.device)
     gradients = torch.ops.aten._flash_attention_backward(*operands, **settings)
@@ -58,7 +58,7 @@ def _flash_attn_backward(
 
 
 def _settings(scale: float, left: int, right: int, off: dict[str, Any]) -> dict[str, Any]:
-    """Under torch's names."""
+    """The settings under torch's names."""
     if any(value is not None and value for value in off.values()):  # dropout, soft cap, ALiBi slopes, ...
         raise NotImplementedError(f"only plain attention is passed on to torch, got {off}")
     window = {"window_size_left": left, "window_size_right": right}
@@ -67,5 +67,5 @@ def _settings(scale: float, left: int, right: int, off: dict[str, Any]) -> dict[
 
 @cache
 def _no_random_state(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of no use without dropout, but the operator wants it."""
+    """Unused without dropout, but the operator requires it."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)

@@ -1,14 +1,14 @@
-"""Does the bridge hold on GPUs? Run on a machine that has some; prints what it found, for benchmarks/results/.
+"""Checks the bridge on GPUs. Run it on a machine that has some; it prints its findings for benchmarks/results/.
 
     python benchmarks/gpu_check.py [--held 0.9]
 
-One GPU: zero copy both ways; the error of output and gradients against float64 beside that of torch SDPA in the same dtype; JAX's
-memory beside torch's. Two states of the card are tried. Held: live tensors of torch fill 90 % of it. Cached: the tensors are gone,
-but torch's allocator keeps the memory, and the attention needs more than the card has left; the call then empties torch's cache and
-goes on.
-Several: every feature on rings of them, in float64 (the xla kernel) and float32 (Triton's), against the whole sequence in float64
-(tests/support/workers/attention_worker.py).
-Without a GPU the errors are still compared, and the calls that fill a card run at a small size.
+One GPU: zero copy both ways; the error of output and gradients against float64, compared with that of torch SDPA in the same dtype;
+JAX's memory next to torch's. Two states of the GPU are tested. Held: live torch tensors fill 90 % of its memory. Cached: the
+tensors are gone, but torch's allocator keeps the memory, and the attention needs more than is left; the call then empties torch's
+cache and continues.
+Several GPUs: every feature on rings of them, in float64 (the xla kernel) and float32 (Triton's), against the whole sequence in
+float64 (tests/support/workers/attention_worker.py).
+Without a GPU the errors are still compared, and the calls that would fill a GPU run at a small size.
 """
 
 import argparse
@@ -71,14 +71,14 @@ def beside_torch(held: float) -> None:
         tensors += gibibytes(torch.cuda.mem_get_info()[0] / GIB - 1)
     del tensors
     memory("let go, but in torch's cache")
-    attend(8 * tokens)  # the three gradients alone have 1.5 GiB, and about 1 is free
+    attend(8 * tokens)  # the three gradients alone take 1.5 GiB, and about 1 GiB is free
     memory(f"after {8 * tokens} tokens")
     if ON_GPU:
         torch.cuda.empty_cache()  # for the rings, which are other processes
 
 
 def fill(held: float) -> list[torch.Tensor]:
-    """Tensors until ``held`` of the card is torch's, as the parameters and activations of a model are."""
+    """Tensors that fill the share ``held`` of the GPU's memory, as a model's parameters and activations would."""
     return gibibytes((torch.cuda.mem_get_info()[1] * held - torch.cuda.memory_reserved()) / GIB) if ON_GPU else []
 
 

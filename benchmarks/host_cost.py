@@ -1,11 +1,11 @@
-"""Where the host's time of a call goes, in microseconds: how long each part keeps Python, whatever the device does meanwhile.
+"""Where the host spends its time in a call, in microseconds: how long each part keeps Python busy, whatever the device does.
 
     python benchmarks/host_cost.py
     torchrun --standalone --nproc-per-node 8 benchmarks/host_cost.py
 
-One process alone, or a ring of all. Before each sample the device is idle and the processes have met, so nothing waits for a
-full queue. The medians are rank 0's; "slowest" is the largest median of all ranks. Parts marked `public` are what JAX and torch
-offer for the same step, for comparison: no call takes them.
+One process alone, or a ring of all. Before each sample the device is idle and the processes are synchronised, so nothing waits for
+a full queue. The medians are rank 0's; "slowest" is the largest median of all ranks. Parts marked `public` are the public functions
+of JAX and torch for the same step, for comparison: no call uses them.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from torch_bridge import crossing, dlpack, mesh, runtime
 from torch_bridge.autograd import _PROGRAMS
 from torch_bridge.request import ARRAYS, Form
 
-Part = Callable[..., Any] | tuple[Callable[[], Any], Callable[..., Any]]  # with what it needs made before, untimed
+Part = Callable[..., Any] | tuple[Callable[[], Any], Callable[..., Any]]  # or with an untimed setup first
 DIM, DTYPE = (128, torch.bfloat16) if ON_GPU else (8, torch.float32)
 HEADS = (32, 8, 8) if ON_GPU else (2, 2, 2)
 
 
 def median(team: Team, part: Part, samples: int) -> float:
-    """Microseconds. What the part made goes outside of what is timed."""
+    """Microseconds. The part's results are freed outside the timed region."""
     prepare, run = part if isinstance(part, tuple) else (tuple, lambda _: part())
     names = dict(prepare=prepare, run=run, ready=team.ready)
     times = timeit.repeat("kept = run(given)", "given = prepare(); ready()", repeat=samples + 3, number=1, globals=names)
@@ -50,7 +50,7 @@ def whole_calls(inputs: list[torch.Tensor]) -> dict[str, Part]:
 
 
 def parts(inputs: list[torch.Tensor]) -> dict[str, Part]:
-    """Those of the forward, in their order."""
+    """The parts of the forward, in order."""
     shape = tuple(inputs[0].shape)
     program: Any = next(made.program for made in _PROGRAMS if made.request.results[0].shape == shape)
     operands = [*inputs, *[None] * (len(ARRAYS) - len(inputs))]

@@ -1,5 +1,5 @@
-"""The programs that a fixed list of calls is lowered to, as text without names and metadata: two versions that print the same
-compute the same.
+"""The programs that a fixed list of calls is lowered to, as text without names and metadata: two versions of the library that print
+the same text compute the same.
 
     python benchmarks/lowered_programs.py OUT                                    # JAX: each kernel and layout, forward and backward
     torchrun --standalone --nproc-per-node 2 benchmarks/lowered_programs.py OUT  # what torch's processes compile
@@ -40,7 +40,7 @@ Call = tuple[dict[str, Any], dict[str, Any]]  # options, arrays
 
 
 def calls() -> dict[str, Call]:
-    """What is asked for, by name; a kernel that refuses one says so in its text."""
+    """The calls, by name; a kernel that refuses one gives its message as the text."""
     ids = np.repeat(np.arange(8, dtype=np.int32), LENGTH // 8)[None]
     rows = (1, HEADS, LENGTH, LENGTH)
     return {
@@ -66,7 +66,7 @@ SPECS = {
 
 
 def lowered(call: Call, dtype: str, layout: str, size: int, show: Callable, **options) -> str:
-    """Forward and backward of one call over a ring of ``size`` as ``show(function, arrays)`` gives it."""
+    """Forward and backward of one call over a ring of ``size``, as returned by ``show(function, arrays)``."""
     settings, arrays = call
     mesh = Mesh(np.array(jax.devices()[:size]), ("ring",))
     shape = jax.ShapeDtypeStruct
@@ -101,7 +101,7 @@ def as_jaxpr(function: Callable, arrays) -> str:
 
 
 def without_names(text: str) -> str:
-    """Symbols by the order in which they come; no places in source, no names of functions."""
+    """Renames symbols in order of appearance; drops source locations and function names."""
     text = re.sub(r"loc\(.*?\)|#loc.*|name_and_src_info=[^\n]*|metadata=.*|0x[0-9a-f]+", "", text)
     text = re.sub(r"\bname=\S+|\bdebug_info=[^\n]*|/\S+\.py:\d+\S*", "", text)
     text = re.sub(r"\[\s*\n?\s*(out_)?names?=[^\n]*", "[", text)
@@ -131,7 +131,7 @@ def first_of(*names: str) -> ModuleType:
 
 
 def triton_ir(*arrays, kernel, out_shape, grid, plan, num_warps, num_stages, input_output_aliases, **_: Any):
-    """In place of jax-triton's call: the kernel's IR as an attribute of a call that nothing runs."""
+    """Replaces jax-triton's call: the kernel's IR as an attribute of a call that is never run."""
     triton = import_module("triton")
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "bool": "i1"}
     names = [name for name in kernel.arg_names if name != "plan"]
@@ -173,7 +173,7 @@ def kernels() -> Iterator[tuple[str, str, dict, Callable, dict]]:
     yield "pallas", "bfloat16", missing, as_jaxpr, dict(platform="pallas")
     tpu_info = import_module("jax._src.pallas.mosaic.tpu_info")
     chip = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1)
-    interpreted = partial(pl.pallas_call, interpret=pltpu.InterpretParams())  # whose tracing needs no TPU
+    interpreted = partial(pl.pallas_call, interpret=pltpu.InterpretParams())  # can be traced without a TPU
     on_a_cpu = missing | {(tpu_info, "registry"): {"cpu": lambda: chip}, (pl, "pallas_call"): interpreted}
     yield "fused", "bfloat16", on_a_cpu, as_jaxpr, dict(strategy="fused")
 
@@ -195,7 +195,7 @@ def write_jax(folder: Path) -> None:
 
 
 def write_torch(folder: Path) -> None:
-    """Whatever is jitted while torch's calls run."""
+    """Writes everything that is jitted while torch's calls run."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The rounding error of jax_core.ring_attention on rings of 1 to 8 CPU devices, as the tables of docs/numerics.md.
+"""The rounding errors of jax_core.ring_attention on rings of 1 to 8 CPU devices: the tables of docs/numerics.md.
 
 python benchmarks/numerics.py
 """
@@ -39,7 +39,7 @@ def make_inputs(dtype: str) -> Arrays:
 
 
 def results(attend: Callable[..., tuple], inputs: Arrays, both: bool) -> Arrays:
-    """out, lse and the gradients: of query, key and value, and with `both` of sinks and bias too."""
+    """out, lse and the gradients of query, key and value; with `both` also those of sinks and bias."""
 
     @jax.jit
     def run(*arrays):
@@ -61,7 +61,7 @@ def dense(inputs: Arrays, both: bool, number: str) -> Arrays:
 
 
 def ring(inputs: Arrays, both: bool, size: int, layout: str) -> Arrays:
-    """jax_core.ring_attention over `size` devices; results in the sequence's own order."""
+    """jax_core.ring_attention over `size` devices; results in the sequence's natural order."""
     order, back = (np.array(f(layout, size, LENGTH)) for f in (permutation, inverse_permutation))
     mesh = Mesh(np.array(jax.devices()[:size]), ("ring",))
 

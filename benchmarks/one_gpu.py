@@ -1,10 +1,10 @@
-"""Attention on one GPU, this library beside its peers, forward and backward, in one run.
+"""Attention on one GPU: this library compared with its peers, forward and backward, in one run.
 
     python benchmarks/one_gpu.py [--cases d128-causal ...] [--systems triton FlexAttention ...] [--output FOLDER]
 
-bfloat16, standard normal inputs, median of several rounds in which the systems take turns. TFLOP/s count 4 B H S S D (half when
-causal), the backward 2.5 times that; the backward is timed by itself. Systems named "in JAX", jax.nn's and ejkernel are timed by
-the wall clock over calls back to back without torch, all others by CUDA events from torch. `error` is the root mean square of the
+bfloat16, standard normal inputs, median of several rounds in which the systems take turns. TFLOP/s count 4 B H S S D (half if
+causal), the backward 2.5 times that; the backward is timed separately. Systems named "in JAX", jax.nn's and ejkernel are timed by
+the wall clock over back-to-back calls without torch, all others by CUDA events from torch. `error` is the root mean square of the
 difference from the first system that ran, over that of its results: the largest of output and gradients.
 """
 
@@ -33,7 +33,7 @@ CASES = {
         Case("short-causal", 2048),  # where the host's time shows; the only one small enough for the xla kernel
     )
 }
-# Work in proportion to what is visible: the time beside that of the whole, whose cost for a pair is taken as the unit.
+# Work proportional to the visible pairs: the time relative to that of the whole sequence, whose cost per pair is the unit.
 WHOLE = Case("64k whole", LONG)
 UNEVEN = (1500, 8190, 3001, 977, 6143, 2222, 10007, 4097, 128, 5000, 7411, 3333, 1025, 6007, 2049, 4446)
 PARTS = (
@@ -42,7 +42,7 @@ PARTS = (
     Case("64k 16 uneven documents", LONG, documents=UNEVEN),
 )
 PARTS_LIMIT = 1.3
-# Too slow, or too long to compile, to be everywhere.
+# Systems that are too slow, or take too long to compile, to run in every case.
 ONLY_IN = {
     "xla": ("short-causal",),
     "ejkernel Triton": ("d128-causal", "d128-full"),
@@ -115,7 +115,7 @@ def measure_case(team: Team, report: Report, case: Case, options: argparse.Names
 
 
 def gpus_at_work(timed: Timed) -> list[dict[str, str]]:
-    """The clocks while the GPU has a second or so of calls before it."""
+    """The clocks while the GPU is busy with about a second of queued calls."""
     once = max(sample(timed, 1), 0.1)
     for _ in range(min(500, int(1500 / once)) if ON_GPU else 0):
         timed.call()
@@ -131,18 +131,18 @@ def shortened(case: Case, by: int) -> Case:
 
 
 def prepare(report: Report, name: str, case: Case, inputs: Inputs) -> Prepared | None:
-    """The system, called once in both directions; None after the reason why not is in the report."""
+    """The system, called once in both directions; None, with the reason added to the report, if that fails."""
     try:
         prepared = SYSTEMS[name](case, inputs)
         prepared.results("backward")
         return prepared
-    except Exception as error:  # one that cannot do this, or is not installed, must not cost the others their figures
+    except Exception as error:  # a system that cannot do this, or is not installed, must not stop the others
         report.add(case=case.name, system=name, phase="check", failed=reason(error))
         return None
 
 
 def repeatable(name: str, prepared: Prepared) -> dict[str, str]:
-    """Ours promises equal bits in every run."""
+    """Our kernel promises bit-identical results in every run."""
     if name not in OURS:
         return {}
     once, again = prepared.results("backward"), prepared.results("backward")
@@ -155,7 +155,7 @@ def add_times(report: Report, case: Case, system: str, phase: str, taken: Times)
 
 
 def measure_parts(team: Team, report: Report, system: str, options: argparse.Namespace) -> None:
-    """Window and packed documents beside the whole sequence, by the same system, in turns."""
+    """Window and packed documents compared with the whole sequence, by the same system, in turns."""
     ready: dict[Case, Prepared] = {}
     for case in (shortened(case, options.scale) for case in (WHOLE, *PARTS)):
         prepared = prepare(report, system, case, make_inputs(case, options.device))

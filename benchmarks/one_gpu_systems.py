@@ -1,7 +1,7 @@
 """The systems of benchmarks/one_gpu.py: this library and its peers, each as it is meant to be called.
 
-Every one takes the same numbers in the layout it likes best, made before anything is timed. `SYSTEMS` names them; each entry
-prepares a case or raises, and then the reason stands in the results instead of figures.
+Each takes the same numbers in its preferred layout, made before anything is timed. `SYSTEMS` names them; each entry
+prepares a case or raises, and then the results contain the reason instead of figures.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def sdpa(backend: SDPBackend, case: Case, inputs: Inputs) -> Prepared:
 def flex(case: Case, inputs: Inputs) -> Prepared:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # a few shapes more in one function's cache, and it would be compiled for any shape, which is slower
+    torch._dynamo.reset()  # with a few more shapes in its cache, a function would be compiled for dynamic shapes, which is slower
     compiled = torch.compile(flex_attention, dynamic=False)
     device = inputs.query.device.type
     mask = create_block_mask(visible_causal, None, None, case.length, case.length, device) if case.causal else None

@@ -1,6 +1,6 @@
-"""What a benchmark measured: kept as JSON after every row, shown as a markdown table and a plot.
+"""The results of a benchmark: saved as JSON after every row, shown as a markdown table and a plot.
 
-python benchmarks/report.py FOLDER    # table and plot again from FOLDER/results.json, also of a run that was cut off
+python benchmarks/report.py FOLDER    # remakes table and plot from FOLDER/results.json, even for an interrupted run
 """
 
 import csv
@@ -32,7 +32,7 @@ def default_folder(name: str) -> Path:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Name, driver, clocks, temperature and power of every GPU at this moment; empty without nvidia-smi."""
+    """Current name, driver, clocks, temperature and power of every GPU; empty without nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
     try:
         printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
@@ -50,7 +50,7 @@ def short(number: int) -> str:
 
 
 def command() -> str:
-    """As it was called, but for where on this machine the results went."""
+    """The command line, without the output folder on this machine."""
     given = sys.argv[1:]
     if "--output" in given:
         place = given.index("--output")
@@ -59,7 +59,7 @@ def command() -> str:
 
 
 class Report:
-    """Collects rows and writes them as they come, so that a run that is cut off leaves what it measured.
+    """Collects rows and writes them as they arrive, so that an interrupted run keeps what it measured.
 
     A row has `case`, `system` and `phase`, and either figures (`ms`, `tflops`, ...) or `failed`, the reason. A folder of None
     keeps everything in memory: in a job of several processes one of them writes.
@@ -92,7 +92,7 @@ class Report:
         self.say(f"{row['case']:34} {row['system']:26} {row['phase']:9} {'  '.join(figures)}")
 
     def ratio(self, name: str, value: float | None, at_least: float | None = None, at_most: float | None = None) -> None:
-        """A figure with its target. A value of None (something in it was not measured) is said, and is not met."""
+        """A figure with its target. A value of None (part of it was not measured) is reported as such and counts as not met."""
         target = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}"
         met = value is not None and (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
         self.data["ratios"].append({"name": name, "value": value, "target": target, "met": met})
@@ -100,7 +100,7 @@ class Report:
         self.say(" | ".join(_ratio_cells(self.data["ratios"][-1])))
 
     def speedup(self, case: str, system: str, peer: str, phase: str, at_least: float) -> None:
-        """How many times as fast as the peer."""
+        """The speedup over the peer."""
         mine, theirs = self.find(case, system, phase), self.find(case, peer, phase)
         self.ratio(f"{case} {phase}: {system} / {peer}", theirs / mine if mine and theirs else None, at_least=at_least)
 
@@ -146,7 +146,7 @@ def _shown(value: Any) -> str:
 
 
 def table(data: dict[str, Any]) -> str:
-    """All of it in markdown: where and with what, the targets, and one table a case, a system in each line."""
+    """Everything in markdown: machine and versions, the targets, and one table per case with a line per system."""
     gpu = data["gpus_before"][0] if data["gpus_before"] else {}
     words = ", ".join(map(" ".join, data["versions"].items()))
     machine = f"{len(data['gpus_before'])} x {gpu['name']}, driver {gpu['driver_version']}" if gpu else "no GPU"
@@ -178,7 +178,7 @@ def _ratio_cells(ratio: Row) -> list[str]:
 
 
 def _case_table(rows: list[Row]) -> list[str]:
-    """A line for each system; a column for each figure of each phase that any of them has."""
+    """A line per system; a column for each figure of each phase that any system has."""
     columns = dict.fromkeys((row["phase"], key) for row in rows for key in row if key not in NO_FIGURES)
     cells: dict[str, dict[tuple[str, str], str]] = {}
     for row in rows:
@@ -191,7 +191,7 @@ def _case_table(rows: list[Row]) -> list[str]:
 
 
 def plot(data: dict[str, Any], path: Path) -> None:
-    """Bars of TFLOP/s: one panel a phase, one group of bars a case, one colour a system. Nothing without such rows."""
+    """Bars of TFLOP/s: one panel per phase, one group per case, one colour per system. Nothing is drawn without such rows."""
     rows = [row for row in data["rows"] if "tflops" in row]
     if not rows:
         return

@@ -1,15 +1,15 @@
-"""Ring attention on the GPUs of one host, this library beside its peers, in one run.
+"""Ring attention on the GPUs of one host: this library compared with its peers, in one run.
 
     torchrun --standalone --nproc-per-node 8 benchmarks/ring.py [--parts compare scaling overlap profile] [--output FOLDER]
 
 Causal, 32 query heads on 8 K/V heads of 128, bfloat16, standard normal inputs, called from torch. The systems take turns; every
-sample begins at a barrier; a time is the median of a rank's samples, and that of the slowest rank. TFLOP/s are those of one GPU:
-4 B H S S D / 2 over the number of GPUs, forward and backward together 3.5 times that.
+sample begins at a barrier; a time is the median of a rank's samples, for the slowest rank. TFLOP/s are per GPU:
+4 B H S S D / 2 divided by the number of GPUs, forward and backward together 3.5 times that.
 
-compare   forward and forward + backward beside the peers, memory of ours; the largest size by ours alone
-scaling   equal tokens a GPU on rings of 1, 2, 4, ... GPUs; all GPUs work, in as many rings as there are
-overlap   a pass beside the same pass in which nothing travels (benchmarks/ring_overlap.py)
-profile   a picture of one GPU's streams (benchmarks/ring_profile.py)
+compare   forward and forward + backward, compared with the peers; our memory; the largest size with our ring only
+scaling   the same number of tokens per GPU on rings of 1, 2, 4, ... GPUs; several rings at once, so that all GPUs work
+overlap   a pass compared with the same pass without any transfer (benchmarks/ring_overlap.py)
+profile   a plot of one GPU's streams (benchmarks/ring_profile.py)
 """
 
 import argparse
@@ -29,9 +29,9 @@ from timing import reason
 from torch_bridge import runtime
 
 PHASES = ("forward", "both")
-ROUNDS = {16384: 12, 65536: 12, 262144: 5}  # by tokens in all
-ALONE_FROM = 2**20  # at this size only ours is measured, and only forward and backward together
-SCALING_SAMPLE_MS = 500.0  # longer than any call, so that the card of a small ring is as warm as that of a large one
+ROUNDS = {16384: 12, 65536: 12, 262144: 5}  # by total tokens
+ALONE_FROM = 2**20  # from this size on only our ring is measured, and only forward and backward together
+SCALING_SAMPLE_MS = 500.0  # longer than any call, so that the GPUs of small and large rings are equally warm
 TARGETS = (  # on eight GPUs: tokens, peer, how many times as fast forward and in both
     (16384, CONTEXT_PARALLEL, 2.0, 2.2),
     (65536, CONTEXT_PARALLEL, 1.4, 1.2),
@@ -42,7 +42,7 @@ TARGETS = (  # on eight GPUs: tokens, peer, how many times as fast forward and i
 
 
 def compare(run: Run) -> None:
-    """Sizes ascend, and ours comes first: JAX's peak of memory is that of the process so far, so the largest must come last."""
+    """Sizes ascend, and our ring comes first: JAX's memory peak covers the process so far, so the largest must come last."""
     for tokens in sorted(run.options.sizes):
         if run.may_begin(f"{short(tokens)} tokens"):
             compare_size(run, tokens, alone=tokens >= run.options.alone_from)
@@ -75,7 +75,7 @@ def compare_size(run: Run, tokens: int, alone: bool) -> None:
 
 
 def scaling(run: Run) -> None:
-    """Rings of 1, 2, 4, ... side by side on all GPUs, so that heat and the slowest card are the same for every size."""
+    """Rings of 1, 2, 4, ... side by side on all GPUs, so that heat and the slowest GPU are the same for every size."""
     length, platform = run.options.scaling_length, run.options.platform
     sizes = [2**power for power in range(run.team.size.bit_length()) if run.team.size % 2**power == 0]
     shards = run.shards(length)
@@ -92,7 +92,7 @@ def scaling(run: Run) -> None:
 
 
 def group_of(run: Run, size: int) -> Group:
-    """This rank's group, of several disjoint ones; every rank makes all of them."""
+    """This rank's group among several disjoint ones; every rank creates all of them."""
     if size == 1:
         return "local"
     groups = [dist.new_group(range(first, first + size)) for first in range(0, run.team.size, size)]
@@ -124,7 +124,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     run = Run(arguments())
-    runtime.start(device=run.team.device)  # on all ranks at once, whatever part comes first
+    runtime.start(device=run.team.device)  # on all ranks at once, whichever part comes first
     for part in run.options.parts:
         if not run.may_begin(part):
             continue

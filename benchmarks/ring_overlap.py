@@ -1,7 +1,7 @@
-"""Does the rotation hide behind the kernels? A pass beside the same pass in which nothing travels.
+"""Does the rotation overlap with the kernels? Compares a pass with the same pass without any transfer.
 
-In JAX alone, so that no host work of the bridge stands between. Without rotation every step works on what the rank has already: the
-same kernels on the same shapes, another result.
+In JAX alone, to exclude the bridge's host work. Without rotation every step works on what the rank already has: the
+same kernels on the same shapes, with a different result.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from systems import Case
 from timing import Timed
 from torch_bridge.mesh import jax_mesh, resolve
 
-LIMITS = {8192: 1.10, 32768: 1.05}  # tokens a GPU, and how much longer the pass may take
+LIMITS = {8192: 1.10, 32768: 1.05}  # tokens per GPU, and how much longer the pass may take
 ROTATING, STILL = "rotating", "nothing travels"
-# K and V leave in one collective, however large they are (docs/gpu.md).
+# K and V are sent in one collective, however large they are (docs/gpu.md).
 ONE_COLLECTIVE = {"xla_gpu_collective_permute_combine_threshold_bytes": str(2**40)}
 
 
@@ -46,9 +46,9 @@ def overlap(run: Run) -> None:
 
 
 def compiled_passes(mesh: Mesh, case: Case, platform: str) -> dict[str, Timed]:
-    """Forward and backward, each a program of its own, compiled and run once. On a mesh whose axis is named STILL nothing travels.
+    """Forward and backward, each as a separate program, compiled and run once. On a mesh whose axis is named STILL nothing is sent.
 
-    JAX keeps what it has traced, by the mesh too: that is why the two have meshes of their own."""
+    JAX caches traces by mesh among other things, so the two variants have separate meshes."""
     *qkv, dout = global_arrays(mesh, case)
     attention = partial(jax_core.ring_attention, causal=True, layout="zigzag", platform=platform, mesh=mesh)
     stays = mock.patch.object(jax.lax, "ppermute", lambda x, axis_name, perm: x)

@@ -1,6 +1,6 @@
-"""A picture of one GPU's streams during a forward and backward pass of the ring: do rotations run beside kernels?
+"""A plot of one GPU's streams during a forward and backward pass of the ring: do rotations overlap with kernels?
 
-python benchmarks/ring_profile.py FOLDER [PICTURE]    # the picture again, from FOLDER/timeline.json
+python benchmarks/ring_profile.py FOLDER [PICTURE]    # remakes the plot from FOLDER/timeline.json
 """
 
 import json
@@ -24,7 +24,7 @@ from timing import Timed
 
 ROTATION, COPY, REST = "rotation (NCCL)", "copies and fills", "other kernels"
 COLOURS = {ROTATION: "#d62728", COPY: "#7f7f7f", REST: "#c7c7c7"}
-KERNEL_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e")  # of the kernels that take longest
+KERNEL_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e")  # for the kernels that take longest
 
 
 class Event(NamedTuple):
@@ -70,7 +70,7 @@ def recorded_pass(run: Run, both: Timed) -> list[Event]:
 
 
 def events_of(trace: dict[str, Any]) -> list[Event]:
-    """Those of the GPU's streams, by time, from 0 on."""
+    """The events of the GPU's streams, sorted by time, starting at 0."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     found = [event for event in trace["traceEvents"] if event.get("cat") in kinds]
     first = min((event["ts"] for event in found), default=0.0)
@@ -79,7 +79,7 @@ def events_of(trace: dict[str, Any]) -> list[Event]:
 
 
 def summary(events: list[Event]) -> dict[str, float]:
-    """Milliseconds: of the whole, of rotations (also their waiting for other ranks), and how much of those ran beside kernels."""
+    """Milliseconds: the whole pass, the rotations (including waiting for other ranks), and how much of those overlapped kernels."""
     span = max((event.end for event in events), default=0.0)
     busy = np.zeros(round(10 * span), bool)  # in each tenth of a microsecond: whether a kernel runs
     for event in events:
@@ -96,7 +96,7 @@ def _tenths(event: Event) -> slice:
 
 
 def windows(events: list[Event], size: int) -> list[tuple[str, float, float]]:
-    """What to show: the whole, and one step of the forward and of the backward, each from one rotation's start to the next's."""
+    """What to show: the whole pass, and one step each of forward and backward, from one rotation's start to the next one's."""
     shown = [("the whole", 0.0, max((event.end for event in events), default=1.0))]
     starts = [event.start for event in events if event.kind == ROTATION]
     for name, number in (("one step of the forward", (size - 1) // 2), ("one step of the backward", size - 1 + size // 2)):

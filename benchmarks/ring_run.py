@@ -1,4 +1,4 @@
-"""One run of benchmarks/ring.py: what its parts share."""
+"""What the parts of one run of benchmarks/ring.py share."""
 
 import argparse
 import faulthandler
@@ -19,8 +19,8 @@ GIB = 2**30
 
 
 class Run:
-    """The processes, the report and the time that is left. At the hard end a process stops whatever it waits for, and torchrun
-    stops the others; the report has what was measured until then."""
+    """The processes, the report and the remaining time. At the hard limit a process stops whatever it is waiting for, and torchrun
+    stops the others; the report contains what was measured until then."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -31,7 +31,7 @@ class Run:
         self.peer_groups: dict[str, dist.ProcessGroup] = {}
 
     def group(self, system: str) -> dist.ProcessGroup:
-        """A peer has a process group of its own, so that a peer which breaks off in the middle breaks nobody else's."""
+        """Each peer has its own process group, so that a peer that fails midway does not break the others'."""
         world = dist.group.WORLD
         assert world is not None
         if system in PEERS and system not in self.peer_groups:
@@ -42,7 +42,7 @@ class Run:
         self.report.say(f"[{time.monotonic() - self.start:5.1f} s] {text}")
 
     def may_begin(self, what: str) -> bool:
-        """Whether there is time to begin something more; the same on all ranks."""
+        """Whether there is time to begin something else; the same on all ranks."""
         begin = self.team.agreed(time.monotonic() - self.start < self.options.budget)
         self.say(what if begin else f"left out for lack of time: {what}")
         return begin
@@ -52,15 +52,15 @@ class Run:
         return Case(name, tokens, heads, kv_heads, dim)
 
     def shards(self, tokens: int) -> Inputs:
-        """This rank's, of as many tokens."""
+        """This rank's shards of ``tokens`` tokens."""
         return make_inputs(self.case("", tokens), self.team.device, seed=self.team.rank)
 
     def prepare(
         self, case: Case, name: str, shards: Inputs, group: Group, truth: list[torch.Tensor] | None = None, memory: bool = False
     ) -> Prepared | None:
-        """The system, called once in each way; None, on all ranks, after the reason why not is in the report.
+        """The system, called once in each way; None on all ranks, with the reason added to the report, if that fails.
 
-        With ``truth`` its results are compared with those, or become them where there are none yet."""
+        With ``truth``, its results are compared with those in it, or stored there if there are none yet."""
         made, problem, error = None, None, None
         try:
             made = SYSTEMS[name](shards, group)
@@ -88,15 +88,15 @@ class Run:
         return take_turns(self.team, timed, self.options.rounds or rounds, max(sample_ms, self.options.sample_ms))
 
     def add_times(self, case: Case, name: str, phase: str, taken: Times, ranks: int | None = None) -> float:
-        """The slowest rank's median; with ``ranks`` also the rate of each of as many."""
+        """Adds the slowest rank's median; with ``ranks`` also the rate per GPU on that many ranks."""
         median = self.team.slowest(taken.median)
         rate = {"tflops": case.tflop(phase) / ranks / median * 1000} if ranks else {}
         self.report.add(case=case.name, system=name, phase=phase, **taken.figures() | {"ms": median} | rate)
         return median
 
     def add_memory(self, case: Case, shards: Inputs, call: Timed) -> None:
-        """Peaks of a call, torch's beside JAX's, which is that of the process so far: together an upper bound, for they need not
-        fall at the same moment. Held: q, k, v, out, dout, dq, dk, dv and the LSE of this rank."""
+        """Memory peaks of a call: torch's, and JAX's for the process so far. Their sum is an upper bound, because they need not
+        occur at the same moment. Held: q, k, v, out, dout, dq, dk, dv and the LSE of this rank."""
         import jax
 
         tidy()

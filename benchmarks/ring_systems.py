@@ -1,7 +1,7 @@
 """The systems of benchmarks/ring.py: this library's ring and its peers, called from torch on this rank's shards.
 
-All hold the sequence in the same order: rank r of N has the pieces r and 2N-1-r of 2N ("zigzag" here and in ring-flash-attention,
-"load balance" in torch's context parallelism), so that equal shards must give equal results.
+All hold the sequence in the same order: rank r of N has pieces r and 2N-1-r of 2N ("zigzag" here and in ring-flash-attention,
+"load balance" in torch's context parallelism), so equal shards must give equal results.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import systems
 from flash_attn_of_torch import zigzag_function
 from systems import Inputs, Prepared, through_torch
 
-Group = dist.ProcessGroup | str  # or "local", a ring of this process alone
+Group = dist.ProcessGroup | str  # or "local", a ring of one
 
 
 def ours(platform: str, shards: Inputs, group: Group) -> Prepared:
@@ -24,9 +24,9 @@ def ours(platform: str, shards: Inputs, group: Group) -> Prepared:
 
 
 def context_parallel(shards: Inputs, group: Group) -> Prepared:
-    """torch's own at its best: cuDNN's kernels, K/V gathered at once, balanced load.
+    """torch's context parallelism in its fastest configuration: cuDNN's kernels, K/V gathered at once, balanced load.
 
-    It needs as many K/V heads as query heads; they are repeated before anything is timed, in its favour.
+    It needs as many K/V heads as query heads; they are repeated before the timing starts, in its favour.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel as enter
@@ -42,7 +42,7 @@ def context_parallel(shards: Inputs, group: Group) -> Prepared:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     prepared = through_torch(attention, repeated, lambda x: x.transpose(1, 2).contiguous())
-    # It shards buffers on the way in and wants at least one: the shards are made already, so it gets a toy.
+    # It shards buffers on entry and requires at least one. The shards exist already, so it gets a dummy.
     toy = torch.zeros(2 * dist.get_world_size(group), device=shards.query.device)
     prepared.opened.enter_context(enter(mesh, buffers=[toy], buffer_seq_dims=[0], no_restore_buffers={toy}))
     return prepared

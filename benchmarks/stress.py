@@ -1,16 +1,17 @@
-"""Does memory stay safe between torch's allocator and JAX's, and between streams? Bit-equal to a quiet run, or it says so.
+"""Stress test of memory safety between torch's and JAX's allocators and between streams. Reports any result that is not
+bit-identical to that of an undisturbed run.
 
     python benchmarks/stress.py
     torchrun --standalone --nproc-per-node 8 benchmarks/stress.py [--iterations 1000] [--results copied]
 
-Calls follow one another with no wait of the host, on three streams of torch in turn. Inputs are freed as soon as they are given,
-and their memory is filled with NaN at once, while JAX still reads it (or should have); outputs are dropped at once, or read late
-on a stream of their own; JAX fills memory of its own beside it; now and then the caches are emptied and Python collects. Every
-result is compared on the device. Ranks of a ring make the same calls, each at its own pace.
+Calls follow one another on three torch streams in turn, without the host waiting. Inputs are freed as soon as they are passed, and
+their memory is filled with NaN at once, while JAX may still be reading it; outputs are dropped at once, or read late on a separate
+stream; meanwhile JAX fills its own memory; now and then the caches are emptied and Python's garbage collector runs. Every result
+is compared on the device. The ranks of a ring make the same calls, each at its own pace.
 
-`--results in_place` is how the library does it, `copied` what it does where JAX has written results into memory of its own all the
-same. `shared` gives torch that memory without a copy: nothing would keep JAX from using it again, and the run should find that.
-On a CPU, where there are no streams, what is left of it runs at a small size.
+`--results in_place` is what the library does, `copied` what it does if JAX wrote results into its own memory all the
+same. `shared` gives torch that memory without a copy: nothing then keeps JAX from reusing it, and the run should detect that.
+On a CPU, where there are no streams, the remaining parts run at a small size.
 """
 
 import argparse
@@ -29,13 +30,13 @@ from team import ON_GPU, Team, hardware, software
 from torch_bridge import crossing
 from torch_bridge.dlpack import DEFAULT_STREAM
 
-PASSES = ("forward", "both", "dropped")  # "dropped": a forward whose results nobody looks at
-LATE = 3_000_000  # clock cycles by which a reader or a rank may be late: about 2 ms
+PASSES = ("forward", "both", "dropped")  # "dropped": a forward whose results are discarded
+LATE = 3_000_000  # maximum delay of a reader or a rank in clock cycles: about 2 ms
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for, and the numbers that it is asked with. `given` makes the tensors of one call from them, all new."""
+    """A call and its input values. `given` makes new tensors from them for one call."""
 
     options: dict[str, Any]
     numbers: dict[str, torch.Tensor]
@@ -47,7 +48,7 @@ class Case:
 
 
 def make_cases(tokens: int, device: torch.device) -> list[Case]:
-    """With the temporaries that a call may make of its tensors: other layouts of memory, narrower ids, a seed."""
+    """Cases that cover the temporaries a call may make of its tensors: other memory layouts, narrower ids, a seed."""
 
     def normal(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(device, dtype)
@@ -66,7 +67,7 @@ def make_cases(tokens: int, device: torch.device) -> list[Case]:
 
 
 def results(case: Case, which: str, platform: str) -> list[torch.Tensor]:
-    """Of one call; what it was given is freed on return."""
+    """The results of one call; its inputs are freed on return."""
     given: dict[str, Any] = case.given()
     out, lse = ring_attn.ring_attention(**given, **case.options, platform=platform, return_lse=True)
     if which != "both":
@@ -91,7 +92,7 @@ class Stress:
             torch.cuda.synchronize()
 
     def run(self, iterations: int) -> int:
-        shared, local = random.Random(0), random.Random(self.rank)  # what ranks must agree on, and what they need not
+        shared, local = random.Random(0), random.Random(self.rank)  # for what ranks must agree on, and for the rest
         for number in range(iterations):
             case, which = shared.randrange(len(self.cases)), PASSES[number % len(PASSES)]
             self.one(number % len(self.streams), case, which, local)
@@ -118,14 +119,14 @@ class Stress:
             self.fill_in_jax()
 
     def fill_what_is_free(self, case: int) -> None:
-        """The caching allocator hands out first what was freed last: the memory of the call's tensors."""
+        """The caching allocator first reuses what was freed last: the memory of the call's tensors."""
         shapes = [x.shape for x in self.cases[case].numbers.values()] * 2
         for dtype in (torch.bfloat16, torch.float32):
             filled = [torch.full(shape, torch.nan, dtype=dtype, device=self.device) for shape in shapes]
             del filled
 
     def fill_in_jax(self) -> None:
-        """A program of the user's own, whose result takes what is free in JAX's memory."""
+        """A user's JAX program, whose result takes the free memory of JAX's allocator."""
         import jax.numpy as jnp
 
         largest = max(x.numel() for x in self.cases[0].numbers.values())
@@ -133,7 +134,7 @@ class Stress:
             jnp.full(largest, jnp.nan, jnp.bfloat16)
 
     def read_late(self, found: list[torch.Tensor], case: int, local: random.Random) -> None:
-        """As torch's rules have it: the other stream waits for this one, and the allocator is told of it."""
+        """Follows torch's rules: the other stream waits for this one, and `record_stream` informs the allocator."""
         assert self.reader
         self.reader.wait_stream(torch.cuda.current_stream())
         for tensor in found:

@@ -1,4 +1,4 @@
-"""What benchmarks of one GPU and of a ring share: a case, its inputs, and a system that is ready to be timed on them."""
+"""Shared by the benchmarks of one GPU and of a ring: a case, its inputs, and a system that is ready to be timed on them."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,12 +13,12 @@ from timing import Timed
 
 Attention = Callable[..., torch.Tensor]
 Arrange = Callable[[torch.Tensor], torch.Tensor]
-OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # of the forward's
+OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # relative to the forward
 
 
 @dataclass(frozen=True)
 class Case:
-    """Self-attention of one sequence. `documents`: the lengths of packed documents, which see only themselves."""
+    """Self-attention over one sequence. `documents`: the lengths of packed documents, each of which sees only itself."""
 
     name: str
     length: int
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def pairs(self) -> float:
-        """Visible pairs of query and key, counting a causal square as half of it, as everyone does."""
+        """Visible query-key pairs, counting a causal square as half, as is customary."""
         if self.window is not None:
             return self.length * self.window - self.window**2 / 2
         if self.documents:
@@ -68,19 +68,19 @@ def make_inputs(case: Case, device: torch.device | str, seed: int = 0) -> Inputs
 
 @dataclass(frozen=True)
 class Prepared:
-    """A system's passes on a case, by the names of OPERATIONS. `opened` is to be closed when the case is over."""
+    """A system's passes on a case, keyed by the names in OPERATIONS. `opened` must be closed when the case is done."""
 
     passes: dict[str, Timed]
     arrange_back: Arrange
     opened: ExitStack = field(default_factory=ExitStack)
 
     def results(self, gradients: str) -> list[torch.Tensor]:
-        """out, dq, dk, dv as `[1, length, heads, dim]`; `gradients`: the pass that gives them."""
+        """out, dq, dk, dv as `[1, length, heads, dim]`; `gradients`: the pass that computes the gradients."""
         return [self.arrange_back(x) for x in (self.passes["forward"].call(), *self.passes[gradients].call())]
 
 
 def through_torch(attention: Attention, inputs: Inputs, arrange: Arrange = lambda x: x) -> Prepared:
-    """`arrange` turns `[1, length, heads, dim]` into the system's own layout, and its results back (it is its own inverse)."""
+    """`arrange` converts `[1, length, heads, dim]` to the system's own layout and its results back (it is its own inverse)."""
     leaves = [arrange(x).detach().requires_grad_() for x in inputs.qkv]
     dout = arrange(inputs.dout)
 
@@ -90,7 +90,7 @@ def through_torch(attention: Attention, inputs: Inputs, arrange: Arrange = lambd
 
     @cache
     def graph() -> tuple[torch.Tensor, torch.Tensor]:
-        """An output whose graph is kept, for the backward alone; and its gradient, laid out as the output is."""
+        """An output with its graph retained, to time the backward alone, and its gradient in the same layout."""
         out = attention(*leaves)
         return out, torch.empty_like(out).copy_(dout)
 
@@ -106,7 +106,7 @@ def through_torch(attention: Attention, inputs: Inputs, arrange: Arrange = lambd
 
 
 def through_jax(attention: Callable[..., Any], inputs: Inputs) -> Prepared:
-    """No torch in what is timed; the backward by itself, compiled with the residuals of a forward as its operands."""
+    """No torch in the timed part; the backward is compiled separately, with the residuals of a forward as its operands."""
     import jax
 
     *arrays, dout = (jax.dlpack.from_dlpack(x) for x in (*inputs.qkv, inputs.dout))
@@ -126,12 +126,12 @@ def ours(platform: str, inputs: Inputs, **options: Any) -> Prepared:
 
 
 def difference(found: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
-    """The root mean square of the difference over that of the truth: the largest of out, dq, dk, dv."""
+    """The root mean square of the difference over that of the truth; the largest value among out, dq, dk, dv."""
     return max(_difference(*pair) for pair in zip(found, truth, strict=True))
 
 
 def _difference(found: torch.Tensor, truth: torch.Tensor) -> float:
     heads = min(found.shape[2], truth.shape[2])
-    # Where K/V heads were repeated, the gradient is the sum over the copies.
+    # If K/V heads were repeated, the gradient is the sum over the copies.
     found, truth = (x.float().unflatten(2, (heads, -1)).sum(3) for x in (found, truth))
     return float((found - truth).square().mean().sqrt() / truth.square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""The processes of one benchmark: one alone, or all that torchrun started. They measure together, and none waits for ever."""
+"""The processes of one benchmark: one alone, or all that torchrun started. They measure together, and none waits forever."""
 
 import os
 import platform
@@ -13,8 +13,8 @@ PACKAGES = ("torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton
 
 
 class Team:
-    """This process among the others. Votes go over a process group of their own, on the host: they must not disturb what is
-    measured. A process without torchrun is a team of one."""
+    """This process among the others. Votes use a separate process group, on the host, so as not to disturb the measurement. A
+    process without torchrun is a team of one."""
 
     def __init__(self, timeout: float = 120.0):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before JAX starts: the GPU is shared with torch
@@ -30,9 +30,9 @@ class Team:
             self.votes = dist.new_group(backend="gloo", timeout=limit)
 
     def ready(self) -> None:
-        """Returns when every process has finished what it was at, and its GPU too."""
+        """Returns when every process and its GPU have finished their work."""
         if ON_GPU:
-            torch.cuda.set_device(self.device)  # whichever another library made the current one
+            torch.cuda.set_device(self.device)  # another library may have changed the current device
             torch.cuda.synchronize()
         if self.votes is not None:
             dist.barrier(group=self.votes)
@@ -63,7 +63,7 @@ class Team:
 
 
 def versions() -> dict[str, str]:
-    """Of everything whose change could change a figure; a package that is not there is left out."""
+    """The versions of everything that could affect a figure; packages that are not installed are left out."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         try:

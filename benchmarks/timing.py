@@ -1,7 +1,7 @@
-"""Times of several systems side by side: they take turns, so that what happens to the clocks happens to all of them alike.
+"""Times several systems side by side: they take turns, so that changes of the clocks affect all of them alike.
 
 torch.utils.benchmark and triton.testing.do_bench time one function after another, in one process, on a GPU that is as warm as the
-last one left it. Here systems alternate, each sample begins on a rested GPU, and the ranks of a ring start it together.
+previous one left it. Here systems alternate, each sample begins on a rested GPU, and the ranks of a ring start it together.
 """
 
 import statistics
@@ -16,12 +16,12 @@ from team import ON_GPU, Team
 
 HEAD_START = 4_000_000  # clock cycles, about 2 ms
 FIRST_IS_ENOUGH_MS = 1000.0
-REST = 0.1  # seconds before a sample: a GPU at its power limit is slower after a hungry neighbour than after a modest one
+REST = 0.1  # seconds before a sample: a GPU at its power limit is slower after a system that draws much power
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call and how it is timed: by CUDA events on torch's stream, or by the wall clock until `wait` for its result returns."""
+    """A call and how it is timed: by CUDA events on torch's stream, or by the wall clock until `wait` on its result returns."""
 
     call: Callable[[], Any]
     wait: Callable[[Any], Any] | None = None
@@ -29,7 +29,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one call: each sample is the mean of several calls, one after another without a pause."""
+    """Milliseconds per call: each sample is the mean of several back-to-back calls."""
 
     samples: tuple[float, ...]
     calls: int
@@ -49,7 +49,7 @@ def sample(timed: Timed, calls: int) -> float:
 
 def by_wall_clock(timed: Timed, calls: int) -> float:
     if ON_GPU:
-        torch.cuda._sleep(HEAD_START)  # as for events: the clocks rise again
+        torch.cuda._sleep(HEAD_START)  # as for events, so that the clocks rise again
         torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -60,7 +60,7 @@ def by_wall_clock(timed: Timed, calls: int) -> float:
 
 
 def by_events(timed: Timed, calls: int) -> float:
-    """The GPU sleeps first, so that the host runs ahead of it: the host's time shows only where it is the slower one."""
+    """The GPU sleeps first, so that the host runs ahead of it: the host's time shows only if the host is slower."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(HEAD_START)
@@ -75,9 +75,9 @@ def by_events(timed: Timed, calls: int) -> float:
 def take_turns(
     team: Team, systems: dict[str, Timed], rounds: int, sample_ms: float
 ) -> tuple[dict[str, Times], dict[str, Exception]]:
-    """The times of each system, and why those that failed did. Each was called before, so that it is compiled.
+    """The times of each system, and the reasons for failures. Each system was called before, so it is compiled.
 
-    A sample is as many calls as fill `sample_ms`. The order turns round every other round: none always follows the same one.
+    A sample is as many calls as fill `sample_ms`. The order is reversed every other round: none always follows the same one.
     """
     failed: dict[str, Exception] = {}
     calls: dict[str, int] = {}
@@ -92,7 +92,7 @@ def take_turns(
                 else:
                     calls[name], value = first_sample(team, systems[name], sample_ms)
                 samples[name].append(value)
-            except Exception as error:  # the others go on
+            except Exception as error:  # the others continue
                 failed[name] = error
             if not team.agreed(name not in failed):
                 failed.setdefault(name, RuntimeError("it failed on another rank"))
@@ -108,8 +108,8 @@ def rested_sample(team: Team, timed: Timed, calls: int) -> float:
 
 
 def first_sample(team: Team, timed: Timed, sample_ms: float) -> tuple[int, float]:
-    """How many calls fill a sample, and one such sample. A first call may be slow, so a second one decides, unless calls are very
-    long."""
+    """How many calls fill a sample, and one such sample. A first call may be slow, so the second one decides, unless calls take
+    very long."""
     first = rested_sample(team, timed, 1)
     once = team.slowest(first)
     if once >= max(sample_ms, FIRST_IS_ENOUGH_MS):
@@ -120,6 +120,6 @@ def first_sample(team: Team, timed: Timed, sample_ms: float) -> tuple[int, float
 
 
 def reason(error: BaseException) -> str:
-    """Short enough for a table."""
+    """The error, shortened to fit in a table."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -1,8 +1,8 @@
-"""The ring as the TPU compiler makes it, ahead of time and with no TPU: time to compile, memory, counted work. A markdown table.
+"""The ring compiled for TPUs ahead of time, without a TPU: time to compile, memory, counted work. A markdown table.
 
 PYTHONPATH=<folder of libtpu> python benchmarks/tpu_compile.py [--platform pallas] [--topologies v5e:2x4 ...] [--dims 64 128 256]
 
-Nothing is run. ``tests/jax_core/strategies/test_tpu_program.py`` compiles by the same function and reads the schedule.
+Nothing is run. ``tests/jax_core/strategies/test_tpu_program.py`` compiles with the same function and inspects the schedule.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the TPU is described, not looked for
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor is the cloud asked which one this machine has
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # and none is to be kept to one process
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the TPU is described, not detected
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask the cloud's metadata server for a TPU
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # and no TPU needs to be locked for one process
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands
 
-TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")  # eight devices each: a chip of the last is two
+TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")  # eight devices each: a chip of the last has two
 DIMS = (64, 128, 256)
 PASSES = ("forward", "backward")
 MIB = 2**20
@@ -38,7 +38,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Request:
-    """One causal pass over a ring: bfloat16, batch 1, ``tokens`` on each device. ``platform``: of the kernel, or "fused"."""
+    """One causal pass over a ring: bfloat16, batch 1, ``tokens`` per device. ``platform``: that of the kernel, or "fused"."""
 
     topology: str
     dim: int
@@ -52,8 +52,8 @@ class Request:
 
 
 class Compiled(NamedTuple):
-    """The scheduled program, bytes a device holds, the largest VMEM of a kernel, flops by the compiler's count (a loop's once),
-    seconds of CPU to compile."""
+    """The scheduled program, bytes held per device, the largest VMEM use of a kernel, flops by the compiler's count (loop bodies
+    once), and CPU seconds to compile."""
 
     text: str
     arguments: int
@@ -89,7 +89,7 @@ def local_pass(request: Request):
     fused = request.platform == "fused"
     how: dict[str, Any] = dict(strategy="fused") if fused else dict(platform=request.platform, strategy="ring")
     options = Options(**how, layout=request.layout, causal=True, lse_gradient=False)
-    # The devices are TPUs, whatever this process runs on: this decides how shards are sent and which kernel is chosen.
+    # The devices are TPUs, whatever this process runs on; this decides how shards are sent and which kernel is chosen.
     place = Placement("ring", request.size, backend="tpu")
 
     def local(*arrays):
@@ -116,7 +116,7 @@ def operands(request: Request, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
 
 
 def largest_vmem(text: str) -> int:
-    """Of the Pallas kernels' own blocks and scratch, without what XLA keeps in VMEM beside; 0 where there is no such kernel."""
+    """The VMEM of the Pallas kernels' own blocks and scratch, without what XLA keeps there; 0 if there is no such kernel."""
     kernels = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     sizes = [re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1",[^}]*"size":"(\d+)"', line) for line in kernels]
     return max((int(size) for found in sizes for size in found), default=0)

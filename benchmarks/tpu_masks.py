@@ -1,4 +1,4 @@
-"""Seconds to make the masks of 1M tokens over 256 TPU chips from splash attention's mask objects, and to trace the ring with them.
+"""Seconds to build the masks of 1M tokens over 256 TPU chips from splash attention's mask objects, and to trace the ring with them.
 
     PYTHONPATH=<folder of libtpu> python benchmarks/tpu_masks.py
 

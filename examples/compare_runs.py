@@ -1,4 +1,4 @@
-"""Starts the two runs of the demo, then says how far apart they are and draws their loss curves."""
+"""Starts the two runs of the demo, prints how far apart they are, and plots their loss curves."""
 
 import os
 import subprocess
@@ -10,14 +10,14 @@ import matplotlib
 import torch
 from torch import Tensor
 
-matplotlib.use("Agg")  # a picture in a file; there may be no screen
+matplotlib.use("Agg")  # writes to a file; there may be no display
 from matplotlib import pyplot as plt
 
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3  # float32, two ways to add up the same numbers, some optimizer steps on
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3  # float32: the same sums in two orders, after several optimizer steps
 
 
 class Run(NamedTuple):
-    """What a run leaves in its file. ``gradients``: step -> parameter -> gradient."""
+    """What a run saves in its file. ``gradients``: step -> parameter -> gradient."""
 
     losses: list[float]
     gradients: dict[int, dict[str, Tensor]]
@@ -33,9 +33,9 @@ class Difference(NamedTuple):
 
 
 def launch(role: str, processes: int) -> None:
-    """Runs this same command once more as ``role``, over ``processes`` processes. Ends the demo if that fails."""
+    """Runs this command again as ``role``, over ``processes`` processes. Ends the demo if that fails."""
     ring = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if role == "ring" else []
-    # Threads that spin while they wait take the cores from each other.
+    # Threads that spin while they wait would compete for the cores.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, *ring, *sys.argv, f"--role={role}"]
     code = subprocess.run(command, env={**os.environ, **threads}, check=False).returncode
@@ -44,7 +44,7 @@ def launch(role: str, processes: int) -> None:
 
 
 def compare(ring: Run, single: Run, picture: Path, ring_name: str) -> None:
-    """Prints the largest differences and saves the picture. Ends with an error when the runs are not the same training."""
+    """Prints the largest differences and saves the plot. Exits with an error if the runs are not the same training."""
     draw(ring, single, picture, ring_name)
     apart = [abs(a - b) for a, b in zip(ring.losses, single.losses, strict=True)]
     differences = [gradient_difference(ring, single, step) for step in sorted(ring.gradients)]
@@ -60,7 +60,7 @@ def compare(ring: Run, single: Run, picture: Path, ring_name: str) -> None:
 
 def gradient_difference(ring: Run, single: Run, step: int) -> Difference:
     apart = {name: relative_difference(ring.gradients[step][name], single.gradients[step][name]) for name in ring.gradients[step]}
-    worst = max(apart, key=lambda name: (apart[name] != apart[name], apart[name]))  # a NaN is the worst of all
+    worst = max(apart, key=lambda name: (apart[name] != apart[name], apart[name]))  # NaN counts as the worst
     return Difference(step, apart[worst], worst)
 
 

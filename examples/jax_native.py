@@ -1,4 +1,4 @@
-"""The native JAX API on four CPU devices: in shard_map, with a mesh, and its gradients, beside the same call on one device.
+"""The native JAX API on four CPU devices: in shard_map, with a mesh, and its gradients, compared with the same call on one device.
 
     python examples/jax_native.py
 
@@ -26,13 +26,13 @@ sequence = P(None, "sp", None, None)  # [batch, seq, heads, dim], split along th
 sharded = jax.device_put(whole, NamedSharding(mesh, sequence))
 
 
-# (a) Inside shard_map, in the middle of your own per-device code: name the axis.
+# (a) Inside shard_map, within your own per-device code: name the axis.
 @partial(jax.shard_map, mesh=mesh, in_specs=(sequence,) * 3, out_specs=sequence)
 def in_shard_map(query, key, value):
     return ring_attention(query, key, value, causal=True, axis_name="sp")
 
 
-# (b) On sharded arrays: give the mesh and the axis, and shard_map is made for you.
+# (b) On sharded arrays: give the mesh and the axis, and the call does the shard_map for you.
 def with_mesh(query, key, value):
     return ring_attention(query, key, value, causal=True, axis_name="sp", mesh=mesh)
 

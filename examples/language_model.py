@@ -1,4 +1,4 @@
-"""A small byte-level Transformer. Its attention is handed to it, so that one model runs on a ring and on one process."""
+"""A small byte-level Transformer. Its attention is passed in, so the same model runs on a ring and in one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes ``[batch, seq]`` and their positions ``[batch, seq]`` to logits ``[batch, seq, 256]``.
 
-    Everything but attention works on each position alone, so the model does not care which positions it is given.
+    Everything except attention works on each position separately, so the model works on any subset of the positions.
     """
 
     def __init__(self, width: int, layers: int, positions: int, attention: AttentionFactory):
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
 
 
 class SdpaAttention(nn.MultiheadAttention):
-    """torch's causal attention over the whole sequence: the yardstick. Same parameters as nn.MultiheadAttention."""
+    """torch's causal attention over the whole sequence, as the reference. Same parameters as nn.MultiheadAttention."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs) -> tuple[Tensor, None]:  # type: ignore[override]
         projected = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
@@ -56,12 +56,12 @@ class SdpaAttention(nn.MultiheadAttention):
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy added up over the labels that count (-100 does not), so that the shards of a ring can be added up too."""
+    """Cross entropy summed over the labels other than -100, so that the sums of a ring's shards can be added up."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 def standard_library_text(least: int) -> Tensor:
-    """The source of Python's own standard library as bytes (int64): real text that every machine has. At least ``least``."""
+    """The source of Python's standard library as at least ``least`` bytes (int64): real text that every machine has."""
     folder = Path(get_paths()["stdlib"])
     text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if len(text) < least:
@@ -70,6 +70,6 @@ def standard_library_text(least: int) -> Tensor:
 
 
 def window(text: Tensor, step: int, length: int) -> Tensor:
-    """The ``[1, length]`` bytes to learn from at ``step``, the same on every process."""
+    """The ``[1, length]`` bytes to train on at ``step``, the same on every process."""
     start = torch.randint(len(text) - length + 1, (), generator=torch.Generator().manual_seed(step)).item()
     return text[int(start) : int(start) + length].unsqueeze(0)

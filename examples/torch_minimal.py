@@ -1,4 +1,4 @@
-"""The smallest torch example: two processes hold half a sequence each, and attention comes out as if one held all of it.
+"""The smallest torch example: two processes hold half a sequence each, and attention is the same as if one held all of it.
 
     torchrun --standalone --nproc-per-node 2 examples/torch_minimal.py
 
@@ -21,16 +21,16 @@ if "RANK" not in os.environ:
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
-# The whole sequence is here only to have something to compare with: [batch, seq, heads, dim], the same on both processes.
+# The whole sequence is needed only for the comparison: [batch, seq, heads, dim], the same on both processes.
 torch.manual_seed(0)
 whole = [torch.randn(1, 1024, heads, 32, requires_grad=True) for heads in (4, 2, 2)]  # four query heads share two key heads
 weights = torch.randn(1, 1024, 4, 32)
 
-# Each process takes its shard of the sequence, and the ring passes keys and values around.
+# Each process takes its shard of the sequence, and keys and values are sent around the ring.
 q, k, v = (shard(x, mesh=mesh, layout="zigzag") for x in whole)
 out = ring_attention(q, k, v, mesh=mesh, layout="zigzag", causal=True)
 
-# The loss of each process counts its own positions; gradients of what all processes hold alike are summed over the ring.
+# Each process's loss covers its own positions; gradients of tensors that all processes hold are summed over the ring.
 (out * shard(weights, mesh=mesh, layout="zigzag")).sum().backward()
 for x in whole:
     dist.all_reduce(x.grad)

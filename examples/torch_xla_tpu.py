@@ -11,8 +11,8 @@ On four CPU devices:
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 .venv-xla/bin/python examples/torch_xla_tpu.py
 
 The loss and the gradients of the first step are compared with those of the same model on the CPU with torch's own attention over
-the whole sequence. On CPU devices they must agree; a TPU may multiply float32 with fewer bits, so there the difference is shown and
-not judged.
+the whole sequence. On CPU devices they must agree; a TPU may multiply float32 with fewer bits, so there the difference is only
+printed.
 """
 
 import argparse
@@ -36,11 +36,11 @@ from language_model import LanguageModel, SdpaAttention, loss_sum, standard_libr
 from ring_attn import RingAttention, shard_batch
 
 WIDTH, HEADS, LAYERS, LAYOUT = 64, 4, 2, "zigzag"
-TOLERANCE = 1e-4  # float32, two ways to add up the same numbers; of the loss, and of a parameter's largest gradient
+TOLERANCE = 1e-4  # float32, the same sums in two orders; relative to the loss, and to a parameter's largest gradient
 
 
 def make_models(context: int) -> tuple[LanguageModel, LanguageModel]:
-    """The same initial weights, with the ring's attention and with torch's."""
+    """Two models with the same initial weights: one with ring attention, one with torch's."""
     torch.manual_seed(0)
     arguments = WIDTH, HEADS
     plain = LanguageModel(WIDTH, LAYERS, context, partial(SdpaAttention, *arguments, bias=False, batch_first=True))
@@ -60,8 +60,8 @@ def plain_loss(model: nn.Module, whole: Tensor) -> Tensor:
 
 
 def compare(ring: nn.Module, plain: nn.Module, loss: Tensor, whole: Tensor) -> None:
-    """Prints how far the first step is from that of the same model without sharding."""
-    torch_xla.sync()  # one program for all that is read below
+    """Prints how far the first step differs from that of the same model without sharding."""
+    torch_xla.sync()  # one program for everything read below
     expected = plain_loss(plain, whole)
     expected.backward()
     apart = {"loss": abs(loss.item() - expected.item())}

@@ -1,9 +1,9 @@
-"""Trains a language model on a sequence that is split over four processes, and beside it the same model on one process.
+"""Trains a language model on a sequence that is split over four processes, and the same model in one process for comparison.
 
     python examples/train_lm.py            # or: make demo
 
-The ring uses ``ring_attn.RingAttention``, the single process torch's scaled_dot_product_attention over the whole sequence. Same
-initial weights, same text, same optimizer: the two loss curves must lie on each other. What a model needs for a ring is in
+The ring uses ``ring_attn.RingAttention``, the single process torch's scaled_dot_product_attention over the whole sequence. Both
+use the same initial weights, text and optimizer, so the two loss curves must coincide. What a ring requires of a model is in
 :func:`train_on_ring`; the rest is an ordinary training loop.
 """
 
@@ -35,7 +35,7 @@ WIDTH, HEADS, LAYERS = 64, 4, 2
 
 
 class Batch(NamedTuple):
-    """What one process sees of a window of text: all of it, or its shard."""
+    """The part of a window of text that one process sees: all of it, or its shard."""
 
     input_ids: Tensor
     labels: Tensor
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 def make_model(options: argparse.Namespace, attention: Callable[[], nn.Module] | None = None) -> LanguageModel:
-    """The same initial weights in every process, whichever attention the model has."""
+    """A model with the same initial weights in every process, whatever its attention."""
     torch.manual_seed(0)
     positions = options.context + 2 * options.processes  # a length that does not divide is padded for the ring
     plain = LanguageModel(WIDTH, LAYERS, positions, partial(SdpaAttention, WIDTH, HEADS, bias=False, batch_first=True))
@@ -69,7 +69,7 @@ def train(
     progress = tqdm(range(options.steps), desc=title, disable=quiet, unit="step")
     for step in progress:
         batch = make_batch(window(text, step, options.context))
-        labels = options.context - 1  # in the whole window, wherever they are: the last byte has no successor
+        labels = options.context - 1  # in the whole window, on all processes: the last byte has no successor
         loss = loss_sum(model(batch.input_ids, batch.position_ids), batch.labels) / labels
         optimizer.zero_grad()
         loss.backward()
@@ -91,7 +91,7 @@ def compared_steps(steps: int) -> set[int]:
 
 
 def train_on_ring(options: argparse.Namespace) -> None:
-    """What each process of the ring runs. Everything that a ring asks of a model is here."""
+    """What each process of the ring runs. Everything that a ring requires of a model is here."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     ring = {"mesh": mesh, "layout": options.layout}
@@ -123,7 +123,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=4, help="size of the ring (default: %(default)s)")
     parser.add_argument("--layout", default="zigzag", choices=["contiguous", "zigzag", "striped"])
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder of the picture (default: %(default)s)")
-    parser.add_argument("--role", choices=["ring", "single"], help=argparse.SUPPRESS)  # what a child process is
+    parser.add_argument("--role", choices=["ring", "single"], help=argparse.SUPPRESS)  # set for child processes
     return parser.parse_args()
 
 
@@ -134,7 +134,7 @@ def main() -> None:
     elif options.role == "single":
         train_on_one_process(options)
     else:
-        standard_library_text(least=options.context)  # says so now if the context is too long
+        standard_library_text(least=options.context)  # fails early if the context is too long
         options.output.mkdir(parents=True, exist_ok=True)
         launch("ring", options.processes)
         launch("single", 1)

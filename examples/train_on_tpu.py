@@ -1,4 +1,4 @@
-"""A few training steps with RingAttention on TPUs, by TorchTPU: one process for each TPU, the sequence split over all of them.
+"""A few training steps with RingAttention on TPUs through TorchTPU: one process per TPU, the sequence split over all of them.
 
 This has not run on a TPU (docs/torch_tpu.md says what was tested). On a TPU VM, with Python 3.12, in this repository:
 
@@ -6,7 +6,7 @@ This has not run on a TPU (docs/torch_tpu.md says what was tested). On a TPU VM,
     eval "$(python -m torch.tpu.distributed | sed 's/^/export /')"
     torchrun --nproc-per-node "$WORLD_SIZE" examples/train_on_tpu.py
 
-The same script rehearsed without a TPU:
+The same script on CPUs, without a TPU:
 
     torchrun --standalone --nproc-per-node 2 examples/train_on_tpu.py --device cpu --context 1024
 """
@@ -46,7 +46,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 text = standard_library_text(least=options.context)
 
 for step in range(options.steps):
-    batch = shard_batch(window(text, step, options.context), layout="zigzag")  # on the CPU, where it costs no program
+    batch = shard_batch(window(text, step, options.context), layout="zigzag")  # on the CPU, where it needs no compilation
     input_ids, labels, position_ids = (x.to(options.device) for x in (batch.input_ids, batch.labels, batch.position_ids))
     loss = loss_sum(model(input_ids, position_ids), labels) / (options.context - 1)
     optimizer.zero_grad()
@@ -56,7 +56,7 @@ for step in range(options.steps):
     optimizer.step()
     total = loss.detach().clone()
     dist.all_reduce(total)
-    total = total.item()  # on every process: what one TPU waits for, all must run
+    total = total.item()  # on every process: a program that one TPU waits for must run on all of them
     if dist.get_rank() == 0:
         print(f"step {step}: loss {total:.4f}")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Exact attention over sequences too long for one GPU, for PyTorch: shards of the sequence on a ring of processes."""
+"""Exact attention for PyTorch over sequences too long for one GPU, sharded over a ring of processes."""
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ring_attn.functional import ring_attention

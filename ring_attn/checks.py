@@ -1,4 +1,4 @@
-"""What the module's sizes and inputs must be."""
+"""Checks of the module's sizes and inputs."""
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ def check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: floa
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, features: tuple[int, int, int]) -> None:
-    """Batch-first tensors, from inputs that were all 3-D or all 2-D."""
+    """Checks batch-first tensors, made from inputs that were all 3-D or all 2-D."""
     for name, tensor, expected in zip(("query", "key", "value"), (query, key, value), features, strict=True):
         if tensor.ndim != 3 or tensor.shape[-1] != expected:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
 
 _FORMATS = ("bshd", "bhsd")
-# What errors call the arguments: the core's name, and that of this function.
+# The argument names to use in errors: the core's name, and this function's.
 NAMES = {
     "query": "q",
     "key": "k",
@@ -26,7 +26,7 @@ NAMES = {
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword arguments of :func:`ring_attention`, but ``return_lse``."""
+    """The keyword arguments of :func:`ring_attention` except ``return_lse``."""
 
     mesh: MeshLike
     mesh_dim: str | int | None
@@ -105,51 +105,52 @@ def ring_attention(
     strategy: str = "auto",
     cfg: RingAttentionConfig | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over a sequence sharded across processes; differentiable in q, k, v, bias, sinks, slopes and the LSE.
+    """Exact attention over a sequence sharded across processes. Differentiable with respect to q, k, v, bias, sinks and slopes; the
+    LSE is a differentiable output.
 
-    Every rank of the ring calls it with its shards, of equal shapes on all ranks; K/V travel round the ring. The first call of a
-    job with several processes starts JAX on all of them: every process of the job must make one.
+    Every rank of the ring calls it with its shards, which have the same shapes on all ranks; K/V are sent around the ring. The
+    first call in a job with several processes starts JAX on all of them, so every process of the job must make one.
 
     Args:
         q: ``[batch, seq, heads, dim]`` (``bshd``) or ``[batch, heads, seq, dim]`` (``bhsd``); float16, bfloat16, float32, float64.
         k, v: likewise, with ``kv_heads`` that divide ``heads``; v may have its own head dim. Their length may differ from q's.
         mesh: the ring: a ``DeviceMesh`` (1-D, or n-D with ``mesh_dim`` naming the dimension), a ``ProcessGroup``, None for the
-            default process group (a ring of one where ``torch.distributed`` is not initialised), or "local": no ring, the whole
-            sequence is here. On an XLA device: a mesh of torch-xla, and tensors are whole (docs/torch_xla.md).
+            default process group (a ring of one if ``torch.distributed`` is not initialised), or "local": no ring, the whole
+            sequence is on this rank. On an XLA device: a torch-xla mesh, and tensors are whole (docs/torch_xla.md).
         layout: "contiguous", "zigzag" or "striped": which positions this rank holds (``ring_attn.shard``).
-        causal: key position <= query position. Positions are those in the whole sequence; with fewer queries than keys query 0
-            stands at position 0.
-        scale: of the scores, ``1 / sqrt(dim)`` by default. softcap: ``softcap * tanh(x / softcap)`` of the scaled scores.
+        causal: key position <= query position. Positions are those in the whole sequence; with fewer queries than keys, query 0
+            is at position 0.
+        scale: factor on the scores, ``1 / sqrt(dim)`` by default. softcap: ``softcap * tanh(x / softcap)`` of the scaled scores.
         sliding_window: ``q - left <= k <= q + right``, an int for both sides, -1 or None for no bound.
         chunk_size: Llama-4's chunked attention (causal within a chunk).
         bias: float, broadcasts to ``[batch, heads, seq of this shard, whole key sequence]``: rows in shard order, columns in the
-            sequence's own order. mask: bool (True: may attend), likewise.
+            sequence's natural order. mask: bool (True: may attend), same shape.
         mask_mod: ``(batch, head, q_pos, k_pos) -> bool``, traced by JAX on each call: operators only; it may close over JAX
-            or NumPy-made JAX arrays, whose values may change. Keep one function object: a new one compiles anew. mask_builder:
-            as in :func:`jax_core.ring_attention`, called once for each function object and shape.
+            arrays, also ones made from NumPy, whose values may change. Reuse one function object: a new one recompiles.
+            mask_builder: as in :func:`jax_core.ring_attention`, called once for each function object and shape.
         sinks: ``[heads]``, ``[n]`` (shared by all heads) or ``[heads, n]`` logits that join the softmax's denominator.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``; adds ``-slope * abs(q - k)``.
         q_segment_ids, kv_segment_ids: ints ``[batch, seq]`` or ``[seq]``; attention stays within equal ids, negative is padding.
-        q_position_ids, kv_position_ids: ints of 32 bits by value, likewise; positions in place of the layout's. With them windows
-            and chunks are below ``2**31``. One side is enough for self-attention.
-        dropout_p: probability that an attention weight is dropped. dropout_seed: an int (any 64 bits) or a tensor of one; None
-            draws it from torch's default generator. The pattern depends on seed, batch, head and positions alone: with one seed on
-            all ranks it is the same whatever the ring and the layout.
+        q_position_ids, kv_position_ids: ints of the same shape whose values fit in int32; they replace the layout's positions. With
+            them, windows and chunks must be below ``2**31``. One side is enough for self-attention.
+        dropout_p: probability that an attention weight is dropped. dropout_seed: an int (any 64 bits) or a one-element tensor; None
+            draws it from torch's default generator. The pattern depends only on seed, batch, head and positions: with the same seed
+            on all ranks it is the same for every ring and layout.
         return_lse: also return ``lse [batch, heads, seq]`` (whatever ``qkv_format``), natural logarithm, float32 (float64 for
             float64 inputs), ``-inf`` where a row saw no key. Differentiable.
-        fused_backward: True demands dQ, dK and dV in one sweep over the scores: faster where memory is slow, and with Triton no
-            longer the same bits in every run.
-        platform, strategy, cfg: the kernel, how it is spread over the ring ("ring", "fused"), and its settings, as in
+        fused_backward: True computes dQ, dK and dV in one sweep over the scores: faster if memory is slow, but with Triton no
+            longer bit-reproducible.
+        platform, strategy, cfg: the kernel, how it is distributed over the ring ("ring", "fused"), and its settings, as in
             :func:`jax_core.ring_attention`. ``cfg`` is a :class:`ring_attn.RingAttentionConfig`.
 
     Returns:
         The output in q's dtype and format; a row that sees no key gives 0. The gradient of an operand that all ranks hold (sinks,
-        slopes) is this rank's part, to be summed over the ring like that of every other parameter.
+        slopes) is this rank's part, to be summed over the ring like that of any other parameter.
 
     Raises:
-        ValueError: inputs that do not fit together, here or on another rank of the ring. NotImplementedError: the named platform
-            cannot compute this.
-        torch_bridge.runtime.PeerFailure: another process of the ring died, stopped, or calls something else.
+        ValueError: inputs that do not fit together, here or on another rank of the ring. NotImplementedError: the given platform or
+            strategy cannot compute this.
+        torch_bridge.runtime.PeerFailure: another process of the ring died, stopped, or called something else.
     """
     out, lse = attention(
         NAMES,
@@ -195,7 +196,7 @@ def attention(
     qkv_format: str = "bshd",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` under the core's names of arguments. ``names``: what errors call those that the caller knows by others."""
+    """``(out, lse)``, with the core's argument names. ``names``: the caller's names for them, where they differ, used in errors."""
     _check_tensors({**qkv, **others}, qkv["query"], names)
     options = {name: _plain(value) for name, value in options.items()}
     _check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
@@ -204,7 +205,7 @@ def attention(
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
     if qkv_format == "bhsd":
         qkv = {name: x.transpose(1, 2) for name, x in qkv.items()}
-    # Here, so that importing ring_attn loads no jax.
+    # Imported here so that importing ring_attn does not load JAX.
     from torch_bridge.autograd import differentiable_attention
 
     seed = _seed(options["dropout_prob"], dropout_seed)
@@ -213,7 +214,7 @@ def attention(
 
 
 def _plain(value: object) -> object:
-    """NumPy's numbers as Python's, lists as tuples: equal calls are then equal data, on every rank."""
+    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -254,7 +255,7 @@ def _check_numbers(numbers: Mapping[str, object], names: dict[str, str]) -> None
 
 
 def _check_integers(numbers: Mapping[str, object]) -> None:
-    """Here too, for a program is looked up by its options, and 4.0 equals 4."""
+    """Checked here as well, because programs are looked up by their options, and 4.0 equals 4."""
     for name, value in numbers.items():
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int)):

@@ -1,4 +1,4 @@
-"""The masks of ``nn.MultiheadAttention`` in the terms of :func:`ring_attn.ring_attention`."""
+"""Translates the masks of ``nn.MultiheadAttention`` into arguments of :func:`ring_attn.ring_attention`."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Masks(NamedTuple):
-    """What the masks of ``nn.MultiheadAttention`` are to :func:`ring_attention`."""
+    """The masks of ``nn.MultiheadAttention`` as arguments of :func:`ring_attention`."""
 
     mask: Tensor | None
     bias: Tensor | None
@@ -16,7 +16,7 @@ class Masks(NamedTuple):
 
 
 def split_mask(mask: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
-    """Torch's bool mask (True: not attended to) or float mask as what is forbidden and what is added, which is finite."""
+    """Splits torch's bool mask (True: not attended to) or float mask into a bool part, forbidden, and a finite additive part."""
     if mask.dtype == torch.bool:
         return mask, None
     if not mask.is_floating_point():
@@ -28,7 +28,7 @@ def split_mask(mask: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
 def joined_segments(
     padding: Tensor, query: Tensor, q_segment_ids: Tensor | None, kv_segment_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Segment ids in which padded keys are -1; queries keep theirs, so a padded query still attends, as in torch."""
+    """Segment ids in which padded keys are -1. Queries keep theirs, so a padded query still attends, as in torch."""
     if q_segment_ids is None and kv_segment_ids is None:
         q_segment_ids = torch.zeros(query.shape[:2], dtype=torch.int32, device=query.device)
         kv_segment_ids = torch.zeros_like(padding, dtype=torch.int32)

@@ -20,45 +20,46 @@ from torch_bridge.mesh import MeshLike
 from torch_bridge.ring import tensors_per_sequence
 from torch_bridge.roads import road_of
 
-# Errors call the arguments as the module does.
+# Errors use the module's argument names.
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}
 _LOST_MESH = "a mesh that was not pickled"
-_Ids = tuple[Tensor | None, Tensor | None]  # of the queries' segments and of the keys'
+_Ids = tuple[Tensor | None, Tensor | None]  # segment ids of the queries and of the keys
 
 
 class RingAttention(nn.MultiheadAttention):
-    """Multi-head attention whose sequence is sharded over a ring of processes; a drop-in for ``nn.MultiheadAttention``.
+    """Multi-head attention over a sequence sharded across a ring of processes; a drop-in replacement for ``nn.MultiheadAttention``.
 
-    The constructor's arguments, ``forward``, the parameters and the state dict are those of ``nn.MultiheadAttention``, whose
-    state dicts load strictly (and the other way round while ``num_kv_heads``, ``sinks`` are left alone). With the whole
+    The constructor's arguments, ``forward``, the parameters and the state dict are those of ``nn.MultiheadAttention``. Its state
+    dicts load strictly (and vice versa as long as ``num_kv_heads`` and ``sinks`` keep their defaults). With the whole
     sequence in one process it gives the same output and gradients. With a ring, each process passes its own shards, in the
-    order of ``layout``, and gets its shard of the output; parameters are replicated, and each process gets its own part of
-    their gradients, which are summed over the ring as in every context-parallel model.
+    order of ``layout``, and gets its shard of the output. Parameters are replicated, and each process gets its own part of
+    their gradients, to be summed over the ring as in any context-parallel model.
 
-    Further arguments, all by keyword:
+    Further arguments, all keyword-only:
 
     - ``num_kv_heads``: fewer K/V heads than query heads (GQA, MQA). The projections of keys and values, and ``bias_k`` and
       ``bias_v``, then have ``num_kv_heads * head_dim`` rows.
-    - ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence lies on it, as for :func:`ring_attn.ring_attention`.
+    - ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence is laid out on it, as for :func:`ring_attn.ring_attention`.
     - ``causal``, ``sliding_window``, ``chunk_size``, ``softcap``, ``scale``, ``mask_mod``, ``mask_builder``, ``fused_backward``,
       ``platform``, ``strategy``, ``cfg``: as there.
     - ``alibi_slopes`` ``[num_heads]``: as there. An ``nn.Parameter`` is learned; any other tensor is a buffer, which moves with the
       module and is not in its state dict. (A bias on the logits is a float ``attn_mask``.)
     - ``sinks``: learned attention sinks, parameter ``sinks``: True for one per head ``[num_heads]``, n for ``[num_heads, n]``.
-      They start at 0.
+      They are initialised to 0.
 
-    What differs from torch, and why:
+    Differences from torch, with reasons:
 
-    - ``need_weights`` defaults to False and True raises: no process ever has the weights. The return is ``(output, None)``.
+    - ``need_weights`` defaults to False, and True raises, because no process ever has the weights. The result is
+      ``(output, None)``.
     - ``is_causal=True`` needs no ``attn_mask`` and means causal; with an ``attn_mask`` both apply (torch takes it as a hint).
-    - A float ``key_padding_mask`` may go with a bool ``attn_mask``, without a warning; ``attn_mask`` may be float32 beside
+    - A float ``key_padding_mask`` can be combined with a bool ``attn_mask`` without a warning; ``attn_mask`` may be float32 with
       half-precision queries.
-    - A row that may see no key gives 0 where torch gives NaN.
-    - Dropout's pattern is keyed by the position, from a seed that is drawn from torch's CPU generator on each forward (so
-      ``torch.manual_seed`` and activation checkpointing replay it). Processes seeded alike drop what one process would.
-    - The fused inference path of ``nn.TransformerEncoderLayer`` would attend to the local shard only; it is kept off by
-      ``_qkv_same_embed_dim``, which is always False here. Nested tensors are refused.
-    - A copy shares the mesh. A pickle cannot hold one: after unpickling set ``module.mesh``, or ``forward`` raises (None and
+    - A row that may not attend to any key gives 0, where torch gives NaN.
+    - The dropout pattern is keyed by position, with a seed that is drawn from torch's CPU generator in each forward (so
+      ``torch.manual_seed`` and activation checkpointing replay it). Processes with the same seed drop what one process would.
+    - The fused inference path of ``nn.TransformerEncoderLayer`` would attend to the local shard only; ``_qkv_same_embed_dim``,
+      which is always False here, disables it. Nested tensors are refused.
+    - A copy shares the mesh. A mesh cannot be pickled: after unpickling, set ``module.mesh``, or ``forward`` raises (None and
       "local" are kept).
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; Liu et al. 2023, "Ring Attention with Blockwise
@@ -103,7 +104,7 @@ class RingAttention(nn.MultiheadAttention):
         strategy: str = "auto",
         cfg: RingAttentionConfig | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # MultiheadAttention's own would make parameters for as many K/V heads as query heads
+        nn.Module.__init__(self)  # MultiheadAttention's __init__ would make parameters for as many K/V heads as query heads
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(embed_dim, num_heads, num_kv_heads, dropout, sinks)
         check_layout(layout)
@@ -113,7 +114,7 @@ class RingAttention(nn.MultiheadAttention):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
-        # nn.TransformerEncoder and its layer take their fused path, past our forward, only where this is true.
+        # nn.TransformerEncoder and its layer take their fused path, which bypasses our forward, only if this is true.
         self._qkv_same_embed_dim = False
         self.mesh, self.mesh_dim, self.layout = mesh, mesh_dim, layout
         self.causal, self.sliding_window, self.chunk_size = causal, sliding_window, chunk_size
@@ -125,7 +126,7 @@ class RingAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _hold_slopes(self, alibi_slopes: Tensor | None) -> None:
-        """A parameter stays one; any other tensor moves with the module and is no part of its state dict."""
+        """A parameter stays a parameter; any other tensor becomes a buffer that is not in the state dict."""
         if alibi_slopes is not None and alibi_slopes.shape != (self.num_heads,):
             raise ValueError(f"alibi_slopes must be [num_heads] = [{self.num_heads}], got {list(alibi_slopes.shape)}")
         if isinstance(alibi_slopes, nn.Parameter):
@@ -152,7 +153,7 @@ class RingAttention(nn.MultiheadAttention):
         self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
     def _reset_parameters(self) -> None:
-        """The initial values of ``nn.MultiheadAttention``, drawn in its order, so that one seed gives both the same."""
+        """The initial values of ``nn.MultiheadAttention``, drawn in the same order, so that one seed gives both the same values."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
             if weight is not None:
                 nn.init.xavier_uniform_(weight)
@@ -182,27 +183,27 @@ class RingAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, None]:
         """Attention of this process's queries to the keys of the whole ring: ``(output, None)``.
 
-        N batch, L and S this process's query and key positions, R the size of the ring:
+        With N the batch size, L and S the number of query and key positions of this process, and R the size of the ring:
 
         - ``query`` (L, N, embed_dim), ``key`` (S, N, kdim), ``value`` (S, N, vdim); batch first with ``batch_first``; or all
           without the batch dim. The output has the shape of ``query``, in the dtype of the projections.
         - ``key_padding_mask`` (N, S) or (S), this process's own: bool, True is not attended to; or float, added to the logits
-          of its key. A float mask of anything but 0 and -inf, or one with a gradient, takes N * L * S * R numbers of bias.
+          of its key. A float mask with values other than 0 and -inf, or with a gradient, takes a bias of N * L * S * R numbers.
         - ``attn_mask`` (L, S * R) or (N * num_heads, L, S * R): this process's rows in the order of the layout, and the
           columns of all keys in natural order: bool, True is not attended to; or float, added to the logits, differentiable.
           Cut its rows with ``ring_attn.shard(attn_mask, mesh, dim=-2, layout=layout)``.
-        - ``is_causal``: causal, as the constructor's ``causal``.
-        - ``average_attn_weights`` speaks of weights that are never returned.
+        - ``is_causal``: causal, like the constructor's ``causal``.
+        - ``average_attn_weights`` has no effect, because weights are never returned.
         - ``q_segment_ids`` and ``kv_segment_ids`` (N, L) and (N, S), for packed sequences; ``q_position_ids`` and
-          ``kv_position_ids``: as for :func:`ring_attn.ring_attention`. One side given serves both where lengths agree.
+          ``kv_position_ids``: as for :func:`ring_attn.ring_attention`. One side is enough for both if the lengths agree.
 
-        The keys of ``add_bias_kv`` and ``add_zero_attn`` are visible to every query, whatever masks, windows and segments say.
+        The keys of ``add_bias_kv`` and ``add_zero_attn`` are visible to every query, regardless of masks, windows and segments.
 
         Raises ValueError for shapes, dtypes or lengths that do not fit, NotImplementedError for ``need_weights=True``.
         """
         self._check_call(query, key, value, need_weights)
         batched = query.ndim == 3
-        # The same tensor stays the same object: self-attention projects once.
+        # Keep identical tensors identical, so that self-attention projects once.
         q = self._batch_first(query)
         k = q if key is query else self._batch_first(key)
         v = k if value is key else q if value is query else self._batch_first(value)
@@ -219,7 +220,7 @@ class RingAttention(nn.MultiheadAttention):
 
     def __copy__(self) -> "RingAttention":
         new = type(self).__new__(type(self))
-        new.__setstate__(self.__dict__.copy())  # not __getstate__, which is a pickle's
+        new.__setstate__(self.__dict__.copy())  # not __getstate__, which is for pickling
         return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> "RingAttention":
@@ -303,8 +304,8 @@ class RingAttention(nn.MultiheadAttention):
         forbidden, added = split_mask(given, "key_padding_mask")
         if added is None:
             return forbidden, None
-        # nn.TransformerEncoder turns a bool mask into one of 0 and -inf. The segment ids say all of that, in memory that is
-        # linear in the sequence; the gathered mask is what every process of the ring decides alike on.
+        # nn.TransformerEncoder turns a bool mask into one of 0 and -inf, which segment ids express fully in memory linear in the
+        # sequence. The mask is gathered so that every process of the ring makes the same decision.
         added = unshard(added, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout)
         if not added.requires_grad and not bool(added.any()):
             return forbidden, None
@@ -312,7 +313,7 @@ class RingAttention(nn.MultiheadAttention):
 
     def _core_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **tensors: Tensor | None) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
-        # Drawn on the CPU, where torch.manual_seed and checkpointing put the generator back; nothing is drawn without dropout.
+        # Drawn on the CPU, where torch.manual_seed and checkpointing restore the generator; nothing is drawn without dropout.
         seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")) if dropout_p > 0 else None
         out, lse = attention(
             _NAMES,
@@ -344,7 +345,7 @@ class RingAttention(nn.MultiheadAttention):
         return torch.cat(learned + zero, 1) if learned or zero else None
 
     def _join_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor, keys: int, dropout_p: float, seed: int | None) -> Tensor:
-        """``out`` with the one key and value of ``add_bias_kv``, seen by every query, joined through ``lse``.
+        """Merges the key and value of ``add_bias_kv``, which every query sees, into ``out`` by means of ``lse``.
 
         The weight of the key is ``w = exp(s) / (exp(s) + exp(lse)) = sigmoid(s - lse)``; everything else is scaled by ``1 - w``.
         """
@@ -363,7 +364,7 @@ class RingAttention(nn.MultiheadAttention):
         return extra.to(dtype).view(self.num_kv_heads, self.head_dim).repeat_interleave(self.num_heads // self.num_kv_heads, 0)
 
     def _kept(self, q: Tensor, keys: int, seed: int) -> Tensor:
-        """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]: its index is one past the last of the ring."""
+        """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]; its index is one past the ring's last key."""
         keep_mask = torch.compiler.disable(road_of(q.device).keep_mask)
         size = self._ring_size(q)
         rows = positions(q.shape[1] * size, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout, device=q.device)
@@ -372,5 +373,5 @@ class RingAttention(nn.MultiheadAttention):
         return keep_mask(seed, batch[:, None, None], heads, rows[:, None], column, prob=self.dropout).unsqueeze(-1)
 
     def _ring_size(self, shard: Tensor) -> int:
-        """How many tensors like ``shard`` make the whole sequence."""
+        """How many tensors like ``shard`` make up the whole sequence."""
         return tensors_per_sequence(road_of(shard.device).resolve(self.mesh, self.mesh_dim))

@@ -1,10 +1,10 @@
-"""Torch tensors laid over a ring: shards, whole sequences, padding, positions, and batches of tokens with their labels.
+"""Helpers to lay torch tensors out on a ring: shards, whole sequences, padding, positions, and token batches with labels.
 
-Everything follows from the arithmetic of ``jax_core.masks.layout``; no JAX is loaded. ``mesh`` is what
-:func:`ring_attn.ring_attention` takes: a DeviceMesh (with ``mesh_dim`` when it has several dims), a ProcessGroup, ``"local"``,
-or None for the default process group (a ring of one when torch.distributed is not initialised).
+Everything follows from the arithmetic in ``jax_core.masks.layout``; JAX is not loaded. ``mesh`` is what
+:func:`ring_attn.ring_attention` takes: a DeviceMesh (with ``mesh_dim`` if it has several dims), a ProcessGroup, ``"local"``,
+or None for the default process group (a ring of one if torch.distributed is not initialised).
 
-With tensors on an XLA device (docs/torch_xla.md) ``mesh`` is one of torch-xla, and one process holds the shards of all ranks: there
+With tensors on an XLA device (docs/torch_xla.md) ``mesh`` is a torch-xla mesh, and one process holds the shards of all ranks: there
 a "shard" is the whole sequence in the layout's order, split over the mesh's devices.
 """
 
@@ -42,9 +42,9 @@ def shard(
 ) -> Tensor:
     """This rank's shard of a whole tensor: ``[..., S, ...] -> [..., S / ring size, ...]`` along ``dim``, in the layout's order.
 
-    Every rank passes the same whole tensor; nothing is sent. Any dtype and device. Differentiable: the gradient of a shard
-    lands at its own positions and is zero elsewhere, which is the exact adjoint of local computation. When the whole tensor
-    is a replicated parameter, sum its gradient over the ring as for every parameter of a context-parallel model.
+    Every rank passes the same whole tensor; there is no communication. Any dtype and device. Differentiable: the gradient of a
+    shard goes to its own positions and is zero elsewhere, which is the exact adjoint of the local computation. If the whole tensor
+    is a replicated parameter, sum its gradient over the ring as for any parameter of a context-parallel model.
 
     Raises ValueError for a ``dim`` out of range, an unknown layout, and a length that the layout cannot split (see :func:`pad`).
     """
@@ -66,13 +66,13 @@ def unshard(
 ) -> Tensor:
     """The whole tensor in natural order, on every rank: ``[..., T, ...] -> [..., T * ring size, ...]`` along ``dim``.
 
-    ``length`` trims it, undoing :func:`pad`. Collective: every rank of the ring calls it, with shards of one shape, dtype and
-    need of a gradient; this is agreed on first, so that ranks that differ raise on all sides instead of hanging.
+    ``length`` trims it, undoing :func:`pad`. A collective: every rank of the ring calls it, with shards of the same shape, dtype
+    and ``requires_grad``. This is compared first, so that a mismatch raises on all ranks instead of hanging.
 
-    Differentiable. The objective is the sum of the losses of all ranks, so a shard's gradient is the sum, over the ranks, of
-    what each does with the whole tensor (half precision is summed in float32). If every rank computes one and the same loss
-    from the whole tensor, that objective counts it ring-size times: divide the loss by the ring size, or keep it on one rank
-    and add ``0 * whole.sum()`` on the others. The backward is collective too: every rank must reach it.
+    Differentiable. The objective is the sum of the losses of all ranks, so a shard's gradient is the sum of the gradients that all
+    ranks have for it (half precision is summed in float32). If every rank computes the same loss from the whole tensor, the
+    objective counts it ring-size times: divide the loss by the ring size, or keep it on one rank
+    and add ``0 * whole.sum()`` on the others. The backward is a collective too: every rank must reach it.
 
     Raises ValueError for a ``dim`` out of range, an unknown layout, a shard length that does not fit the layout, a ``length``
     longer than the whole, and shards that differ between ranks.
@@ -81,7 +81,7 @@ def unshard(
     ring = _ring(mesh, mesh_dim, tensor.device)
     if len(ring.held) == ring.size:
         return _natural_order(tensor, _checked_dim(tensor, dim), layout, ring, length)
-    # Before any other check: a rank that raised alone would leave the others waiting in the collective.
+    # Before any other check: if one rank raised alone, the others would wait in the collective.
     _check_agreement(tensor, dim, length, layout, ring)
     dim = _checked_dim(tensor, dim)
     check_layout(layout)
@@ -100,10 +100,10 @@ def pad(
     layout: str = "contiguous",
     value: float = 0,
 ) -> Tensor:
-    """A whole tensor padded at the end of ``dim`` with ``value`` to the least length that the layout can split over the ring.
+    """A whole tensor padded at the end of ``dim`` with ``value`` to the smallest length that the layout can split over the ring.
 
-    Comes back as it is when it fits already. Mask the padding (segment id -1, or a key padding mask) unless the attention is
-    causal, where no token sees what comes after it. Differentiable; any dtype.
+    Returned as it is if it already fits. Mask the padding (segment id -1, or a key padding mask) unless the attention is
+    causal, where no token sees what follows it. Differentiable; any dtype.
 
     Raises ValueError for a ``dim`` out of range, an unknown layout, and a ``value`` that the dtype cannot hold.
     """
@@ -126,7 +126,7 @@ def positions(
 ) -> Tensor:
     """This rank's global positions, int64 ``[shard length]``, of a sequence of ``length`` tokens padded as :func:`pad` does.
 
-    These are the position ids for rotary or learned embeddings; those of the padding run on past ``length``.
+    These are the position ids for rotary or learned embeddings; those of the padding continue past ``length``.
 
     Raises ValueError for a negative length and an unknown layout.
     """
@@ -151,23 +151,22 @@ def shard_batch(
     ignore_index: int = -100,
     shift_labels: bool = True,
 ) -> ShardedBatch:
-    """This rank's shard of a whole batch of token sequences of any length. Nothing is sent; every rank passes the same batch.
+    """This rank's shard of a whole batch of token sequences of any length. No communication: every rank passes the same batch.
 
     All tensors are integers ``[batch, seq]`` in natural order, the same on every rank of the ring.
 
     - ``input_ids``: padded at the end with ``pad_id`` to a length that the layout can split.
-    - ``labels``: shifted here, before sharding, because the token that follows a shard's last one lies on another rank: the
-      label of position i is ``labels[i + 1]``, that of the last one is ``ignore_index``. None takes ``input_ids``. Do not
-      shift again in the loss. With ``shift_labels=False`` they are shifted already, and must be given.
+    - ``labels``: shifted here, before sharding, because the token that follows a shard's last one is on another rank: the
+      label of position i is ``labels[i + 1]``, and that of the last position is ``ignore_index``. None takes ``input_ids``. Do not
+      shift again in the loss. With ``shift_labels=False`` they must be given, already shifted.
     - ``segment_ids``: equal ids attend to each other, negative ones are padding. None: one segment.
     - ``attention_mask``: ``[batch, seq]`` of 1 (real) and 0 (padding, on either side), as tokenizers give it: 0 sets the
       segment id to -1.
     - ``position_ids``: also ``[seq]`` or ``[1, seq]``. None counts from 0 through the whole sequence, segments included.
 
-    No label is on padding, and one that is shifted here never crosses a segment boundary nor is a padding token: those are
-    ``ignore_index``.
-    Ranks hold different numbers of labels, so a mean loss is the local sum over the count summed over the ring (the rank's
-    loss is then its share, and gradients are summed over the ring).
+    Labels on padding are ``ignore_index``, and so are labels shifted here that would cross a segment boundary or be a padding
+    token. Ranks hold different numbers of labels, so for a mean loss divide the local sum by the label count of the whole ring
+    (each rank's loss is then its share, and gradients are summed over the ring).
 
     Raises ValueError for shapes that differ, tensors that are not integers, ``shift_labels=False`` without labels, and an
     unknown layout.
@@ -195,7 +194,7 @@ def _ring(mesh: MeshLike, mesh_dim: str | int | None, device: torch.device) -> R
 
 
 def _held(layout: str, ring: Ring, length: int) -> tuple[Run, ...]:
-    """The runs of positions of all shards, ``length`` positions each, that are here."""
+    """The runs of positions of all shards held here, ``length`` positions per shard."""
     return tuple(run for rank in ring.held for run in runs(layout, rank, ring.size, length))
 
 
@@ -204,14 +203,14 @@ def _span(run: Run) -> tuple[int, int]:
 
 
 def _take(whole: Tensor, dim: int, held: tuple[Run, ...]) -> Tensor:
-    """The positions of some runs. Slices, so autograd's own adjoint is the right one."""
+    """The positions of the given runs, taken by slicing, so that autograd's own adjoint is the right one."""
     before = (slice(None),) * dim
     parts = [whole[(*before, slice(*_span(run), run.stride))] for run in held]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _natural_order(tensor: Tensor, dim: int, layout: str, ring: Ring, length: int | None) -> Tensor:
-    """Of all shards, which are here already."""
+    """The whole tensor in natural order, from all shards, which are already here."""
     whole = tensor.shape[dim]
     _check_whole_length(whole, dim, layout, ring.size)
     _check_trim(length, whole)
@@ -242,7 +241,7 @@ def _gather(tensor: Tensor, ring: Ring) -> list[Tensor]:
 
 
 def _assemble(parts: list[Tensor], dim: int, layout: str) -> Tensor:
-    """The shards of all ranks, put at their global positions."""
+    """Puts the shards of all ranks at their global positions."""
     length = parts[0].shape[dim]
     shape = list(parts[0].shape)
     shape[dim] = length * len(parts)
@@ -259,7 +258,7 @@ def _assemble(parts: list[Tensor], dim: int, layout: str) -> Tensor:
 def _sum_over_ring(grad: Tensor, ring: Ring) -> Tensor:
     if ring.size == 1:
         return grad
-    # Half precision would round once per rank on the way round.
+    # Half precision would round once per rank.
     total = grad.to(torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype, copy=True).contiguous()
     dist.all_reduce(total, group=ring.group)
     return total.to(grad.dtype)

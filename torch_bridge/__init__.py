@@ -1,1 +1,1 @@
-"""Where torch and JAX meet: shared memory, processes, meshes and autograd. Importing it loads no JAX."""
+"""The bridge between torch and JAX: shared memory, processes, meshes and autograd. Importing it does not load JAX."""

@@ -1,6 +1,7 @@
-"""Do all processes of a ring ask for the same of torch's own collectives? Unequal calls hang or give wrong numbers.
+"""Checks that all ranks of a ring make the same call before it enters torch's own collectives: unequal calls hang or give wrong
+numbers.
 
-Ring calls are compared by :func:`torch_bridge.calls.compare`, once JAX has started.
+Ring calls are compared by :func:`torch_bridge.calls.compare` once JAX has started.
 """
 
 import hashlib
@@ -12,11 +13,11 @@ from torch_bridge.mesh import Ring
 
 
 def check_agreement(ring: Ring, call: str, must: str, device: torch.device) -> None:
-    """Raises ValueError on every rank, with each one's ``call`` in it, unless all are equal; ``must`` says what has to hold and
-    what to do. A collective call of the ring, of one number a rank where they agree."""
+    """Raises ValueError on every rank, listing each rank's ``call``, unless all are equal. ``must`` says what has to hold and what
+    to do. A collective of the ring; it sends one number per rank when they agree."""
     if ring.size == 1:
         return
-    # A hash is one number whatever the call, so that comparing needs no agreement itself.
+    # The hash is one number whatever the call is, so the comparison itself needs no agreement on shapes.
     digest = int.from_bytes(hashlib.sha256(call.encode()).digest()[:8], "big", signed=True)
     digests = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ring.size)]
     dist.all_gather(digests, torch.tensor([digest], device=device), group=ring.group)

@@ -1,4 +1,4 @@
-"""The errors of one rank, told to the others of its ring, which would wait for it."""
+"""Reports one rank's errors to the other ranks of its ring, which would otherwise wait for it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,12 +21,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+<<<<<<< HEAD
 def announced(where: Callable[..., Where | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator of functions that are a ring call from their first check on: an error of this rank is told to the others, which
     raise ValueError with its words instead of waiting. ``where`` finds mesh and mesh dimension in the function's arguments, or None
     where these are not to be told.
+=======
+def announced(where: Callable[..., Where]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function that is a ring call from its first check on: an error on this rank is reported to the others, which
+    raise ValueError with its message instead of waiting. ``where`` extracts mesh and mesh dimension from the function's arguments.
+>>>>>>> prose2
 
-    While torch.compile traces the function, what it calls tells of its own errors (:func:`telling`).
+    While torch.compile traces the function, the functions it calls report their own errors (:func:`telling`).
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -38,10 +44,15 @@ def announced(where: Callable[..., Where | None]) -> Callable[[Callable[P, R]], 
             try:
                 return function(*args, **kwargs)
             except Exception as error:
+<<<<<<< HEAD
                 with suppress(ValueError):  # a mesh that is none: nobody knows whom this rank meant to call
                     mesh = where(*args, **kwargs)
                     if mesh is not None:
                         _tell(resolve(*mesh), _device((*args, *kwargs.values())), error)
+=======
+                with suppress(ValueError):  # not a valid mesh: it is unknown which ranks this call was meant for
+                    _tell(resolve(*where(*args, **kwargs)), _device((*args, *kwargs.values())), error)
+>>>>>>> prose2
                 raise
             finally:
                 peers.prepared(entered)
@@ -53,7 +64,7 @@ def announced(where: Callable[..., Where | None]) -> Callable[[Callable[P, R]], 
 
 @contextmanager
 def telling(ring: AnyRing, device: torch.device) -> Iterator[None]:
-    """Around a part of a ring call that may fail on this rank alone: tells the others, as :func:`announced` does."""
+    """Wraps a part of a ring call that may fail on this rank alone, and reports the error as :func:`announced` does."""
     try:
         yield
     except Exception as error:
@@ -71,8 +82,13 @@ def _tell(ring: AnyRing, device: torch.device | None, error: Exception) -> None:
     assert isinstance(ring, Ring)
     usable = device if device is not None and device.type in ("cpu", "cuda") else None
     try:
+<<<<<<< HEAD
         start(ring, device=usable)  # where the others are, if this is the first call
     except Exception as problem:  # whatever it is, the user must see the error
+=======
+        start(ring, device=usable)  # if this is the first call, the others are waiting in it
+    except RuntimeError as problem:
+>>>>>>> prose2
         error.add_note(f"The other ranks could not be told: {problem}")
     else:
         tell_failure(ring, error)

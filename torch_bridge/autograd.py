@@ -1,4 +1,4 @@
-"""Attention as a function that torch differentiates: one ``autograd.Function`` for every road, around ``torch.library`` operators.
+"""Attention that torch can differentiate: one ``autograd.Function`` for every road, wrapping ``torch.library`` custom ops.
 
 Torch saves plain tensors (the operands, the output, the LSE), so checkpointing and offload hooks work as for any operator.
 """
@@ -27,7 +27,7 @@ class _Prepared(NamedTuple):
     program: Program
 
 
-# An operator's arguments are tensors and numbers; a program goes by its number in this list, which only grows.
+# A custom op takes tensors and numbers, so a program is passed as its index in this list, which only grows.
 _PROGRAMS: list[_Prepared] = []
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 Names = tuple[tuple[str, str], ...]  # the core's name of an argument, and the caller's
@@ -36,13 +36,13 @@ Names = tuple[tuple[str, str], ...]  # the core's name of an argument, and the c
 def differentiable_attention(
     where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, names: Names = (), **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of this rank's shards, on the road of the query's device.
+    """``(out, lse)`` of this rank's shards, computed by the road of the query's device.
 
-    ``where``: mesh and mesh dimension, as the road's ``resolve`` takes them. ``tensors``: by the names of
-    :class:`jax_core.strategies.contract.Operands`, query, key and value ``[batch, seq, heads, dim]``, ids of any integer type.
-    ``dropout_seed``: 64 bits. ``options``: the fields of :class:`Options`. ``names``: what errors call the arguments.
+    ``where``: mesh and mesh dimension, as the road's ``resolve`` takes them. ``tensors``: keyed by the field names of
+    :class:`jax_core.strategies.contract.Operands`; query, key and value are ``[batch, seq, heads, dim]``, ids of any integer dtype.
+    ``dropout_seed``: 64 bits. ``options``: the fields of :class:`Options`. ``names``: the argument names to use in errors.
     """
-    # JAX traces a mask function afresh in every call, which torch.compile goes around.
+    # JAX traces a mask function anew in every call, so torch.compile must not trace that call.
     run = _call if options["mask_mod"] is None else _untraced_call
     return run(where, tensors, dropout_seed, names, options)
 
@@ -63,14 +63,14 @@ _untraced_call = torch.compiler.disable(_call)
 
 
 def _distinct(arrays: Tensors) -> Tensors:
-    """Dynamo does not trace an autograd function that is given one tensor twice; ids often serve queries and keys."""
+    """Dynamo cannot trace an autograd function that takes the same tensor twice; queries and keys often share their ids."""
     twice = [x is not None and any(x is other for other in arrays[:place]) for place, x in enumerate(arrays)]
     return tuple(x.view_as(x) if x is not None and again else x for x, again in zip(arrays, twice, strict=True))
 
 
 @torch.compiler.assume_constant_result
 def _number(where: Where, options: dict[str, Any], forms: tuple, device: torch.device, names: Names) -> int:
-    """The number of the program; under ``torch.compile`` found once, while tracing."""
+    """The program's index; under ``torch.compile`` it is looked up once, while tracing."""
     return _numbered(road_of(device).resolve(*where), tuple(options.items()), forms, device, names)
 
 
@@ -92,13 +92,13 @@ def _numbered(ring: Ring, options: tuple[tuple[str, Any], ...], forms: tuple, de
 
 @cache
 def _prepared(request: Request) -> int:
-    program = road_of(request.device).program(request)  # checks it, also where nothing is to be computed
+    program = road_of(request.device).program(request)  # also checks the request, even if there is nothing to compute
     _PROGRAMS.append(_Prepared(request, Empty(request) if request.empty else program))
     return len(_PROGRAMS) - 1
 
 
 def _in_words_of_the_caller(text: str, names: Mapping[str, str]) -> str:
-    """The core's error with the names that the caller gave to its arguments."""
+    """The core's error message with its argument names replaced by the caller's."""
     if not names:
         return text
     return re.sub(r"\b(" + "|".join(map(re.escape, names)) + r")\b", lambda found: names[found[0]], text)
@@ -109,7 +109,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, number: int, *operands: torch.Tensor | None):
         out, lse = _forward_of(number, operands)(operands)
         ctx.save_for_backward(*operands, out, lse)
-        ctx.set_materialize_grads(False)  # an LSE that nothing was made of has no gradient, not one of zeros
+        ctx.set_materialize_grads(False)  # an unused LSE gets no gradient, rather than one of zeros
         ctx.number = number
         return out, lse
 
@@ -119,7 +119,7 @@ class _Attention(torch.autograd.Function):
         *operands, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        # Those of query, key and value always: what travels must not depend on which of them a rank wants.
+        # Always include query, key and value: what is sent must not depend on which gradients a rank needs.
         made = sorted({*QKV, *wanted})
         found = _backward_of(ctx.number, (*operands, dout, dlse))(operands, out, lse, dout, dlse, made)
         gradients = dict(zip(made, found, strict=True))
@@ -154,8 +154,8 @@ def _own_operators(number: int) -> int | None:
 
 
 def _unobserved(tensors: Tensors) -> bool:
-    """Whether torch has nobody to show an operator to: no tracer, no mode, no profiler, no subclass. The way through its dispatcher
-    takes longer than that of the tensors to JAX and back."""
+    """Whether nothing needs to see the custom op: no tracing, no dispatch mode, no profiler, no tensor subclass. Going through
+    torch's dispatcher takes longer than passing the tensors to JAX and back."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled():
         return False
     return all(type(tensor) in _PLAIN for tensor in tensors)

@@ -1,9 +1,9 @@
-"""Ring calls: each is compared, watched, and ended where the other ranks of its ring do not join it.
+"""Ring calls: each is compared, watched, and terminated if the other ranks of its ring do not join it.
 
-A rank may have died, have failed in its own call, have called something else, or have stopped calling. Before a call meets the
-others each of these is an exception. In the call most ranks hang in C++, where no Python exception reaches them (as does every
-GPU under NCCL): the watchdog thread prints the same message and ends the process. Only a neighbour of a dead process gets gloo's
-error of the broken connection, from which :class:`watch` makes a :class:`PeerFailure`.
+A rank may have died, failed in its own call, called something else, or stopped calling. If this is known before a call enters its
+collectives, the call raises. Inside the call most ranks hang in C++ (under NCCL, all of them), where no Python exception can reach
+them: there the watchdog thread prints the same message and ends the process. Only a neighbour of a dead process gets gloo's
+broken-connection error, which :class:`watch` turns into a :class:`PeerFailure`.
 """
 
 import re
@@ -16,7 +16,7 @@ import torch
 from torch_bridge import peers
 from torch_bridge.mesh import Ring
 
-# What JAX's CPU and GPU collectives say when a connection breaks. They come as ValueError or JaxRuntimeError.
+# What JAX's CPU and GPU collectives say when a connection breaks. They raise it as ValueError or JaxRuntimeError.
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (reset|closed)|socket closed", re.IGNORECASE)
 _COMPARISON = "comparison"
 _SAME_OPTIONS = "every call of a ring must have the same options, shapes and dtypes on all of its ranks"
@@ -29,14 +29,14 @@ _ALL_CALL = (
 
 
 class PeerFailure(RuntimeError):
-    """The ring cannot go on: a process of it has died or stopped, has failed, or has called something else in the middle of a step.
-    The message names the ring (its global ranks) and the step, and what the ranks last asked for."""
+    """The ring cannot continue: one of its processes has died or stopped, has failed, or has called something else in the middle of
+    a step. The message names the ring (its global ranks), the step, and what each rank last called."""
 
 
 def tell_failure(ring: Ring, error: Exception) -> None:
-    """Have the call of the ring that the other ranks are in, or come to next, fail too, with the words of this rank's ``error``.
+    """Makes the ring call that the other ranks are in, or enter next, fail too, with the message of this rank's ``error``.
 
-    Does nothing where the others know of the error already: it comes from them, or from inside :class:`watch`.
+    Does nothing if the others already know of the error because it came from them or was raised inside :class:`watch`.
     """
     if ring.size == 1 or getattr(error, "_ring_knows", False):
         return
@@ -56,16 +56,16 @@ def _in_words(error: Exception) -> str:
 
 
 def _known(error: Exception) -> Exception:
-    """Mark an error that all ranks of its ring know of."""
-    with suppress(AttributeError):  # of a class with slots
+    """Mark an error as known to all ranks of its ring."""
+    with suppress(AttributeError):  # an exception class with slots
         error._ring_knows = True  # type: ignore[attr-defined]
     return error
 
 
 def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
-    """Wait until every rank of the ring has come here, and raise ValueError on all of them, with each one's ``call`` in it, unless
-    all calls are equal; ``must`` says what has to hold. ValueError too where a rank has failed instead, PeerFailure where one has
-    died or does not come. ``runtime.start`` comes before it."""
+    """Wait until every rank of the ring has arrived here. Raises ValueError on all of them, listing each rank's ``call``, unless
+    all calls are equal; ``must`` says what has to hold. Also raises ValueError if a rank has failed instead, and PeerFailure if one
+    has died or does not arrive. ``runtime.start`` must have run before."""
     if ring.size == 1:
         return
     with watch(ring, _COMPARISON, call) as waiting:
@@ -83,15 +83,15 @@ def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
 
 
 class watch:
-    """Around a ring call: what ends it when the other ranks do not join, instead of hanging.
+    """A context manager around a ring call, which ends the call instead of letting it hang when the other ranks do not join.
 
-    ``step``: "forward" or "backward", counted per ring; ``what``: the call in words, equal on all ranks when the calls are. Inside
-    it: compute, and wait for the results, or set ``event`` to one that is complete when the device has them: the call then goes on
-    after the block. Raises ValueError when another rank has failed instead of coming to this call, :class:`PeerFailure` from a
-    broken collective and for a ring that cannot go on. A call that hangs because a member of its ring has died or failed, calls
-    something else or does not call ends the process within ``peer_timeout`` (a death, a failure) or ``wait_timeout`` (otherwise)
-    of ``runtime.start``, with the same message on stderr and exit status ``EXIT_PEER_FAILURE``. An error inside it is told to
-    the others. A ring of one is not watched.
+    ``step``: "forward" or "backward", counted per ring; ``what``: a description of the call, equal on all ranks if the calls are.
+    Inside the block, compute and either wait for the results or set ``event`` to an event that completes when the device has them;
+    the call is then watched beyond the block. Raises ValueError if another rank has failed instead of joining this call, and
+    :class:`PeerFailure` for a broken collective or a ring that cannot continue. A call that hangs because a member of its ring has
+    died, failed, called something else or not called ends the process within ``runtime.start``'s ``peer_timeout`` (a death or a
+    failure) or ``wait_timeout`` (otherwise), with the same message on stderr and exit status ``EXIT_PEER_FAILURE``. An error
+    inside the block is reported to the others. A ring of one is not watched.
     """
 
     __slots__ = ("begun", "call", "event", "finished", "number", "ring", "since", "step", "what")
@@ -101,7 +101,7 @@ class watch:
         self.call = self.number = 0
         self.begun = self.since = 0.0
         self.event: torch.cuda.Event | None = None
-        self.finished = False  # its event is known to be complete
+        self.finished = False  # whether its event is known to be complete
 
     def __enter__(self) -> "watch":
         if self.ring.size > 1:
@@ -131,7 +131,7 @@ class watch:
     def _fail(self, error: Exception) -> None:
         recent = peers.state.calls[self.ring.ranks].recent
         if recent and recent[-1][0] == self.number:
-            recent.pop()  # the ring may go on: this call is no longer one that all must have made
+            recent.pop()  # the ring may continue, so this call no longer counts as one that all ranks must have made
         if isinstance(error, PeerFailure) or getattr(error, "_ring_knows", False):
             return
         if _COLLECTIVE_ERROR.search(str(error)):
@@ -140,7 +140,7 @@ class watch:
         _tell(self.ring, self.number, error)
 
     def check(self) -> None:
-        """Raises what the news from the others make of this call."""
+        """Raises if messages from the other ranks mean that this call cannot complete."""
         if self._gone() or self.ring.ranks in peers.state.stuck:
             raise PeerFailure(self.describe())
         failure = peers.state.failed.get((self.ring.ranks, self.number))
@@ -153,7 +153,7 @@ class watch:
         return bool(self._gone()) or ranks in peers.state.stuck or (ranks, self.number) in peers.state.failed
 
     def overdue(self) -> bool:
-        """True once this call has had its time to end by itself since the news that it cannot go on."""
+        """Whether this call has used up its grace period since it became known that it cannot complete."""
         grace = self._grace()
         if grace is None:
             return False
@@ -164,19 +164,19 @@ class watch:
         return {rank: clean for rank, clean in list(peers.state.gone.items()) if rank in self.ring.ranks}
 
     def _grace(self) -> float | None:
-        """Seconds for this call to end by itself, None where there is no need to end it."""
+        """Seconds this call has to end by itself; None if there is no need to end it."""
         if self.step == _COMPARISON:
-            return None  # it waits in Python, and raises
+            return None  # it waits in Python, so it raises
         if self.ring.ranks in peers.state.stuck:
             return 0.0
         timeout, gone = peers.state.settings.peer_timeout, self._gone()
         if not all(gone.values()) or (self.ring.ranks, self.number) in peers.state.failed:
-            return timeout / 4  # of a vanished host, the kernel learns only after most of the timeout
-        # A peer that ended in good order may have given all it had, and this call be computing on it.
+            return timeout / 4  # the kernel detects a vanished host only after most of the timeout
+        # A peer that exited cleanly may have sent everything, and this call may still be computing on it.
         return 3 * timeout if gone and not peers.state.collectives_see_the_end else None
 
     def _await_notice(self, seconds: float = 2.0) -> None:
-        """The broken collective is often seen before the notice of who has died."""
+        """A broken collective is often seen before the message that says who has died."""
         with peers.state.news:
             peers.state.news.wait_for(self.hopeless, timeout=seconds)
 
@@ -186,7 +186,7 @@ class watch:
         return f"{self.step} step {self.call}" + (f": {self.what}" if self.what else "")
 
     def describe(self, cause: str = "") -> str:
-        """The ring, the step, who has gone or what the others last asked for, and what to do."""
+        """The ring, the step, who has left or what the others last called, and what to do."""
         step = "the comparison before a call" if self.step == _COMPARISON else f"{self.step} step {self.call}"
         here = f"in {step}, on global rank {self.ring.ranks[self.ring.rank]}"
         failure = peers.state.failed.get((self.ring.ranks, self.number))

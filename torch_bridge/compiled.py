@@ -1,4 +1,4 @@
-"""Programs of the DLPack road: the compiled forward and backward of one request on one ring, made once."""
+"""Programs of the DLPack road: the forward and backward of one request on one ring, compiled once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,21 +22,22 @@ _MUST_AGREE = (
     "ring_attention must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
     "pad the sequence so that it divides (ring_attn.pad)"
 )
-# XLA on GPU makes one collective of the arrays that leave together up to 30 MiB; of more, only one would run beside the kernel.
+# XLA on GPU combines permutes that start together into one collective, up to 30 MiB. Above that they stay separate, and only one
+# would overlap with the kernel.
 ONE_ROTATION = {"xla_gpu_collective_permute_combine_threshold_bytes": str(2**40)}
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One attention, ready to run on this process's shards, which come in the order of the request's forms."""
+    """One attention, ready to run on this process's shards, which are given in the order of the request's forms."""
 
     request: Request
-    call: str  # the request in words that are equal on all ranks
+    call: str  # a description of the request that is equal on all ranks
     ring: Ring
     crossing: Crossing
     join: Join
     compiled_forward: Compiled
-    compiled_backward: Callable[[tuple[int, ...]], Compiled]  # for each choice of wanted gradients
+    compiled_backward: Callable[[tuple[int, ...]], Compiled]  # for each set of wanted gradients
     operators: None = None
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,8 +65,8 @@ class Program:
 
 
 def program(request: Request) -> Program:
-    """Checks the request (ValueError, NotImplementedError) and makes its program. JAX runs after it: with a ring of several
-    processes the first call is a collective one of all processes."""
+    """Checks the request (ValueError, NotImplementedError) and makes its program. Starts JAX: with a ring of several processes the
+    first call is a collective of all processes."""
     device, ring = request.device, request.ring
     assert isinstance(ring, Ring)
     attention = _checked(request, ring)
@@ -89,13 +90,13 @@ def program(request: Request) -> Program:
 
 
 def _checked(request: Request, ring: Ring) -> LocalAttention:
-    """The request, checked on this rank and compared with those of the others."""
+    """Checks the request on this rank, then compares it with those of the other ranks."""
     device = request.device
     with keeping_device(device), precision_scope(request.results[0].dtype):
         start(ring=ring, device=device)
         place = Placement(axis_name=AXIS if ring.size > 1 else None, size=ring.size, backend=jax_platform(device))
         attention = specify(request, place)
-        crossing(device)  # an error of this rank comes before the comparison
+        crossing(device)  # so that an error on this rank is raised before the comparison
     compare(ring, str(request), _MUST_AGREE)
     return attention
 
@@ -103,11 +104,11 @@ def _checked(request: Request, ring: Ring) -> LocalAttention:
 def _on_ring(
     ring: Ring, platform: str, in_place: bool, function: Callable[..., object], operands: int, results: tuple[Form, ...]
 ) -> Compiled:
-    """``function`` of local shards, jitted over the ring. Every operand and result is a block of rows of a global array, whatever
-    its dimensions mean, so that none needs a sharding of its own."""
+    """``function`` of local shards, jitted over the ring. Every operand and result is treated as a block of rows of a global array,
+    whatever its dimensions mean, so none needs its own sharding."""
     settings: dict[str, Any] = {}
     if in_place:
-        # Arguments that nothing reads: donated, each is the memory of the result of its form.
+        # Arguments that nothing reads: they are donated, and each becomes the memory of the result with its form.
         memory = tuple(range(operands, operands + len(results)))
         settings, function = dict(donate_argnums=memory, keep_unused=True), partial(_first, operands, function)
     if ring.size == 1:

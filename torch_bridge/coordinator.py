@@ -1,25 +1,25 @@
-"""A small process beside global rank 0: JAX's coordination service, and the messages between ranks that cannot use collectives.
+"""A small process beside global rank 0: it hosts JAX's coordination service and relays messages between ranks outside collectives.
 
-It is a process of its own for two reasons. When a process that hosts the service dies, JAX aborts every other process from
-C++ at once, before any of them can say which ring and step it was in; and a service inside rank 0 would force rank 0 to
-outlive all others. It imports neither torch nor JAX's Python, and ends when the last rank has left.
+It is a separate process for two reasons. When a process that hosts the service dies, JAX immediately aborts every other process
+from C++, before any of them can say which ring and step it was in; and a service inside rank 0 would force rank 0 to outlive all
+others. It imports neither torch nor JAX's Python code, and ends when the last rank has left.
 
 Liveness needs no heartbeat: every rank holds one TCP connection, and the kernel closes it when the process ends, however it
-ends. A host that vanishes is found by TCP keepalive. A busy or stopped process is not taken for a dead one.
+ends. TCP keepalive detects a host that vanishes. A busy or stopped process is not mistaken for a dead one.
 
 The protocol is lines of JSON. A ring is the list of its global ranks; ``number`` counts each rank's calls of that ring.
 
 ====================================================  ======================================================================
 To the coordinator                                    What it does
 ====================================================  ======================================================================
-``{"token", "rank"}``                                 first line: tells this rank who has left so far
+``{"token", "rank"}``                                 first line: sends this rank the ranks that have left so far
 ``{"compare": {"ring", "number", "call"}}``           once all members have sent theirs, sends ``{"compared": {"ring", "number",
-                                                      "calls"}}`` to each: None where all are equal, else all of them
+                                                      "calls"}}`` to each: None if all are equal, else all of them
 ``{"failed": {"ring", "number", "error"}}``           passes it on to the other members, with the ``"rank"``
 ``{"waits": seconds}``                                sends ``{"ask": n}`` to all ranks, at most once in so many seconds
 ``{"ask": n, "report": Report}``                      when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
-                                                      every ring that can never go on (:mod:`torch_bridge.stuck`)
-``{"bye": true}``                                     the connection's end is then a clean one
+                                                      every ring that can never continue (:mod:`torch_bridge.stuck`)
+``{"bye": true}``                                     marks the end of the connection as clean
 ====================================================  ======================================================================
 
 When a connection ends, all others get ``{"gone": rank, "clean": bool}``.
@@ -41,16 +41,16 @@ from typing import Any, NamedTuple
 
 from torch_bridge.stuck import Ranks, Report, asked_for, stuck_rings
 
-# Keepalive finds a vanished host after IDLE + COUNT * INTERVAL seconds.
+# Keepalive detects a vanished host after IDLE + COUNT * INTERVAL seconds.
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 5, 3, 3
-# JAX's own heartbeat is only the last resort: the connections tell sooner.
+# JAX's own heartbeat is only a last resort: the connections report a death sooner.
 SERVICE_HEARTBEAT = 100
-# How long the answers to one question may take, in seconds; a rank that is silent for longer is taken for an idle one.
+# How long the answers to one question may take, in seconds; a rank that is silent for longer is treated as idle.
 ANSWER_TIME = 1.0
-# A connection that sends more than this before it has named its rank is a stranger's.
+# A connection that sends more than this before it has named its rank does not belong to the job.
 _HELLO = 4096
 
-# The folder of the packages comes last on the path: what lies in it must not hide a module of the standard library.
+# The packages' folder goes last on sys.path: nothing in it may shadow a standard-library module.
 _MAIN = "import sys; sys.path.append({folder!r}); from torch_bridge.coordinator import main; main()"
 
 
@@ -63,7 +63,7 @@ class Endpoint(NamedTuple):
 
 
 def launch(world: int, timeout: float) -> Endpoint:
-    """Start a coordinator for ``world`` ranks in a process of its own; it ends by itself. RuntimeError when it cannot start."""
+    """Start a coordinator for ``world`` ranks in its own process; it ends by itself. Raises RuntimeError if it cannot start."""
     token = secrets.token_hex(16)
     program = _MAIN.format(folder=str(Path(__file__).parents[1]))
     command = [sys.executable, "-P", "-c", program, str(world), str(timeout)]
@@ -80,7 +80,7 @@ def launch(world: int, timeout: float) -> Endpoint:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel find out when the other host has vanished."""
+    """Let the kernel detect that the other host has vanished."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": KEEPALIVE_IDLE, "TCP_KEEPINTVL": KEEPALIVE_INTERVAL, "TCP_KEEPCNT": KEEPALIVE_COUNT}
     for name, value in options.items():
@@ -90,19 +90,19 @@ def keep_alive(connection: socket.socket) -> None:
 
 @dataclass
 class _Peer:
-    """One connection: its rank once it has said so, what has arrived of its next line, and its last report."""
+    """One connection: its rank once known, what has arrived of its next line, and its last report."""
 
     connection: socket.socket
     rank: int = -1
     clean: bool = False
     pending: bytes = b""
     report: Report | None = None
-    silent_since: float = 0.0  # when it was first asked what it has not answered; 0: it has answered
+    silent_since: float = 0.0  # when the first unanswered question was sent; 0: it has answered
 
 
 @dataclass
 class _Question:
-    """One round of asking all ranks where they are."""
+    """One round of asking all ranks for their state."""
 
     number: int = 0
     asked: float = 0.0
@@ -112,7 +112,7 @@ class _Question:
 
 @dataclass
 class Exchange:
-    """Accepts the ranks' connections, and passes their messages on as the module says."""
+    """Accepts the ranks' connections and handles their messages as described in the module's docstring."""
 
     listener: socket.socket
     token: str
@@ -122,7 +122,7 @@ class Exchange:
     question: _Question = field(default_factory=_Question)
 
     def serve(self, world: int, timeout: float) -> None:
-        """Run until every rank has left, or none is here ``timeout`` seconds after the start."""
+        """Run until every rank has left, or until ``timeout`` seconds after the start if no rank is connected then."""
         deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             self.listener.setblocking(False)
@@ -143,7 +143,7 @@ class Exchange:
         with suppress(OSError):
             connection, _ = self.listener.accept()
             keep_alive(connection)
-            connection.settimeout(1.0)  # a peer that does not read must not stop the notices to the others
+            connection.settimeout(1.0)  # a peer that does not read must not hold up the messages to the others
             peer = _Peer(connection)
             self.connections[connection.fileno()] = peer
             selector.register(connection, selectors.EVENT_READ, peer)
@@ -161,7 +161,7 @@ class Exchange:
         self._close(selector, peer)
 
     def _understand(self, peer: _Peer, line: bytes) -> bool:
-        """Take one line; False when it does not come from a rank of this job."""
+        """Handle one line; False if it does not come from a rank of this job."""
         with suppress(ValueError, KeyError, TypeError):
             message = json.loads(line)
             if peer.rank >= 0:
@@ -216,7 +216,7 @@ class Exchange:
                 self._judge()
 
     def _judge(self) -> None:
-        """Close the question, and tell the members of every ring that can never go on."""
+        """Close the question, and notify the members of every ring that can never continue."""
         self.question.open = False
         peers = self._peers()
         limit = min((peer.report.limit for peer in peers.values() if peer.report), default=0.0)
@@ -244,7 +244,7 @@ class Exchange:
                 self._send(peers[rank], line)
 
     def _send(self, peer: _Peer, line: bytes) -> None:
-        with suppress(OSError):  # a dead peer shows when it is read
+        with suppress(OSError):  # a dead peer is noticed when its connection is read
             peer.connection.sendall(line)
 
 
@@ -253,19 +253,19 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _report(peer: _Peer, limit: float) -> Report:
-    """The last report of a rank; of one that has not answered since, what is known of it."""
+    """A rank's last report; if it has not answered since, what is known about it."""
     report = peer.report or Report(limit, 0.0, "", {})
     if not peer.silent_since:
         return report
     silent = time.monotonic() - peer.silent_since
-    busy = peer.report is not None and not report.idle  # in its last report; a long call may not let its process answer
+    busy = peer.report is not None and not report.idle  # as of its last report; a long call may keep its process from answering
     return report._replace(
         idle=0.0 if busy else report.idle + silent, place=f"has not answered for {silent:.0f} s: is its process stopped?"
     )
 
 
 def _listener(world: int) -> socket.socket:
-    """For IPv6 too, where the host has it: the others resolve the address as they like."""
+    """Also listens on IPv6 if the host supports it, because the other ranks may resolve the address to either version."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=world)
     return socket.create_server(("", 0), backlog=world)
@@ -278,13 +278,13 @@ def _free_port() -> int:
 
 
 def _start_service(world: int, attempts: int = 5) -> tuple[object, int]:
-    """JAX's coordination service and its port. The service takes no port 0, so a free one may be lost to a race: try again."""
+    """JAX's coordination service and its port. The service does not accept port 0, so a free port may be lost to a race: retry."""
     from jaxlib import _jax
 
     while True:
         port = _free_port()
         try:
-            # Recoverable: the death of a task neither aborts the others from C++ nor holds up their shutdown.
+            # Recoverable: a task's death neither aborts the others from C++ nor delays their shutdown.
             service = _jax.get_distributed_runtime_service(
                 f"[::]:{port}", world, heartbeat_timeout=SERVICE_HEARTBEAT, shutdown_timeout=1, recoverable=True
             )
@@ -297,7 +297,7 @@ def _start_service(world: int, attempts: int = 5) -> tuple[object, int]:
 
 
 def _detach() -> None:
-    """Go on in a child of a process that has ended, so that rank 0 has no child to wait for and keeps no pipe open."""
+    """Continue in a forked child while the parent exits, so that rank 0 has no child to wait for and keeps no pipe open."""
     if os.fork():
         os._exit(0)
 
@@ -312,8 +312,8 @@ def main() -> None:
     world, timeout, token = int(sys.argv[1]), float(sys.argv[2]), sys.stdin.readline().strip()
     _detach()
     listener = _listener(world)
-    _service, port = _start_service(world)  # it lives as long as its object
+    _service, port = _start_service(world)  # the service lives as long as this object
     print(json.dumps({"service": port, "ranks": listener.getsockname()[1]}), flush=True)
     _close_standard_streams()
     Exchange(listener, token).serve(world, timeout)
-    os._exit(0)  # without the service's own farewell: nobody is left to hear it
+    os._exit(0)  # skips the service's own shutdown: no rank is left to notify

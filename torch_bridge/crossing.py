@@ -1,6 +1,6 @@
-"""The way of one call: tensors into JAX, results back to torch, on one device.
+"""How one call crosses between torch and JAX on one device: tensors into JAX, results back to torch.
 
-Who waits for whom, and whose memory is whose, is argued in docs/streams.md; this is where it is done.
+docs/streams.md explains who waits for whom and who owns which memory; this module implements it.
 """
 
 import atexit
@@ -25,15 +25,15 @@ _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
 
 
 class Compiled(NamedTuple):
-    """A program of global arrays, and the forms of this process's shards of its results. Where the crossing is ``in_place`` the
-    program takes one array more for each result, and is to write it there."""
+    """A program of global arrays, and the forms of this process's shards of its results. If the crossing is ``in_place``, the
+    program takes one more array for each result and is to write the result into it."""
 
     function: Callable
     results: tuple[Form, ...]
 
 
 class Outcome(NamedTuple):
-    """What a call gave. ``event``: when the device is past the call; None where the host has waited for it."""
+    """What a call returned. ``event``: completes when the device has finished the call; None if the host has waited for it."""
 
     results: list[torch.Tensor]
     event: torch.cuda.Event | None
@@ -43,30 +43,30 @@ class Crossing(Protocol):
     in_place: bool
 
     def __call__(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
-        """The program's results of the global arrays that ``join`` makes of this process's shards (None where there is none)."""
+        """Runs the program on the global arrays that ``join`` makes of this process's shards (None for an absent operand)."""
 
 
-@cache  # one for each device, which has one JAX
+@cache  # one per device
 def crossing(device: torch.device) -> Crossing:
-    """The way into JAX for tensors on ``device``. Starts JAX's backend: call ``runtime.start`` before."""
+    """The crossing for tensors on ``device``. Starts JAX's backend: call ``runtime.start`` before."""
     return _OnCpu(device) if device.type == "cpu" else _OnGpu(device)
 
 
 class _OnCpu:
-    """JAX computes on its own threads. A call waits for its results: nothing of it is left when control is torch's again, and
-    memory can be shared both ways."""
+    """JAX computes on its own threads. A call waits for its results, so nothing of it is still running when control returns to
+    torch, and memory can be shared both ways."""
 
     in_place: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.convert = conversions(device, jax.local_devices(backend="cpu")[0])
-        # JAX's threads let go of a call's tensors a moment after its results are there. Freeing one takes Python's lock, and
-        # whoever asks for that while Python ends is ended by it, and the process with him.
+        # JAX's threads release a call's tensors a moment after its results are ready. Freeing a tensor takes the GIL, and a thread
+        # that asks for the GIL while the interpreter shuts down is terminated, which takes the whole process down.
         atexit.register(time.sleep, _LETTING_GO)
 
     def __call__(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
         to_array, to_tensor = self.convert
-        arrays = [None if x is None else join(to_array(exportable(x), None)) for x in tensors]  # held until the results are there
+        arrays = [None if x is None else join(to_array(exportable(x), None)) for x in tensors]  # held until the results are ready
         results = compiled.function(*arrays)
         for result in results:
             result.block_until_ready()
@@ -74,7 +74,7 @@ class _OnCpu:
 
 
 class _Copied(NamedTuple):
-    """Results of the last call that had to be copied: the stream that does it, when it has, and what it reads."""
+    """Results of the last call that had to be copied: the copying stream, the event after the copies, and the arrays they read."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
@@ -82,10 +82,10 @@ class _Copied(NamedTuple):
 
 
 class _OnGpu:
-    """The host waits for nothing. JAX's one stream waits for torch's current one, which then waits for JAX: whatever torch makes of
-    the tensors' memory afterwards comes after JAX. Results are in memory of torch's own, whose allocator knows the streams that use
-    it: JAX writes them there. What it has written elsewhere all the same is copied, and JAX has that memory back with the next
-    call, which comes after the copy.
+    """The host waits for nothing. JAX's one stream waits for torch's current stream, which then waits for JAX: whatever torch does
+    with the tensors' memory afterwards comes after JAX. JAX writes the results into memory of torch's own, whose allocator knows
+    which streams use it. A result that JAX wrote elsewhere all the same is copied, and JAX gets that memory back with the next
+    call, which is ordered after the copy.
     """
 
     in_place: bool = True
@@ -104,7 +104,7 @@ class _OnGpu:
             except jax.errors.JaxRuntimeError as error:
                 if not _OUT_OF_MEMORY.search(str(error)):
                     raise
-            # What torch keeps for later is nothing that JAX can have. XLA allocates before it launches: the other ranks only wait.
+            # JAX cannot use what torch's allocator caches. XLA allocates before it launches, so the other ranks only wait.
             torch.cuda.empty_cache()
             return self._call(join, compiled, tensors)
 
@@ -112,27 +112,27 @@ class _OnGpu:
         stream = torch.cuda.current_stream(self._torch_device)
         self._release(stream)
         homes = [torch.empty(shape, dtype=dtype, device=self._torch_device) for shape, dtype in compiled.results]
-        # Held until the stream waits for JAX: of a copy that was made for JAX they are the only owners.
+        # Held until the stream waits for JAX: they are the only owners of any copy that was made for JAX.
         arrays = self.arrays(join, (*tensors, *homes) if self.in_place else tensors, stream)
         return self._settle(compiled.function(*arrays), homes, stream)
 
     def _release(self, stream: torch.cuda.Stream) -> None:
-        """Give JAX back what was copied: what it computes next waits for ``stream``, and that for the copies."""
+        """Give JAX back the arrays that were copied: its next computation waits for ``stream``, which waits for the copies."""
         if self._copied is not None and self._copied.stream != stream:
             stream.wait_event(self._copied.event)
         self._copied = None
 
     def arrays(self, join: Join, tensors: Tensors, stream: torch.cuda.Stream) -> list[jax.Array | None]:
         ready = [None if tensor is None else exportable(tensor) for tensor in tensors]
-        after: int | None = self.after(stream)  # with the copies that some tensors needed
+        after: int | None = self.after(stream)  # ordered after any copies that ``exportable`` made
         arrays: list[jax.Array | None] = []
         for tensor in ready:
             arrays.append(None if tensor is None else join(self.convert.to_array(tensor, after)))
-            after = None if tensor is not None else after  # a program waits for all its arguments: the first says when
+            after = None if tensor is not None else after  # a program waits for all its arguments, so the first carries the event
         return arrays
 
     def after(self, stream: torch.cuda.Stream) -> int:
-        """One of JAX's streams, which waits for ``stream`` from here on."""
+        """One of JAX's streams, made to wait for ``stream`` at this point."""
         number = self._jax_device.get_stream_for_external_ready_events()
         if number not in self._streams:
             self._streams[number] = torch.cuda.ExternalStream(number, device=self._torch_device)
@@ -141,8 +141,8 @@ class _OnGpu:
 
     def _settle(self, arrays: list[jax.Array], homes: list[torch.Tensor], stream: torch.cuda.Stream) -> Outcome:
         event, number = torch.cuda.Event(), stream.cuda_stream or DEFAULT_STREAM
-        self.convert.to_tensor(arrays[-1], number)  # the stream waits; one program's results are ready together
-        # Of results of one form, either may lie in either memory.
+        self.convert.to_tensor(arrays[-1], number)  # makes the stream wait; all results of a program are ready together
+        # XLA may have swapped the memory of two results of the same form.
         found = {(home.data_ptr(), home.shape, home.dtype): home for home in homes}
         results = [found.get((_pointer(array), home.shape, home.dtype)) for array, home in zip(arrays, homes, strict=True)]
         elsewhere = [array for array, result in zip(arrays, results, strict=True) if result is None]

@@ -1,16 +1,16 @@
-"""Tensors between torch and JAX through DLPack, without copying.
+"""Exchanges tensors between torch and JAX through DLPack, with zero copy.
 
 Memory is shared both ways and stays alive as long as either side holds it. Three rules follow for a caller:
 
 - A torch tensor that JAX reads must not be modified in place before JAX has finished. On a CPU, JAX computes on its own
-  threads: wait for the results (``jax.block_until_ready``) before control returns to torch. On a GPU the order is kept by
-  streams: hold the inputs until one result has been through :func:`to_torch`, which makes torch's stream wait for JAX.
-- A tensor that came from :func:`to_torch` is the memory of a JAX array: drop that array, or it changes with the tensor. On a
-  GPU it must not be dropped while a stream still reads it, for JAX knows nothing of torch's streams and ``record_stream`` does
-  nothing for memory that is not torch's.
-- A JAX function that returns one of its arguments unchanged may return the very same memory.
+  threads: wait for the results (``jax.block_until_ready``) before control returns to torch. On a GPU streams keep the order:
+  hold the inputs until one result has been through :func:`to_torch`, which makes torch's stream wait for JAX.
+- A tensor from :func:`to_torch` shares its memory with a JAX array: stop using that array, or it changes with the tensor. On a
+  GPU the tensor must not be dropped while a stream still reads it, because JAX does not know torch's streams and
+  ``record_stream`` has no effect on memory that torch did not allocate.
+- A JAX function that returns one of its arguments unchanged may return the same memory.
 
-What ``ring_attention`` makes of these rules, and what is left of them for its users, is in docs/streams.md.
+docs/streams.md says how ``ring_attention`` follows these rules, and which of them remain for its users.
 """
 
 from collections.abc import Callable
@@ -25,28 +25,28 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 if TYPE_CHECKING:
     import jax
 
-# XLA's CPU client takes foreign memory only at this alignment; torch allocates at it, but a slice may start anywhere.
+# XLA's CPU client accepts external memory only at this alignment. torch allocates with it, but a slice may start anywhere.
 CPU_ALIGNMENT = 64
-GPU_ALIGNMENT = 16  # what kernels on a GPU count on
+GPU_ALIGNMENT = 16  # what GPU kernels rely on
 
 _DL_CPU, _DL_CUDA = 1, 2  # DLPack's device types
-DEFAULT_STREAM = 1  # DLPack's number of the stream that CUDA calls 0
+DEFAULT_STREAM = 1  # DLPack's number for the stream that CUDA calls 0
 _INT32 = torch.iinfo(torch.int32)
 _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 
 def keeping_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which ``device`` is torch's current CUDA device, and after which the caller's is again.
+    """A context in which ``device`` is torch's current CUDA device; on exit the caller's current device is restored.
 
-    Torch exports a tensor on its current device only, and JAX, starting on several GPUs, leaves another one current.
+    torch exports tensors on its current device only, and JAX changes the current device when it starts on several GPUs.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def precision_scope(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """A context in which JAX keeps ``dtype``: x64 on for float64, nothing for every other dtype.
+    """A context in which JAX keeps ``dtype``: it enables x64 for float64 and does nothing for any other dtype.
 
-    x64 belongs to the thread and the scope, so the rest of the program keeps JAX's default.
+    x64 is enabled for this thread and scope only, so the rest of the program keeps JAX's default.
     """
     if dtype not in (torch.float64, torch.complex128):
         return nullcontext()
@@ -56,10 +56,10 @@ def precision_scope(dtype: torch.dtype) -> AbstractContextManager[object]:
 
 
 def narrow_ids(tensor: torch.Tensor, name: str = "ids") -> torch.Tensor:
-    """Integer ids of any width as int32, the widest integer that JAX has without x64. int32 comes back as it is.
+    """Integer ids of any width as int32, the widest integer that JAX has without x64. An int32 tensor is returned as it is.
 
-    Raises ValueError for a tensor that is no integer tensor, and for a value that int32 cannot hold. On a GPU, where the host would
-    have to wait to see the values, the device asserts that they fit, as it does that an index of torch is in range.
+    Raises ValueError for a tensor that does not hold integers, and for a value that int32 cannot hold. On a GPU, where the host
+    would have to wait to read the values, the device asserts that they fit, as torch does for out-of-range indices.
     """
     if tensor.dtype == torch.int32:
         return tensor
@@ -83,7 +83,7 @@ def _check_range(tensor: torch.Tensor, name: str) -> None:
 
 
 def exportable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as DLPack and XLA take it: no lazy conjugation or negation, contiguous, aligned; itself, where it is so."""
+    """The tensor as DLPack and XLA accept it: no lazy conjugation or negation, contiguous, aligned. Copies only if needed."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     if tensor.data_ptr() % (CPU_ALIGNMENT if tensor.device.type == "cpu" else GPU_ALIGNMENT):
         return tensor.clone()
@@ -103,8 +103,8 @@ def _check_width(tensor: torch.Tensor) -> None:
 def to_jax(tensor: torch.Tensor, device: "jax.Device | None" = None) -> "jax.Array":
     """The tensor as a JAX array of the same shape and dtype, on ``device`` (default: the device the tensor is on).
 
-    Zero-copy for a contiguous tensor on that device; anything else is made contiguous (and, on a CPU, 64-byte aligned) by
-    torch first. The gradient graph stays behind. Raises ValueError for 64-bit dtypes outside JAX's x64 mode, and for a tensor
+    Zero copy for a contiguous tensor on that device; torch first makes anything else contiguous (and, on a CPU, 64-byte aligned).
+    The tensor is detached from its autograd graph. Raises ValueError for 64-bit dtypes outside JAX's x64 mode, and for a tensor
     without memory (meta) or without dense memory (sparse).
     """
     import jax
@@ -115,7 +115,7 @@ def to_jax(tensor: torch.Tensor, device: "jax.Device | None" = None) -> "jax.Arr
         raise ValueError(f"JAX takes dense tensors, got layout {tensor.layout}; call .to_dense() first")
     _check_width(tensor)
     if tensor.is_cuda:
-        jax.local_devices()  # starts JAX, if it has not: before the device is set
+        jax.local_devices()  # starts JAX if needed, which must happen before the device is set
     with keeping_device(tensor.device):
         return jax.dlpack.from_dlpack(exportable(tensor.detach()), device=device)
 
@@ -123,7 +123,7 @@ def to_jax(tensor: torch.Tensor, device: "jax.Device | None" = None) -> "jax.Arr
 def to_torch(array: "jax.Array") -> torch.Tensor:
     """The array as a torch tensor of the same shape and dtype, sharing its memory.
 
-    On a CPU it waits until JAX has written the array; on a GPU torch's current stream does. Raises ValueError for an array
+    On a CPU the host waits until JAX has written the array; on a GPU torch's current stream waits. Raises ValueError for an array
     that is spread over several devices.
     """
     devices = len(array.sharding.device_set)
@@ -137,10 +137,10 @@ def to_torch(array: "jax.Array") -> torch.Tensor:
 class Conversions(NamedTuple):
     """:func:`to_jax` and :func:`to_torch` for calls of many tensors on one device.
 
-    ``to_array(tensor, stream)``: an :func:`exportable` tensor of a dtype that JAX keeps. On a GPU JAX reads the array when
-    ``stream``, one of its own, has done what it was given until now; with None, whenever it likes.
-    ``to_tensor(array, stream)``: this process's shard of ``array``. On a GPU ``stream``, a stream of torch as DLPack numbers it,
-    waits for JAX; on a CPU, with None, the host does.
+    ``to_array(tensor, stream)``: takes an :func:`exportable` tensor of a dtype that JAX keeps. On a GPU JAX reads the array after
+    all work queued so far on ``stream``, one of JAX's streams; with None there is no such ordering.
+    ``to_tensor(array, stream)``: this process's shard of ``array``. On a GPU ``stream``, a torch stream by its DLPack number, waits
+    for JAX; on a CPU, with None, the host waits.
     """
 
     to_array: "Callable[[torch.Tensor, int | None], jax.Array]"
@@ -148,15 +148,15 @@ class Conversions(NamedTuple):
 
 
 def conversions(here: torch.device, there: "jax.Device") -> Conversions:
-    """Between torch's device and JAX's, which are the same: jaxlib's own where it has them, for the Python that ``jax.dlpack``
-    puts around them takes several times as long."""
+    """Conversions between torch's and JAX's views of one device. Uses jaxlib's own functions if they are available, because the
+    Python wrappers in ``jax.dlpack`` take several times as long."""
     return _direct_conversions(here, there) or Conversions(
         lambda tensor, stream: to_jax(tensor), lambda array, stream: to_torch(array.addressable_data(0))
     )
 
 
 def _direct_conversions(here: torch.device, there: "jax.Device") -> Conversions | None:
-    """None where jaxlib has no such functions, or others by their names: they are private."""
+    """None if jaxlib lacks these private functions, or if they behave differently in this version."""
     kind, stream = (_DL_CPU, None) if here.type == "cpu" else (_DL_CUDA, DEFAULT_STREAM)
     try:
         functions = import_module("jaxlib._jax")
@@ -165,7 +165,7 @@ def _direct_conversions(here: torch.device, there: "jax.Device") -> Conversions 
             lambda tensor, stream: take(to_dlpack(tensor), there, stream, None, kind),
             lambda array, stream: from_dlpack(give(array, stream=stream)),
         )
-        with _disable_current_modes():  # a program may be made while torch traces; this tensor must be a real one
+        with _disable_current_modes():  # a program may be made while torch traces, but this tensor must be real
             sample = torch.zeros(CPU_ALIGNMENT, device=here)
             back = direct.to_tensor(direct.to_array(sample, None), stream)
             return direct if back.data_ptr() == sample.data_ptr() else None

@@ -1,5 +1,5 @@
-"""The road of CPUs and CUDA GPUs: tensors become JAX arrays by DLPack, without a copy, and each rank runs its part of a program
-that JAX compiles over all processes of the ring. JAX is loaded by the first call, not by this module.
+"""The road for CPUs and CUDA GPUs: tensors become JAX arrays through DLPack, with zero copy, and each rank runs its part of a
+program that JAX compiles over all processes of the ring. The first call loads JAX; importing this module does not.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def seed_words(seed: int, device: torch.device) -> torch.Tensor:
     from torch_bridge.request import words_of_seed
 
-    # Written on the device: a copy from the host would wait for all that is queued there.
+    # Written on the device: a copy from the host would wait for everything queued there.
     return words_of_seed(seed, device)
 
 
@@ -53,7 +53,7 @@ def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
 
 
 def constant(array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
-    """One that is on ``device`` already stays there."""
+    """An array that is already on ``device`` stays there."""
     import jax
     import numpy as np
 
@@ -65,7 +65,7 @@ def constant(array: "jax.Array | np.ndarray", device: torch.device) -> torch.Ten
 
 
 def program(request: "Request") -> "Program":
-    """On a ring of several processes a collective call of all of them, which compare their requests."""
+    """On a ring of several processes this is a collective, in which they compare their requests."""
     from torch_bridge import compiled
 
     return compiled.program(request)

@@ -1,4 +1,4 @@
-"""Attention without a pair of a query and a key, an empty batch or sequence: nothing is computed and nothing travels."""
+"""Attention over an empty batch or sequence, which has no query-key pair: nothing is computed and nothing is sent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _SINKS = ARRAYS.index("softmax_aux")
 
 @dataclass(frozen=True, eq=False)
 class Empty:
-    """The program of an empty request. Results are empty or 0; a query without keys has the sinks' LSE, or ``-inf``."""
+    """The program of an empty request. Results are empty or 0; without keys the LSE is that of the sinks, or ``-inf``."""
 
     request: Request
     operators: None = None
@@ -43,14 +43,14 @@ class Empty:
 
 
 def _per_head(sinks: torch.Tensor, heads: int) -> torch.Tensor:
-    """``[heads, n]`` of ``[heads]``, ``[n]`` (shared by all heads) or ``[heads, n]``."""
+    """Sinks ``[heads]``, ``[n]`` (shared by all heads) or ``[heads, n]`` as ``[heads, n]``."""
     if sinks.dim() == 2:
         return sinks
     return sinks[:, None] if sinks.shape[0] == heads else sinks.expand(heads, -1)
 
 
 def _sink_gradient(sinks: torch.Tensor, dlse: torch.Tensor) -> torch.Tensor:
-    """``lse = logsumexp(sinks)`` for every row, so a sink has its share of the rows' cotangents."""
+    """``lse = logsumexp(sinks)`` in every row, so each sink gets its softmax share of the sum of the rows' cotangents."""
     each = _per_head(sinks.to(dlse.dtype), dlse.shape[1]).softmax(-1) * dlse.sum((0, 2))[:, None]
     shared = sinks.dim() == 1 and sinks.shape[0] != dlse.shape[1]
     return (each.sum(0) if shared else each.reshape(sinks.shape)).to(sinks.dtype)

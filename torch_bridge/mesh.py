@@ -1,6 +1,6 @@
-"""Which processes form a ring, and how its members' shards make one global JAX array.
+"""Resolves which processes form a ring, and joins their shards into one global JAX array.
 
-Resolving a ring needs torch only; JAX is imported by the functions that return its objects.
+Resolving a ring needs only torch; the functions that return JAX objects import JAX.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ AXIS = "ring"
 
 
 class XlaMesh(Protocol):
-    """As ``torch_xla.distributed.spmd.Mesh``."""
+    """The interface of ``torch_xla.distributed.spmd.Mesh``."""
 
     mesh_shape: tuple[int, ...]
 
@@ -36,7 +36,7 @@ class Ring:
     """The processes that share one sequence.
 
     ``ranks``: their global torch ranks in ring order, which is the order of the torch group. ``rank``: this process's index
-    in ``ranks``. ``group``: the torch ProcessGroup, None for a ring of one. Equal and hashed by ``ranks`` and ``rank``.
+    in ``ranks``. ``group``: the torch ProcessGroup, None for a ring of one. Compared and hashed by ``ranks`` and ``rank``.
     """
 
     ranks: tuple[int, ...]
@@ -53,7 +53,7 @@ class Ring:
         return (self.rank,)
 
     def split(self, tensor: "torch.Tensor", dim: int) -> "torch.Tensor":
-        """``tensor``, a shard: all of it is on this process's device."""
+        """Returns ``tensor``, a shard, as it is: all of it is on this process's device."""
         return tensor
 
     def __str__(self) -> str:
@@ -61,12 +61,12 @@ class Ring:
 
 
 def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
-    """The ring that ``mesh`` means on this process. Cheap; no communication, no JAX.
+    """The ring that ``mesh`` stands for on this process. Cheap: no communication, no JAX.
 
     ``mesh``: a DeviceMesh of one dimension, or of several with ``mesh_dim`` (a name, or an index); a ProcessGroup; "local"
     (a ring of one: the whole sequence is here); None (the default process group, or a ring of one without
     torch.distributed). Raises ValueError for anything else, for a dimension that the mesh does not have, for ``mesh_dim``
-    beside anything but a DeviceMesh, and on a process that is not a member.
+    without a DeviceMesh, and on a process that is not a member.
     """
     if _is_device_mesh(mesh):
         return _of_device_mesh(mesh, mesh_dim)
@@ -137,16 +137,16 @@ def _dim_index(mesh: "DeviceMesh", mesh_dim: str | int | None) -> int:
 
 
 def jax_platform(device: "torch.device") -> str:
-    """JAX's name of the platform of a torch device."""
+    """JAX's name for the platform of a torch device."""
     return "cpu" if device.type == "cpu" else "gpu"
 
 
-@cache  # a process meets a handful of rings, and each is asked for at every call
+@cache  # a process uses only a few rings, and every call needs one of them
 def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
-    """A mesh with the one axis "ring" over the devices of the ring's processes, in ring order.
+    """A mesh with the single axis "ring" over the devices of the ring's processes, in ring order.
 
-    ``platform``: "cpu" or "gpu" where JAX has both (default: JAX's own default). Starts JAX's backend: call
-    ``runtime.start`` before. Raises RuntimeError when JAX does not see one device of every process of the ring.
+    ``platform``: "cpu" or "gpu" if JAX has both (default: JAX's own default). Starts JAX's backend: call
+    ``runtime.start`` before. Raises RuntimeError if JAX does not see a device of every process of the ring.
     """
     import jax
     import numpy as np
@@ -165,14 +165,14 @@ def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
 
 @cache  # as jax_mesh; building a sharding costs more than the rest of to_global
 def sharding(ring: Ring, platform: str | None = None) -> "jax.sharding.NamedSharding":
-    """Dimension 0 split over the ring, every other dimension whole."""
+    """A sharding that splits dimension 0 over the ring and no other dimension."""
     import jax
 
     return jax.sharding.NamedSharding(jax_mesh(ring, platform), jax.sharding.PartitionSpec(AXIS))
 
 
 def to_global(ring: Ring, local: "jax.Array") -> "jax.Array":
-    """The ring's shards as one array ``[size * d0, ...]``, block ``i`` of rows being the shard of ring rank ``i``; no copy.
+    """The ring's shards as one array ``[size * d0, ...]``, in which block ``i`` of rows is the shard of ring rank ``i``; zero copy.
 
     ``local``: this process's shard ``[d0, ...]``, of the same shape on every member. A ring of one gets ``local`` itself.
     """
@@ -181,7 +181,7 @@ def to_global(ring: Ring, local: "jax.Array") -> "jax.Array":
 
 @cache
 def joiner(ring: Ring, platform: str) -> "Callable[[jax.Array], jax.Array]":
-    """:func:`to_global` for a ring whose mesh and sharding are made."""
+    """:func:`to_global` for a given ring and platform, with its mesh and sharding already built."""
     return _Joiner(ring.size, sharding(ring, platform)) if ring.size > 1 else _itself
 
 
@@ -190,8 +190,8 @@ def _itself(local: "jax.Array") -> "jax.Array":
 
 
 class _Joiner:
-    """Makes global arrays. The first of a shape and dtype goes through JAX's checks, which take longer than all the rest; others
-    like it are made by JAX's own constructor, where this version's takes what is known here."""
+    """Makes global arrays. The first one of each shape and dtype goes through JAX's checks, which take longer than everything else.
+    Later ones use JAX's constructor directly, if this version's constructor accepts these arguments."""
 
     def __init__(self, size: int, over: "jax.sharding.NamedSharding") -> None:
         self._size, self._sharding = size, over
@@ -218,5 +218,5 @@ class _Joiner:
 
 
 def to_local(array: "jax.Array") -> "jax.Array":
-    """This process's shard ``[d0, ...]`` of an array that :func:`to_global` made or a ring program returned; no copy."""
+    """This process's shard ``[d0, ...]`` of an array that :func:`to_global` made or a ring program returned; zero copy."""
     return array.addressable_data(0)

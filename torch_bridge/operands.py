@@ -1,5 +1,5 @@
-"""The tensors of a call as operands in one order, the same on every road: ids for both sides, the seed's words, mask functions
-traced and the arrays that they close over lifted out."""
+"""Arranges the tensors of a call as operands in one fixed order, the same on every road: completes the ids of both sides, turns the
+dropout seed into words, traces mask functions, and lifts out the arrays that they close over."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch_bridge.road import Road
 def gather(
     road: Road, where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], Tensors]:
-    """The options without ``mask_mod``, and the operands in the order of a request's forms."""
+    """Returns the options without ``mask_mod``, and the operands in the order of a request's forms."""
     query = tensors["query"]
     assert query is not None
     road.check(query)
@@ -29,7 +29,7 @@ def gather(
 
 
 def _lift_mask_mod(road: Road, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """The mask function as it is now: traced, and the arrays that it closes over as further operands."""
+    """Traces the mask function in its current state and appends the arrays that it closes over to the operands."""
     query = arrays[0]
     assert query is not None
     with road.tracing(road.resolve(*where), query):

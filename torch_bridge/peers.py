@@ -1,8 +1,8 @@
-"""What this process knows of the others of the world, what it tells them of itself, and the thread that ends it when a ring call
-can never return (:mod:`torch_bridge.calls` says which).
+"""What this process knows about the other ranks, what it reports about itself, and the watchdog thread that ends it when a ring
+call can never return (:mod:`torch_bridge.calls` says when that is).
 
-All news come through the coordinator. While all is well nothing is sent: a ring call writes down what it is, and one that has
-lasted for a quarter of the wait limit makes the watchdog ask where the others are.
+All messages go through the coordinator. In normal operation nothing is sent: each ring call only records itself, and the watchdog
+asks for the state of the other ranks once a call has lasted for a quarter of the wait limit.
 """
 
 import hashlib
@@ -25,32 +25,33 @@ from torch_bridge import coordinator
 from torch_bridge.mesh import Ring
 from torch_bridge.stuck import ASK_AFTER, Ranks, Report, Standing
 
-# How long after the death of a peer the others may live on, in seconds; `runtime.start(peer_timeout=)` changes it.
+# How long the others may keep running after a peer's death, in seconds; `runtime.start(peer_timeout=)` changes it.
 PEER_TIMEOUT = 20.0
 # The exit status of a process that the watchdog ends: os.EX_UNAVAILABLE, "a service is unavailable".
 EXIT_PEER_FAILURE = 69
-# How many calls of a ring are remembered: more than a GPU's queue lets one rank run ahead of another.
+# How many calls of each ring are remembered: more than one rank can run ahead of another, given the depth of a GPU's queue.
 _REMEMBERED = 128
 
 
 class Call(Protocol):
-    """A ring call of this process, as the watchdog sees it. ``begun``: when, by the monotonic clock; ``finished``: the device is
-    known to be past it."""
+    """A ring call of this process, as the watchdog sees it. ``begun``: its start, by the monotonic clock; ``finished``: whether the
+    device is known to have completed it."""
 
     ring: Ring
     begun: float
     finished: bool
 
     def overdue(self) -> bool:
-        """Whether it has had its time to end by itself since the news that it cannot go on."""
+        """Whether it has used up its grace period since it became known that it cannot complete."""
 
     def describe(self) -> str:
-        """What to say when it ends the process."""
+        """The message to print when it ends the process."""
 
 
 @dataclass
 class Settings:
-    """What ``runtime.start`` sets: seconds after a death, seconds to wait for an idle rank, and whether to compare every call."""
+    """The settings of ``runtime.start``: seconds to end after a peer's death, seconds to wait for an idle rank, and whether to
+    compare every call."""
 
     peer_timeout: float = PEER_TIMEOUT
     wait_timeout: float = PEER_TIMEOUT
@@ -59,7 +60,7 @@ class Settings:
 
 @dataclass
 class RingCalls:
-    """This process's calls of one ring: their number, those of each kind, and what the last ones were: (number, step, what)."""
+    """This process's calls of one ring: how many in all and of each kind, and the most recent ones as (number, step, what)."""
 
     number: int = 0
     steps: Counter[str] = field(default_factory=Counter)
@@ -69,7 +70,7 @@ class RingCalls:
 
 @dataclass
 class State:
-    """What this process knows of the others, and its own ring calls that have not ended."""
+    """What this process knows about the other ranks, and its own unfinished ring calls."""
 
     settings: Settings = field(default_factory=Settings)
     collectives_see_the_end: bool = False
@@ -77,8 +78,8 @@ class State:
     cut_off: bool = False
     sending: threading.Lock = field(default_factory=threading.Lock)
     news: threading.Condition = field(default_factory=threading.Condition)
-    gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
-    failed: dict[tuple[Ranks, int], str] = field(default_factory=dict)  # by ring and number: which rank's call raised what
+    gone: dict[int, bool] = field(default_factory=dict)  # in the order in which they ended; True after a goodbye
+    failed: dict[tuple[Ranks, int], str] = field(default_factory=dict)  # by ring and call number: which rank raised what
     stuck: dict[Ranks, str] = field(default_factory=dict)
     compared: dict[tuple[Ranks, int], list[str] | None] = field(default_factory=dict)
     calls: defaultdict[Ranks, RingCalls] = field(default_factory=lambda: defaultdict(RingCalls))
@@ -86,17 +87,17 @@ class State:
     launched: dict[Ranks, tuple[Call, torch.cuda.Event]] = field(default_factory=dict)
     preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
-    asked: float = 0.0  # when the watchdog last asked where the others are
+    asked: float = 0.0  # when the watchdog last asked for the state of the others
 
 
-# A process has one life, and its peers see one end of it: this state cannot live anywhere but in the module.
+# One state per process, hence module-level.
 state = State()
 
 
 def join(address: str, endpoint: coordinator.Endpoint, rank: int, settings: Settings, patience: float) -> None:
-    """Tell the coordinator that this rank lives, and listen for those who do not. The first call counts.
+    """Connect this rank to the coordinator, and start the listener and the watchdog. Only the first call has an effect.
 
-    Raises OSError when the coordinator cannot be reached within ``patience`` seconds.
+    Raises OSError if the coordinator cannot be reached within ``patience`` seconds.
     """
     if state.connection is not None:
         return
@@ -111,31 +112,31 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, settings: Sett
 
 
 def say_goodbye() -> None:
-    """Leave in good order, unless an exception ends this process: then it has died, for the others."""
+    """Report a clean exit, unless an exception is ending this process: the others then treat it as dead."""
     if getattr(sys, "last_value", None) is None:
         send({"bye": True})
 
 
 def trust_collectives() -> None:
-    """The collectives report by themselves when a process has ended, as gloo does: leave good ends to them."""
+    """The collectives themselves report that a process has ended, as gloo's do: leave clean exits to them."""
     state.collectives_see_the_end = True
 
 
 def _forget() -> None:
-    """In a forked child, as torch's DataLoader makes: an open copy of the connection would hide the death of the parent."""
+    """Runs in a forked child, such as a DataLoader worker: its open copy of the connection would hide the parent's death."""
     if state.connection is not None:
         os.close(state.connection.detach())
     state.connection = None
 
 
 def send(message: dict[str, Any]) -> None:
-    with suppress(OSError), state.sending:  # the listener learns that the coordinator has gone
+    with suppress(OSError), state.sending:  # the listener notices if the coordinator has ended
         if state.connection is not None:
             state.connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _listen(connection: socket.socket) -> None:
-    """Write down what the coordinator says, until this process ends."""
+    """Record the coordinator's messages until this process ends."""
     with suppress(OSError, ValueError), connection.makefile("r") as lines:
         for line in lines:
             message = json.loads(line)
@@ -170,7 +171,7 @@ def _stick(ranks: Ranks, words: str) -> None:
 
 
 def _watchdog() -> None:
-    """Ask about the others when a ring call lasts long, and end this process when the call cannot return."""
+    """Ask for the state of the others when a ring call takes long, and end this process when the call cannot return."""
     while True:
         time.sleep(min(max(state.settings.wait_timeout / 16, 0.05), 0.5))
         _ask(time.monotonic())
@@ -188,8 +189,8 @@ def _ask(now: float) -> None:
 
 
 def _unfinished(young: float = math.inf) -> list[Call]:
-    """The calls that have not ended. One that was launched after ``young`` counts without a look at its event: CUDA forbids that
-    while some stream's work is recorded as a graph."""
+    """The calls that have not ended. A call launched after ``young`` counts as unfinished without querying its event, because CUDA
+    forbids the query while a stream is being captured into a graph."""
     launched = [call for call, event in list(state.launched.values()) if call.begun > young or _runs(call, event)]
     return list(state.active.values()) + launched
 
@@ -206,7 +207,7 @@ def _end(call: Call) -> None:
 
 
 def _report() -> Report:
-    """What this process does, for the others that wait for it."""
+    """What this process is doing, for the ranks that wait for it."""
     now = time.monotonic()
     unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
     busy = unfinished or state.preparing or _compiles()
@@ -237,7 +238,7 @@ def _digest(step: str, what: str) -> str:
 
 
 def _place(idle: float, unfinished: list[Call]) -> str:
-    """Where the main thread is: the innermost line that is not of an installed package."""
+    """Where the main thread is: its innermost line outside installed packages."""
     if unfinished:
         return f"it is in a call of the {unfinished[0].ring}"
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -247,7 +248,8 @@ def _place(idle: float, unfinished: list[Call]) -> str:
 
 
 def prepare() -> object:
-    """This process prepares a ring call (traces, compiles): until :func:`prepared` is given the result it is not idle."""
+    """Mark this process as preparing a ring call (tracing, compiling). It does not count as idle until :func:`prepared` is called
+    with the returned key."""
     key = object()
     state.preparing.add(key)
     return key

@@ -1,4 +1,4 @@
-"""A call from torch as data: the request, without the tensors' values, and the tensors as operands in one order."""
+"""A call from torch as data: the request, without the tensors' values, and the tensors as operands in a fixed order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from jax_core.strategies.contract import Operands, RingSpec
 from torch_bridge.mesh import MeshLike
 from torch_bridge.ring import Ring, Tensors
 
-ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # what torch hands over, in this order
-QKV = (0, 1, 2)  # the places of query, key and value
+ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # the operands that torch passes, in this order
+QKV = (0, 1, 2)  # the indices of query, key and value
 
 Where = tuple[MeshLike, str | int | None]  # mesh and mesh dimension
 
 
 class Form(NamedTuple):
-    """Shape and dtype of a tensor: all that checks and compilation need of it."""
+    """Shape and dtype of a tensor: all that checking and compiling need to know."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,10 +29,10 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One attention of this process's tensors. Equal requests are one program.
+    """One attention call on this process's tensors. Equal requests share one program.
 
-    ``forms``: of the operands in the order of ``ARRAYS``, None where there is none, then of each array of a mask function.
-    ``options``: without ``mask_mod``, which is among its ``predicates``.
+    ``forms``: those of the operands in the order of ``ARRAYS``, None for an absent one, then of each array of a mask function.
+    ``options``: without ``mask_mod``, which is one of its ``predicates``.
     """
 
     ring: Ring
@@ -42,7 +42,7 @@ class Request:
 
     @property
     def results(self) -> tuple[Form, Form]:
-        """Of ``out`` and ``lse``."""
+        """The forms of ``out`` and ``lse``."""
         query, value = self.forms[0], self.forms[2]
         assert query is not None and value is not None
         batch, length, heads, _ = query.shape
@@ -51,17 +51,17 @@ class Request:
 
     @property
     def empty(self) -> bool:
-        """Whether there is no pair of a query and a key: a batch or a sequence of length 0."""
+        """Whether there is no query-key pair: a batch or a sequence of length 0."""
         return any(form is not None and 0 in form.shape[:2] for form in self.forms[:3])
 
     def operands(self, arrays: Sequence[Any], built: tuple[tuple[Any, ...], ...] = ()) -> Operands:
-        """``arrays`` in the order of ``forms`` as operands. ``built``: the arrays of a mask builder, which come last."""
+        """``arrays``, given in the order of ``forms``, as operands. ``built``: the arrays of a mask builder, which come last."""
         named: dict[str, Any] = dict(zip(ARRAYS, arrays, strict=False))
         lifted = (tuple(arrays[len(ARRAYS) :]),) if self.options.predicates else ()  # a mask function may have no arrays
         return Operands(**named, predicate_arrays=lifted + built)
 
     def __str__(self) -> str:
-        """In words that are equal on all ranks when the requests are."""
+        """A description that is equal on all ranks if the requests are."""
         options = self.options
         settings = {name: value for name, value in vars(options).items() if value != getattr(Options, name)}
         settings |= {name: getattr(value, "__qualname__", "given") for name, value in settings.items() if callable(value)}
@@ -72,7 +72,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class LocalAttention:
-    """A checked request as functions of this rank's JAX arrays, which come in the order of the request's forms."""
+    """A checked request as functions of this rank's JAX arrays, given in the order of the request's forms."""
 
     request: Request
     spec: RingSpec
@@ -90,10 +90,10 @@ class LocalAttention:
 
 
 def specify(request: Request, place: Placement) -> LocalAttention:
-    """The request, checked by shapes and dtypes (ValueError, NotImplementedError)."""
+    """Checks the request by its shapes and dtypes (ValueError, NotImplementedError)."""
     spec, completed = make_spec(request.options, request.operands(request.forms[: len(ARRAYS)]), place)
     built = completed.predicate_arrays[len(request.options.predicates) :]
-    # As NumPy arrays they belong to no device.
+    # NumPy arrays belong to no device.
     return LocalAttention(request, spec, tuple(tuple(np.asarray(array) for array in arrays) for arrays in built))
 
 
@@ -102,5 +102,5 @@ def forms_of(arrays: Tensors) -> tuple[tuple[tuple[int, ...], torch.dtype] | Non
 
 
 def words_of_seed(seed: int, device: torch.device | str) -> torch.Tensor:
-    """64 bits as two int32 words, low first, written on ``device``."""
+    """The 64-bit seed as two int32 words, low word first, written on ``device``."""
     return torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device).view(torch.int32)

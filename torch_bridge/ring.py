@@ -1,4 +1,4 @@
-"""What every road knows of the ring that shares a sequence, and of the tensors that come."""
+"""What every road knows about the ring that shares a sequence and about the tensors of a call."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 class Ring(Protocol):
-    """Who shares a sequence. Hashable: equal rings are one."""
+    """The ranks that share a sequence. Hashable; equal rings are interchangeable."""
 
     def __hash__(self) -> int: ...
 
@@ -23,12 +23,12 @@ class Ring(Protocol):
 
     @property
     def group(self) -> "dist.ProcessGroup | None":
-        """The torch ProcessGroup of the ranks; None where this process holds the shards of all."""
+        """The torch ProcessGroup of the ranks; None if this process holds the shards of all of them."""
 
     def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """``tensor``, the shards in ``held``, with its dimension ``dim`` laid over the devices that hold them."""
+        """``tensor``, the shards in ``held``, with its dimension ``dim`` split over the devices that hold them."""
 
 
 def tensors_per_sequence(ring: Ring) -> int:
-    """How many tensors such as this process's make the whole sequence."""
+    """How many tensors like this process's make up the whole sequence."""
     return ring.size // len(ring.held)

@@ -1,6 +1,6 @@
-"""The contract between torch and a road: one way of torch tensors into a JAX program and of its results back.
+"""The interface of a road: one path for torch tensors into a JAX program and for its results back.
 
-A road is a module that has what :class:`Road` says; ``roads`` chooses it by the type of the tensors' device.
+A road is a module that implements :class:`Road`; ``roads`` dispatches on the type of the tensors' device.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Program(Protocol):
-    """One attention, ready to run. ``operands`` come in the order of the request's forms, None where there is none.
+    """One attention, ready to run. ``operands`` are given in the order of the request's forms, None for an absent one.
 
-    ``operators``: the number of its own torch operators, for ``Road.OPERATORS``; None where the library's two call it.
+    ``operators``: the number of its own custom ops, for ``Road.OPERATORS``; None if the library's two custom ops call it.
     """
 
     @property
     def operators(self) -> int | None: ...
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out`` and ``lse``, in the forms of ``Request.results``."""
+        """``out`` and ``lse``, with the forms of ``Request.results``."""
 
     def backward(
         self,
@@ -40,42 +40,42 @@ class Program(Protocol):
         dlse: torch.Tensor | None,
         wanted: Sequence[int],
     ) -> list[torch.Tensor]:
-        """The gradients of the operands numbered in ``wanted``, in its order."""
+        """The gradients of the operands whose indices are in ``wanted``, in that order."""
 
 
 class Operators(NamedTuple):
-    """A program's methods as functions of the number of its operators, which torch's tracers see."""
+    """A program's methods as functions of the number of its custom ops, which torch's tracers see."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., list[torch.Tensor]]
 
 
 class Road(Protocol):
-    """What a road's module has. ``OPERATORS``: None where its programs are no torch operators themselves."""
+    """What a road's module provides. ``OPERATORS``: None if its programs are not custom ops themselves."""
 
     @property
     def OPERATORS(self) -> Operators | None: ...
 
     def resolve(self, mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
-        """The ring that ``mesh`` means. Cheap: no communication, and no JAX is started."""
+        """The ring that ``mesh`` stands for. Cheap: no communication, and JAX is not started."""
 
     def check(self, query: torch.Tensor) -> None:
-        """Raises for a device or dtype that this road does not take."""
+        """Raises for a device or dtype that this road does not support."""
 
     def ids(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Segment or position ids in a dtype that the program takes."""
+        """Segment or position ids in a dtype that the program accepts."""
 
     def seed_words(self, seed: int, device: torch.device) -> torch.Tensor:
-        """64 bits as two int32 words on ``device``, low first; JAX reads them as unsigned."""
+        """The 64-bit seed as two int32 words on ``device``, low word first; JAX reads them as unsigned."""
 
     def tracing(self, ring: Ring, query: torch.Tensor) -> AbstractContextManager[object]:
         """A context in which JAX may trace a mask function for a call with ``query``."""
 
     def constant(self, array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
-        """An array that a mask function closes over as an operand on ``device``, of one dimension at least."""
+        """An array that a mask function closes over, as an operand on ``device`` with at least one dimension."""
 
     def program(self, request: "Request") -> Program:
         """Checks the request (ValueError, NotImplementedError) and makes its program."""
 
     def keep_mask(self, seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
-        """:func:`jax_core.masks.dropout.keep_mask` of integer tensors (batch, head, query, key) that broadcast; bool."""
+        """:func:`jax_core.masks.dropout.keep_mask` for broadcastable integer tensors (batch, head, query, key); bool."""

@@ -1,4 +1,4 @@
-"""Which road tensors take: the type of their device decides, here and nowhere else.
+"""Dispatch from a tensor's device type to its road; no other module decides this.
 
 Importing this module loads neither JAX nor torch-xla nor torch-tpu.
 """
@@ -9,7 +9,7 @@ from torch_bridge.road import Road
 
 
 def road_of(device: torch.device) -> Road:
-    """The road of tensors on ``device``. Import statements, because torch.compile traces them."""
+    """The road of tensors on ``device``. Uses import statements because torch.compile can trace them."""
     if device.type == "xla":
         from torch_bridge import torch_xla
 

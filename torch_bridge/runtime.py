@@ -1,10 +1,10 @@
-"""JAX beside torch: its start in every process of the world, and a quiet end.
+"""Runs JAX beside torch: starts it in every process of the world, and shuts it down quietly.
 
-Nothing here is asked of the user. The first call of a ring of more than one process runs :func:`start`, which is then a
-collective call of the *whole world*, also when the rings are subsets of it: JAX has one ``jax.distributed`` per job. A program
-in which only some ranks ever use a ring calls ``start()`` on all ranks, once, after ``init_process_group``.
+Users need not call anything here. The first call of a ring of more than one process runs :func:`start`, which is then a collective
+of the *whole world*, even if the rings are subsets of it: JAX has one ``jax.distributed`` per job. A program in which only some
+ranks ever use a ring must call ``start()`` once on all ranks, after ``init_process_group``.
 
-What happens when a process dies, fails, or does not come is in ``torch_bridge.calls``, whose names for callers are here too.
+``torch_bridge.calls`` handles a process that dies, fails, or does not join; its public names are re-exported here.
 """
 
 import atexit
@@ -40,13 +40,13 @@ __all__ = [
     "watch",
 ]
 
-# How long the processes wait for one another at the start, in seconds; `start(start_timeout=)` changes it.
+# How long the processes wait for one another in `start`, in seconds; `start(start_timeout=)` changes it.
 START_TIMEOUT = 300.0
 
 
 @dataclass
 class _State:
-    """How far JAX's start has come in this process."""
+    """How far JAX has been started in this process."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     started: bool = False
@@ -56,7 +56,7 @@ class _State:
     connected: set[Ring] = field(default_factory=set)
 
 
-# A process has one JAX: its state cannot live anywhere but in the module.
+# A process has one JAX, hence module-level state.
 _state = _State()
 
 
@@ -69,23 +69,23 @@ def start(
     wait_timeout: float | None = None,
     check: Literal["new_programs", "every_call"] = "new_programs",
 ) -> None:
-    """Have JAX run in this process, as one of the torch world. Idempotent, thread-safe, and nearly free once it has run.
+    """Start JAX in this process, as one process of the torch world. Idempotent, thread-safe, and nearly free once it has run.
 
-    With ``ring`` of one process, or without torch.distributed, or in a world of one: settings only, no communication.
-    Otherwise (a larger ring, or no ``ring``) a collective call of all ranks of the default process group: JAX's process
+    With a ``ring`` of one process, without torch.distributed, or in a world of one: settings only, no communication.
+    Otherwise (a larger ring, or no ``ring``) it is a collective of all ranks of the default process group: JAX's process
     index is then the global torch rank, and each process has exactly one device.
 
     ``device``: the torch device of the tensors to come (default: the current CUDA device, or the CPU). ``peer_timeout``:
     seconds after a peer's death within which this process ends with :class:`PeerFailure`. ``wait_timeout`` (default:
-    ``peer_timeout``): seconds within which it does so when it is in a ring call that a living member of the ring never joins.
-    A rank that computes or compiles in the same call has any time; one that pauses between its calls (a checkpoint, a slow
-    data loader) while others wait has three quarters of it. ``start_timeout``: seconds to wait for the other processes here
-    (default: ``START_TIMEOUT``; where the first ring call comes without ``start()``, the others have ``wait_timeout`` to come
-    to theirs). ``check``: "new_programs" compares the ranks' requests when a ring meets a new program, "every_call" before
-    every forward and backward, to find the call that differs.
+    ``peer_timeout``): the same limit for a ring call that a living member of the ring never joins. A rank that computes or
+    compiles in the same call may take any time; one that pauses between its calls (a checkpoint, a slow data loader) while
+    others wait may take three quarters of ``wait_timeout``. ``start_timeout``: seconds to wait here for the other processes
+    (default: ``START_TIMEOUT``; if the first ring call comes without ``start()``, the other ranks have ``wait_timeout`` to make
+    theirs). ``check``: "new_programs" compares the ranks' requests whenever a ring meets a new program, "every_call" before
+    every forward and backward, to find the first call that differs.
 
-    All count only in the call that starts JAX. Raises ValueError for another ``check`` or where ranks differ in it, RuntimeError
-    when the user's program has started JAX in a way that cannot work, and PeerFailure when a rank does not come.
+    All of these take effect only in the call that starts JAX. Raises ValueError for an unknown ``check`` or if it differs between
+    ranks, RuntimeError if the user's program has started JAX in a way that cannot work, and PeerFailure if a rank does not arrive.
     """
     if ring in _state.connected:
         return
@@ -105,7 +105,7 @@ def start(
 
 
 def refused() -> bool:
-    """Whether a start has failed before the processes had met: then they have no way to tell one another anything."""
+    """Whether a start failed before the processes had met: then they have no way to exchange messages."""
     return _state.refused
 
 
@@ -142,15 +142,15 @@ def _start_world(device: torch.device | None, settings: peers.Settings, arrival:
 
 
 def _settings_before_jax(device: torch.device | None) -> None:
-    """What JAX reads from the environment when its backends start; what the user has set stays."""
+    """Set what JAX reads from the environment when its backends start; the user's own settings are kept."""
     if "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ and _backends_started():
         _warn_of_preallocation()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 75 % of the GPU that torch shares
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes 75 % of the GPU that torch uses too
     if "JAX_PLATFORMS" not in os.environ and not torch.cuda.is_available():
         os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    # The environment is read when jax is imported, and the user may have imported it before.
+    # JAX reads the environment when it is imported, which the user may have done before.
     if not _backends_started() and not _platforms() and "JAX_PLATFORMS" in os.environ:
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
@@ -169,7 +169,7 @@ def _warn_of_preallocation() -> None:
 
 
 def _backends_started() -> bool:
-    from jax._src import xla_bridge  # no public name tells it without starting them
+    from jax._src import xla_bridge  # no public function tells this without starting them
 
     return bool(xla_bridge.backends_are_initialized())
 
@@ -194,10 +194,10 @@ def _refuse_what_cannot_work() -> None:
 
 
 def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[coordinator.Endpoint, str]:
-    """Wait until every rank has come here; rank 0 starts the coordinator and tells the others where it is.
+    """Wait until every rank has arrived here; rank 0 starts the coordinator and tells the others its address.
 
-    All of it goes through torch's store, where a wait has a limit and can tell who is missing: RuntimeError where a rank's JAX or
-    the coordinator cannot start, PeerFailure where a rank does not come.
+    Everything goes through torch's store, where a wait has a timeout and can tell who is missing. Raises RuntimeError if a rank's
+    JAX or the coordinator cannot start, PeerFailure if a rank does not arrive.
     """
     store = dist.PrefixStore("ring_attn/start", dist.distributed_c10d._get_default_store())
     problem = _problem(device)
@@ -215,7 +215,7 @@ def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[
 
 
 def _problem(device: torch.device | None) -> str:
-    """Why JAX cannot start in this process; empty where it can."""
+    """Why JAX cannot start in this process; empty if it can."""
     try:
         _settings_before_jax(device)
         _refuse_what_cannot_work()
@@ -252,7 +252,7 @@ def _await_keys(store: dist.Store, names: list[str], timeout: float, what: str) 
 
 
 def _launch(timeout: float) -> tuple[tuple[int, int, str] | None, str, str]:
-    """The coordinator's endpoint and address, or why there is none: nobody may wait for what is not."""
+    """The coordinator's endpoint and address, or the reason why it could not start, so that no rank waits for it in vain."""
     try:
         endpoint = coordinator.launch(_world_size(), timeout)
         return (endpoint.service_port, endpoint.port, endpoint.token), _address(), ""
@@ -270,7 +270,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
 
     if "cpu" in (_platforms() or "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would catch SIGTERM, by which torchrun and schedulers end a job.
+    # It would catch SIGTERM, with which torchrun and schedulers end a job.
     jax.config.update("jax_enable_preemption_service", False)
     _bypass_proxy(address)
     jax.distributed.initialize(
@@ -280,7 +280,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
         local_device_ids=[_local_device(device)],
         cluster_detection_method="deactivate",
         initialization_timeout=int(timeout),
-        # Process 0 always starts a service. The one that counts is the coordinator's; this one gets a port nobody knows.
+        # Process 0 always starts a service. The coordinator's is the one in use; this one gets an unused local port.
         coordinator_bind_address="localhost:0",
     )
     _state.owns_distributed = True
@@ -288,7 +288,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
 
 
 def _disown() -> None:
-    """A forked child that ends must not sign its parent off."""
+    """A forked child must not disconnect its parent when it exits."""
     _state.owns_distributed = False
 
 
@@ -297,13 +297,13 @@ def _bracketed(address: str) -> str:
 
 
 def _bypass_proxy(address: str) -> None:
-    """gRPC would send the ranks' own traffic through an HTTP proxy of the environment."""
+    """Otherwise gRPC would send the ranks' own traffic through an HTTP proxy set in the environment."""
     if any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         os.environ.setdefault("no_grpc_proxy", ",".join(filter(None, (os.environ.get("no_proxy"), address, "localhost"))))
 
 
 def _platforms() -> str:
-    """The platforms that JAX may use, separated by commas; empty where it chooses for itself."""
+    """The platforms that JAX may use, separated by commas; empty if JAX chooses."""
     import jax
 
     return jax.config.jax_platforms or ""  # type: ignore[attr-defined]  # made at run time
@@ -316,15 +316,15 @@ def _local_device(device: torch.device | None) -> int:
     if not torch.cuda.is_available():
         return 0
     chosen, local_rank = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", "0"))
-    # 0 is also what a program has that has chosen nothing yet.
+    # 0 is also the default of a program that has not chosen a device yet.
     return chosen or (local_rank if local_rank < torch.cuda.device_count() else 0)
 
 
 def _connect_ring(ring: Ring, device: torch.device | None) -> None:
-    """Have the ring's processes meet once and open their connections, before any waits in a real step.
+    """Synchronise the ring's processes once and open their connections before the first real step.
 
-    gloo gives the processes 30 seconds to arrive at the first collective of a ring, and one may compile or read data for
-    longer: the comparison waits as long as it must.
+    gloo gives the processes 30 seconds to arrive at the first collective of a ring, but a rank may compile or read data for
+    longer; the comparison waits as long as necessary.
     """
     if ring.size > 1 and ring not in _state.connected:
         compare(ring, "the first call of this ring")
@@ -371,12 +371,12 @@ def _verify() -> None:
 
 
 def shutdown() -> None:
-    """Leave JAX's world quietly; no other process is waited for. Runs by itself at exit; ring calls are over after it."""
+    """Leave JAX's world without waiting for any other process. Runs by itself at exit; no ring call may follow it."""
     with _state.lock:
         peers.say_goodbye()
         if _state.owns_distributed:
             import jax
 
             _state.owns_distributed = False
-            with suppress(Exception):  # the coordinator may be gone, and nobody is left to handle it
+            with suppress(Exception):  # the coordinator may be gone, and at exit no one could handle the error
                 jax.distributed.shutdown()

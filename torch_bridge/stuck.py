@@ -1,11 +1,11 @@
-"""Which rings can never go on, from what every rank says of its calls. Pure functions, which the coordinator calls."""
+"""Finds the rings that can never continue from every rank's report of its calls. Pure functions, called by the coordinator."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Of a rank's wait limit: when it asks where the others are, and when it no longer waits for one that is in no ring call. The rest
-# is for the question and the answers, so that all have ended within the limit.
+# Shares of a rank's wait limit: when it asks for the state of the others, and when it stops waiting for one that is in no ring
+# call. The rest is for the question and the answers, so that all have ended within the limit.
 ASK_AFTER, GIVE_UP_AFTER = 0.25, 0.75
 
 Ranks = tuple[int, ...]
@@ -14,8 +14,8 @@ Ranks = tuple[int, ...]
 class Standing(NamedTuple):
     """One rank's calls of one ring.
 
-    ``number``: of its last call, counted from 1. ``waits``: seconds since that call began, None once it has ended. ``calls``: a
-    digest of what it asked for in its last calls, by their numbers. ``last``: the last call in words.
+    ``number``: that of its last call, counted from 1. ``waits``: seconds since that call began, None once it has ended. ``calls``:
+    digests of its most recent calls, by their numbers. ``last``: a description of the last call.
     """
 
     number: int
@@ -25,8 +25,8 @@ class Standing(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank says of itself. ``idle``: seconds for which it has been in no call of any ring, 0 while it is in one or prepares
-    one. ``place``: what its main thread does, in words. ``limit``: seconds for which it waits for an idle rank."""
+    """A rank's report about itself. ``idle``: seconds for which it has been in no ring call, 0 while it is in one or prepares one.
+    ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank."""
 
     limit: float
     idle: float
@@ -47,18 +47,18 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class _World:
-    """All reports, and of each ring whose ranks ask for different things the number of the first such call."""
+    """All reports and, for each ring whose ranks make different calls, the number of the first call that differs."""
 
     reports: Mapping[int, Report]
     apart: Mapping[Ranks, int]
 
     def waits(self, rank: int, share: float) -> list[Ranks]:
-        """The rings in which ``rank`` has waited for this share of its limit."""
+        """The rings in which ``rank`` has waited for at least this share of its limit."""
         report = self.reports[rank]
         return [ring for ring, own in report.rings.items() if own.waits is not None and own.waits >= share * report.limit]
 
     def behind(self, rank: int, ring: Ranks) -> set[int]:
-        """The members of the ring that have not come to the call that ``rank`` is in."""
+        """The members of the ring that have not reached the call that ``rank`` is in."""
         number = self.reports[rank].rings[ring].number
         return {other for other in ring if other in self.reports and self._number(other, ring) < number}
 
@@ -67,7 +67,7 @@ class _World:
         return standing.number if standing else 0
 
     def goes_on(self, rank: int, free: set[int]) -> bool:
-        """Whether this rank will end what it does, when those in ``free`` do."""
+        """Whether this rank will finish what it is doing, provided that those in ``free`` do."""
         report = self.reports[rank]
         calls = [ring for ring, own in report.rings.items() if own.waits is not None]
         if not calls:
@@ -76,11 +76,11 @@ class _World:
 
 
 def stuck_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
-    """The rings that can never go on, and why, by what each of the ranks says.
+    """The rings that can never continue, each with the reason, derived from the reports of all ranks.
 
-    A rank in a ring call waits for the members that have not come to it. One that is busy (in a call that all its members are in,
-    however long; compiling; idle for less than its limit) will come; one that waits for such ranks alone will come too. Whoever is
-    left waits for an idle rank, or in a circle. Ranks whose calls of one number differ never meet.
+    A rank in a ring call waits for the members that have not reached it. A busy rank (in a call that all its members have joined,
+    however long it takes; compiling; idle for less than its limit) will arrive, and so will a rank that waits only for such ranks.
+    Any other rank waits for an idle rank or in a cycle. Ranks whose calls with the same number differ never meet.
     """
     rings = {ring for report in reports.values() for ring in report.rings}
     apart = {ring: number for ring in rings if (number := _first_apart(ring, reports)) is not None}
@@ -124,7 +124,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def asked_for(ring: Ranks, reports: Mapping[int, Report]) -> str:
-    """What every member of the ring last asked for, and what it does now; members that say the same are named together."""
+    """What every member of the ring last called, and what it is doing now; members with the same answer are listed together."""
     saying: dict[str, list[int]] = {}
     for rank in ring:
         if rank in reports:

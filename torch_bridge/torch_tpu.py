@@ -1,7 +1,7 @@
-"""TorchTPU's road (docs/torch_tpu.md): the ring as torch operators that ``torch.tpu.pallas.jax_op`` makes of JAX functions.
+"""The TorchTPU road (docs/torch_tpu.md): the ring as custom ops that ``torch.tpu.pallas.jax_op`` makes from JAX functions.
 
-torch-tpu holds the TPU and compiles what JAX has traced; JAX itself runs nothing there. An operator is one program of the whole
-world, in which equal rings that tile it run side by side.
+torch-tpu owns the TPU and compiles what JAX has traced; JAX itself runs nothing there. A custom op is one program of the whole
+world, in which equal rings that tile the world run side by side.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from torch_bridge.ring import Ring as AnyRing
 from torch_bridge.ring import Tensors
 from torch_bridge.road import Operators
 
-FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # operators in the namespace ring_attn; each one's number follows
+FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # custom ops in the namespace ring_attn, each name followed by a number
 Grid = tuple[int, int, int]
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def seed_words(seed: int, device: torch.device) -> torch.Tensor:
-    """As data: a number in the program would compile it anew for every seed."""
+    """Passed as data: a constant would recompile the program for every seed."""
     return words_of_seed(seed, "cpu").to(device)
 
 
@@ -64,15 +64,15 @@ def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
 
 
 def program(request: Request) -> "Program":
-    """With a ring of several processes all processes of the world make the call, with equal shapes, dtypes and options, which are
-    not compared. Raises NotImplementedError for rings that do not tile the world, ImportError without torch-tpu, RuntimeError where
-    JAX would take the TPU."""
+    """With a ring of several processes, all processes of the world must make the call with equal shapes, dtypes and options, which
+    are not compared. Raises NotImplementedError for rings that do not tile the world, ImportError without torch-tpu, RuntimeError
+    if JAX would take the TPU."""
     keep_jax_on_cpu()
     return Program(operators(request).number)
 
 
 def keep_jax_on_cpu() -> None:
-    """A TPU has one owner, torch-tpu; what JAX has to compute while it traces is for the CPU."""
+    """A TPU has one owner, here torch-tpu; JAX computes on the CPU whatever tracing requires."""
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # made at run time
     if not platforms:
         jax.config.update("jax_platforms", "cpu")
@@ -83,9 +83,9 @@ def keep_jax_on_cpu() -> None:
 
 
 def tile_world(ring: Ring) -> Grid | None:
-    """The world as a grid ``(before, ring, after)`` of rings like this one, in the order of its ranks; None for a ring of one.
+    """The world as a grid ``(before, ring, after)`` of rings like this one, in rank order; None for a ring of one.
 
-    Raises NotImplementedError where there is no such grid.
+    Raises NotImplementedError if there is no such grid.
     """
     if ring.size == 1:
         return None
@@ -113,25 +113,25 @@ def backward(
     dlse: torch.Tensor | None,
     wanted: Sequence[int],
 ) -> list[torch.Tensor]:
-    # One program whether or not a rank made something of the LSE.
+    # The same program whether or not a rank used the LSE.
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     return getattr(torch.ops.ring_attn, f"{BACKWARD}_{number}")(_contiguous((*operands, out, lse, dout, dlse)), list(wanted))
 
 
 def _contiguous(tensors: Tensors) -> list[torch.Tensor]:
-    """Those that there are. An operator knows a tensor's shape alone."""
+    """The tensors that are not None, made contiguous: a custom op sees only a tensor's shape."""
     return [tensor.contiguous() for tensor in tensors if tensor is not None]
 
 
-# By the number of a program, in its name: torch.compile traces these, where it would not trace a method of an object.
+# Functions of a program's number: torch.compile can trace these, but not a method of an object.
 OPERATORS = Operators(forward, backward)
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One attention as two torch operators of its own: ``tpu_forward_N (Tensor[] operands) -> (Tensor out, Tensor lse)``, and
-    ``tpu_backward_N (Tensor[] arrays, int[] wanted) -> Tensor[]`` of the operands, out, lse and their cotangents. ``wanted`` counts
-    as the request's forms do."""
+    """One attention as two custom ops of its own: ``tpu_forward_N (Tensor[] operands) -> (Tensor out, Tensor lse)``, and
+    ``tpu_backward_N (Tensor[] arrays, int[] wanted) -> Tensor[]`` of the operands, out, lse and their cotangents. ``wanted`` holds
+    indices into the request's forms."""
 
     operators: int
 
@@ -151,7 +151,7 @@ class Program:
 
 
 class Made(NamedTuple):
-    """The two operators of a request, and the number in their names."""
+    """The two custom ops of a request, and the number in their names."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., list[torch.Tensor]]
@@ -160,13 +160,13 @@ class Made(NamedTuple):
 
 @cache
 def operators(request: Request) -> Made:
-    """Checks the request and makes its operators."""
+    """Checks the request and makes its custom ops."""
     assert isinstance(request.ring, Ring)
     grid = tile_world(request.ring)
     attention = specify(request, placement(grid))
     pallas = _pallas()
     world = None if grid is None else pallas.get_pallas_mesh(AXIS)
-    number = operators.cache_info().misses  # the same on all ranks, which make their programs in one order
+    number = operators.cache_info().misses  # the same on all ranks, which make their programs in the same order
     rows = None if world is None else PartitionSpec(AXIS)
 
     def operator(name: str, function: Callable[..., object]) -> Any:
@@ -194,12 +194,12 @@ def placement(grid: Grid | None) -> Placement:
 def over_world(
     attention: LocalAttention, world: Mesh | None, grid: Grid | None
 ) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Its forward and backward on arrays whose blocks of rows are the shards of the world's processes, as in
-    :mod:`torch_bridge.compiled`: no operand needs a sharding of its own. ``jax_op`` reads their signatures."""
+    """Its forward and backward on arrays whose blocks of rows are the shards of the world's processes. As in
+    :mod:`torch_bridge.compiled`, no operand needs its own sharding. ``jax_op`` reads the functions' signatures."""
     rings, given = _rings(world, grid), [number for number, form in enumerate(attention.request.forms) if form is not None]
 
     def spread(arrays: Sequence[jax.Array]) -> list[jax.Array | None]:
-        """In the places of the request's forms."""
+        """Put the arrays at the indices of the request's forms."""
         places = dict(zip(given, arrays, strict=False))
         return [places.get(number) for number in range(len(attention.request.forms))]
 
@@ -219,7 +219,7 @@ def over_world(
 
 
 def _rings(world: Mesh | None, grid: Grid | None) -> Mesh | None:
-    """The world's mesh with an axis for its rings; itself, where they are one."""
+    """The world's mesh with an axis for its rings; the mesh itself if the world is one ring."""
     if world is None or grid is None or grid[1] == world.size:
         return world
     return Mesh(world.devices.reshape(grid), ("before", AXIS, "after"))

@@ -1,11 +1,11 @@
-"""The torch-xla road: tensors on an XLA device, in SPMD mode, whose graph the ring becomes a part of.
+"""The torch-xla road: for tensors on an XLA device in SPMD mode, the ring becomes part of torch-xla's graph.
 
-One process sees whole tensors and XLA splits them over the devices of a ``torch_xla.distributed.spmd.Mesh``, so nothing crosses
-from torch to JAX here: JAX only traces the pair (``api.global_arrays``), and its HLO goes into torch-xla's graph, as that of
-``torch_xla.core.xla_builder.call_jax`` does. But ``call_jax`` lowers for the devices that JAX sees, and JAX must not open a
-TPU that torch-xla holds; here the pair is lowered for torch-xla's hardware, over a mesh without devices.
+One process sees whole tensors and XLA splits them over the devices of a ``torch_xla.distributed.spmd.Mesh``, so no data crosses
+from torch to JAX here: JAX only traces the forward and backward (``api.global_arrays``), and their HLO goes into torch-xla's graph,
+as with ``torch_xla.core.xla_builder.call_jax``. But ``call_jax`` lowers for the devices that JAX sees, and JAX must not open a TPU
+that torch-xla holds. Here both are lowered for torch-xla's hardware, over a mesh without devices.
 
-This module loads torch-xla and JAX; it is imported where a tensor's device type is "xla".
+This module loads torch-xla and JAX; it is imported only for tensors of device type "xla".
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ _WIDE = (torch.float64, torch.int64)
 
 @dataclass(frozen=True)
 class Ring:
-    """``size`` devices along dimension ``dim`` of ``mesh``; no mesh is no ring. ``held``: the ranks whose shards are here, all."""
+    """``size`` devices along dimension ``dim`` of ``mesh``; without a mesh there is no ring. ``held``: all ranks."""
 
     mesh: AbstractMesh | None = None
     dim: int = 0
@@ -55,18 +55,18 @@ class Ring:
         """There is one process."""
 
     def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """``tensor``, which nobody has split yet, with its dimension ``dim`` split over the ring."""
+        """``tensor``, not sharded so far, with its dimension ``dim`` split over the ring."""
         if self.size > 1:
             spmd.mark_sharding(tensor, self.devices, tuple(self.dim if i == dim else None for i in range(tensor.ndim)))
         return tensor
 
 
 def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
-    """The ring that ``mesh`` means for tensors on an XLA device.
+    """The ring that ``mesh`` stands for, for tensors on an XLA device.
 
     ``mesh``: a ``torch_xla.distributed.spmd.Mesh`` of one dimension, or of several with ``mesh_dim`` (a name, or an index); None
-    (the mesh of ``torch_xla.distributed.spmd.set_global_mesh``, or no ring where none was set); "local" (no ring). The other
-    dimensions of the mesh split the batch, where they divide it. Raises ValueError for anything else, for a dimension that the mesh
+    (the mesh of ``torch_xla.distributed.spmd.set_global_mesh``, or no ring if none was set); "local" (no ring). The other
+    dimensions of the mesh split the batch if they divide it. Raises ValueError for anything else, for a dimension that the mesh
     does not have, and for a mesh of several devices outside SPMD mode.
     """
     mesh = _global_mesh() if mesh is None else mesh
@@ -98,7 +98,7 @@ def _global_mesh() -> spmd.Mesh | None:
     return mesh
 
 
-@cache  # a mesh is made once, and asked for at every call
+@cache  # a mesh is made once, and every call needs its ring
 def _of_mesh(mesh: spmd.Mesh, mesh_dim: str | int | None) -> Ring:
     names = tuple(map(str, mesh.shape()))
     if mesh_dim is None and len(names) > 1:
@@ -123,13 +123,13 @@ def check(query: torch.Tensor) -> None:
 
 
 def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """As they are: ids of 64 bits are computed with as such."""
+    """Returned as they are: 64-bit ids are used in 64 bits."""
     del name
     return tensor
 
 
 def seed_words(seed: int, device: torch.device) -> torch.Tensor:
-    """As data: a number in the graph would compile it anew for every seed."""
+    """Passed as data: a constant in the graph would recompile it for every seed."""
     return words_of_seed(seed, "cpu").to(device)
 
 
@@ -150,13 +150,13 @@ def _keep_mask(prob: float) -> Callable[..., jax.Array]:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One attention as parts of torch-xla's graph."""
+    """One attention as part of torch-xla's graph."""
 
     attention: GlobalAttention
     platform: str
     backward_of: Callable[
         [tuple[str, ...], bool], Callable[..., object]
-    ]  # for the wanted gradients, and whether the LSE's is given
+    ]  # for the wanted gradients, and whether the LSE has a cotangent
     operators: None = None
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +182,7 @@ def _given(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def program(request: Request) -> Program:
-    """ValueError for position ids of 64 bits beside a mask function."""
+    """Raises ValueError for 64-bit position ids together with a mask function."""
     ring, platform = request.ring, _platform()
     assert isinstance(ring, Ring)
     _check_positions(request)
@@ -203,14 +203,14 @@ def _check_positions(request: Request) -> None:
     if not request.options.predicates:
         return
     for name, form in zip(ARRAYS, request.forms, strict=False):
-        # Whether they fit in 32 bits is not known before the graph has run.
+        # Whether the values fit in 32 bits is not known until the graph has run.
         if form is not None and name.endswith("_position_ids") and form.dtype == torch.int64:
             raise ValueError(f"mask_mod takes positions of 32 bits: {name} must be int32, got {form.dtype}; call .to(torch.int32)")
 
 
 def _without_pallas(options: Options) -> Options:
-    """With the XLA kernel. Pallas asks JAX for the TPU that it compiles for, which torch-xla holds; and torch-xla 2.9 brings a
-    libtpu that is older than the kernels' form."""
+    """The options with the XLA kernel. Pallas asks JAX for the TPU that it compiles for, but torch-xla holds it; and torch-xla 2.9
+    ships a libtpu that is too old for the kernels' format."""
     named = {options.platform, options.cfg.platform if options.cfg else None} - {None, "auto"}
     if "pallas" in named:
         raise NotImplementedError('the torch-xla road has no Pallas kernels, got platform="pallas"; use platform="xla" or "auto"')
@@ -228,7 +228,7 @@ def _backward(attention: GlobalAttention, names: tuple[str, ...], with_dlse: boo
 
 
 def _platform() -> str:
-    """JAX's name of torch-xla's hardware."""
+    """JAX's name for torch-xla's hardware."""
     hardware = xla_runtime.device_type()
     if hardware not in _HARDWARE:
         raise NotImplementedError(f"the torch-xla road runs on {' and '.join(_HARDWARE)}, got {hardware}; use torch's own device")
@@ -236,8 +236,8 @@ def _platform() -> str:
 
 
 def call(function: Callable[..., object], tensors: Sequence[torch.Tensor], platform: str) -> list[torch.Tensor]:
-    """``function`` of JAX arrays as a part of the graph of ``tensors``, which are on an XLA device. It is traced once for each
-    shape and dtype, so keep one function object."""
+    """Adds ``function`` of JAX arrays to the graph of ``tensors``, which are on an XLA device. It is traced once for each
+    combination of shapes and dtypes, so reuse the same function object."""
     forms = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
     return _computation(function, forms, platform)(list(tensors))
 
@@ -260,9 +260,9 @@ def _struct(shape: tuple[int, ...], dtype: torch.dtype) -> jax.ShapeDtypeStruct:
 
 @contextmanager
 def _jax_for_torch_xla() -> Iterator[None]:
-    """JAX as torch-xla needs it: away from the device that torch-xla holds, and with the partitioner that torch-xla has."""
-    config: Any = jax.config  # its attributes are made at run time
-    if not config.jax_platforms:  # what the user chose stays
+    """Configures JAX for torch-xla: off the device that torch-xla holds, and with the partitioner that torch-xla uses."""
+    config: Any = jax.config  # its attributes are created at run time
+    if not config.jax_platforms:  # keep the user's choice
         jax.config.update("jax_platforms", "cpu")
     shardy = config.jax_use_shardy_partitioner
     jax.config.update("jax_use_shardy_partitioner", False)

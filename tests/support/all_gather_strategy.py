@@ -1,4 +1,4 @@
-"""The smallest strategy under the contract: every rank gathers all keys and values and calls the kernel once. For tests alone."""
+"""The smallest strategy under the contract: every rank gathers all keys and values and calls the kernel once. For tests only."""
 
 import jax
 from jax import lax

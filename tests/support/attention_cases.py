@@ -1,8 +1,8 @@
-"""Cases of attention, their inputs, and how to run one: on a ring of CPU devices, or through the oracle.
+"""Attention test cases, their inputs, and how to run one: on a ring of CPU devices, or through the oracle.
 
 Inputs are whole sequences in natural order, made by NumPy from the case's name and rounded to the case's dtype, so that every
-implementation starts from the very same numbers. `ring_results` brings them into the layout's order, calls
-`jax_core.ring_attention`, differentiates, and brings everything back.
+implementation starts from the same numbers. `ring_results` converts them to the layout's order, calls
+`jax_core.ring_attention`, differentiates, and converts everything back.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from jax_core.masks.layout import inverse_permutation, permutation
 from jax_core.testing.oracle import reference_attention
 
 DIFFERENTIABLE = ("query", "key", "value", "softmax_aux", "bias", "alibi_slopes")
-# Which axis of an argument runs along the sequence, and on which side. What is missing here is the same on every rank.
+# Which axis of an argument runs along the sequence, and on which side. Arguments not listed here are the same on every rank.
 SEQUENCE_AXIS = {
     "query": (1, "q"),
     "key": (1, "kv"),
@@ -38,7 +38,7 @@ SEQUENCE_AXIS = {
     "lse": (2, "q"),
 }
 SPEC_ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_segment_ids")
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # makes the small programs that run once a third faster
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # makes small programs that run once a third faster
 MODES = ("shard_map", "mesh", "mesh and specs", "alone")
 
 Arrays = dict[str, np.ndarray]
@@ -46,7 +46,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """One call of ring_attention. `queries` and `keys` are lengths of a shard; `arrays` makes the optional array arguments."""
+    """One call of ring_attention. `queries` and `keys` are lengths per shard; `arrays` makes the optional array arguments."""
 
     name: str
     ring: int = 1
@@ -61,7 +61,7 @@ class Case:
     dtype: str = "float32"
     block: int | None = 16
     mode: str = "shard_map"
-    spread: float = 1.0  # of the entries of query; large ones make the softmax sharp
+    spread: float = 1.0  # of the query's entries; a large one makes the softmax sharp
     lse_cotangent: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # options that must not change the result
@@ -85,7 +85,7 @@ class Case:
 
 
 def make_inputs(case: Case) -> Arrays:
-    """The array arguments, whole and in natural order; floating ones in the case's dtype (sinks and slopes in float32 at least)."""
+    """The array arguments, whole and in natural order; floats in the case's dtype (sinks and slopes in float32 or wider)."""
     rng = np.random.default_rng(crc32(case.name.encode()))
     value_dim = case.dim if case.value_dim is None else case.value_dim
     inputs = {
@@ -116,7 +116,7 @@ def make_cotangents(case: Case) -> Arrays:
 
 
 def normal(*shape: int | str, spread: float = 1.0) -> Callable[[np.random.Generator, Case], np.ndarray]:
-    """Normal numbers; a shape may name the case's sizes: B, H, T (all queries), S (all keys)."""
+    """Normally distributed numbers; a shape may name the case's sizes: B, H, T (all queries), S (all keys)."""
 
     def make(rng: np.random.Generator, case: Case) -> np.ndarray:
         return spread * rng.standard_normal(_shape(shape, case))
@@ -144,7 +144,7 @@ def _shape(shape: tuple[int | str, ...], case: Case) -> tuple[int, ...]:
 
 
 def segments(side: str, count: int = 3, padding: float = 0.0) -> Callable[[np.random.Generator, Case], np.ndarray]:
-    """[B, length]: `count` segments of random lengths in order, and the last `padding` share of the sequence is padding (-1)."""
+    """[B, length]: `count` segments of random lengths in order; the last `padding` share of the sequence is padding (-1)."""
 
     def make(rng: np.random.Generator, case: Case) -> np.ndarray:
         length = case.length(side)
@@ -222,7 +222,7 @@ def _named(results: Any, gradients: Any) -> Arrays:
 
 @contextmanager
 def quick_compiles(quick: bool = True) -> Iterator[None]:
-    """XLA without most optimisations, for small programs that run once; or with them, where others go without."""
+    """Disables most XLA optimisations, for small programs that run once; or enables them again, where they are disabled."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", quick)
     try:
@@ -236,7 +236,7 @@ def ring_mesh(size: int) -> Mesh:
 
 
 def ring_results(case: Case, inputs: Arrays, cotangents: Arrays, check_vma: bool = True) -> Arrays:
-    """What `oracle_results` gives, from `jax_core.ring_attention` in the case's dtype, ring, layout and mode."""
+    """The same results as `oracle_results`, from `jax_core.ring_attention` in the case's dtype, ring, layout and mode."""
     with jax.enable_x64(case.dtype == "float64"), quick_compiles(case.quick_compile):
         parameters, rest = _split(to_layout(case, inputs))
         attend = sharded_attention(case, inputs, check_vma)
@@ -259,7 +259,7 @@ def check_dtypes(case: Case, parameters: Any, results: Any, gradients: Any) -> N
 
 
 def ring_output(case: Case, inputs: Arrays) -> np.ndarray:
-    """The output alone, in natural order: the forward of `ring_results`, at half its price."""
+    """The output alone, in natural order: the forward of `ring_results`, at half the cost."""
     parameters, rest = _split(to_layout(case, inputs))
     out = jax.jit(sharded_attention(case, inputs), compiler_options=QUICK_COMPILE)(parameters, rest)[0]
     return from_layout(case, {"out": np.asarray(out)})["out"]
@@ -331,7 +331,7 @@ def _reordered(case: Case, arrays: Arrays, order: Callable[[str, int, int], list
 
 
 def every_third_pair(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
-    """A mask_mod that reads all four of its arguments, and hides some rows altogether."""
+    """A mask_mod that reads all four of its arguments and hides some rows completely."""
     return ((q_pos * 5 + k_pos * 3 + head + batch) % 3 != 0) & (q_pos % 7 != 4)
 
 
@@ -373,8 +373,8 @@ MIXED = {"options": CAUSAL | DROPOUT | {"sliding_window": 40}, "arrays": PACKED 
 
 _slowly = partial(Case, slow=True)
 
-# Each feature alone, somewhere on the three layouts and ring sizes 1, 2 and 4; then what interacts. Not every feature on every
-# layout: the layouts differ in positions and in the columns of bias and mask, the ring sizes in the number of steps.
+# Each feature alone, on one of the three layouts and ring sizes 1, 2 and 4; then those that interact. Not every feature on every
+# layout: the layouts differ only in positions and in the columns of bias and mask, the ring sizes in the number of steps.
 # fmt: off
 FEATURE_CASES = (
     _slowly("whole sequence on one device", mode="alone", queries=37),

@@ -1,4 +1,4 @@
-"""Small random masks, tiles and layouts, for judging every pair of positions one by one."""
+"""Small random masks, tiles and layouts, for checking every pair of positions one by one."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ sides = st.none() | st.integers(-1, 7)
 masks = st.builds(make_mask, st.booleans(), st.none() | st.integers(0, 7) | st.tuples(sides, sides), st.none() | st.integers(1, 6))
 tiles = st.builds(Run, st.integers(0, 15), st.integers(1, 4), st.integers(1, 6))
 layouts, sizes = st.sampled_from(LAYOUTS), st.integers(1, 8)
-halves = st.integers(1, 5)  # of a shard, so that zigzag can split it
+halves = st.integers(1, 5)  # half a shard's length, so that zigzag can split it
 
 
 def positions_of(run: Run) -> np.ndarray:
@@ -27,5 +27,5 @@ def seen_by(mask: Mask, q_pos: Any, k_pos: Any) -> np.ndarray:
 
 
 def two_bounds_meet(mask: Mask) -> bool:
-    """A chunk and a window together can hide every pair of a tile that neither hides alone."""
+    """Whether chunk and window bounds combine: together they can hide every pair of a tile that neither hides alone."""
     return mask.chunk is not None and mask.left is not None

@@ -1,10 +1,10 @@
-"""Cases whose position ids lie anywhere among 32 bits, so that a distance may need 33."""
+"""Cases whose position ids are anywhere in the range of int32, so that a distance may need 33 bits."""
 
 import numpy as np
 from attention_cases import CAUSAL, SLOPES, Case
 
 LEAST, GREATEST = -(2**31), 2**31 - 1
-_NEAR = (-9, -3, -1, 0, 4, 11)  # what a window or chunk of 9 tells apart
+_NEAR = (-9, -3, -1, 0, 4, 11)  # distinguished by a window or chunk of 9
 _IDS = [LEAST + 12 + i for i in _NEAR] + [GREATEST - 12 + i for i in _NEAR] + [*_NEAR, LEAST, GREATEST]
 
 

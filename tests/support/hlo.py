@@ -1,4 +1,4 @@
-"""Reading a compiled program: its instructions as they are listed, what waits for what, and what runs beside a rotation."""
+"""Reads a compiled program: its instructions as listed, what waits for what, and what runs in parallel with a rotation."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Op(NamedTuple):
-    """An instruction: its kind, its name, the types of its results, its text."""
+    """An instruction: its kind, its name, the types of its results, and its text."""
 
     kind: str
     name: str
@@ -23,7 +23,7 @@ class Op(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """The names of the instructions whose results it takes."""
+        """The names of the instructions whose results it uses."""
         start, depth = self.text.index(f" {self.kind}(") + len(self.kind) + 1, 0
         for end in range(start, len(self.text)):
             depth += {"(": 1, ")": -1}.get(self.text[end], 0)
@@ -36,7 +36,7 @@ Program = dict[str, list[Op]]
 
 
 def computations(program: str) -> Program:
-    """The program's computations, their instructions as listed: each after those that it takes results of."""
+    """The program's computations with their instructions as listed: each after those whose results it uses."""
     found: Program = {}
     for line in program.splitlines():
         head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
@@ -49,7 +49,7 @@ def computations(program: str) -> Program:
 
 
 def runs(program: Program, name: str = "ENTRY", times: int = 1) -> Iterator[tuple[str, int, list[Op]]]:
-    """The entry and the bodies of its loops that rotate: name, how often it runs, instructions."""
+    """The entry and the bodies of its loops that contain rotations: name, number of runs, instructions."""
     yield name, times, program[name]
     for op in program[name]:
         if rotates(program, op):
@@ -57,12 +57,12 @@ def runs(program: Program, name: str = "ENTRY", times: int = 1) -> Iterator[tupl
 
 
 def rotates(program: Program, loop: Op) -> bool:
-    """Whether an instruction is a loop with a rotation in it, or in a loop of it."""
+    """Whether an instruction is a loop that contains a rotation, directly or in a nested loop."""
     return loop.kind == "while" and any(op.is_rotation or rotates(program, op) for op in program[loop.called("body")])
 
 
 def trips(program: Program, loop: Op) -> int:
-    """How often a loop's body runs: as XLA notes it, or the end that its condition compares with (a scan counts from 0)."""
+    """How often a loop's body runs: as XLA annotates it, or the limit in its condition (a scan counts from 0)."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text)
     if known:
         return int(known[1])
@@ -80,7 +80,7 @@ def beside(ops: list[Op], start: int) -> list[Op]:
 
 
 def waits_for(ops: list[Op]) -> dict[str, set[str]]:
-    """For each instruction of a computation, all that must be done before it can start."""
+    """For each instruction of a computation, everything that must finish before it can start."""
     found: dict[str, set[str]] = {}
     for op in ops:
         found[op.name] = set(op.operands).union(*(found.get(name, set()) for name in op.operands))

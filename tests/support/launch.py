@@ -1,4 +1,4 @@
-"""Starting a worker script in several real processes."""
+"""Starts a worker script in several real processes."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ WORKERS = ROOT / "tests" / "support" / "workers"
 
 
 def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 240, **variables: str) -> str:
-    """What ``tests/support/workers/<worker>`` printed under torchrun; AssertionError, with the whole output, when it failed."""
+    """The output of ``tests/support/workers/<worker>`` under torchrun; AssertionError with the whole output if it failed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": "", **variables}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
@@ -47,14 +47,14 @@ def free_port() -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without the eight devices of conftest.py, as a user's shell has it, and without GPUs."""
+    """This process's environment without conftest.py's eight devices, like a user's shell, and without GPUs."""
     unset = ("XLA_FLAGS", "JAX_PLATFORMS")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 def processes(world: int, script: str, *arguments: str, timeout: float = 90.0) -> list[Ended]:
-    """Start the script as every rank of a world, without torchrun, which would end the survivors of a death itself."""
+    """Start the script as every rank of a world, without torchrun, which would itself end the survivors of a death."""
     port = str(free_port())
     own_ports = {f"OWN_PORT_{rank}": str(free_port()) for rank in range(world)}
     running = []

@@ -1,4 +1,4 @@
-"""Is a result as near to the float64 oracle as a plain implementation in the same dtype is?"""
+"""Asserts that a result is about as close to the float64 oracle as a plain implementation in the same dtype."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +21,8 @@ def assert_like_the_oracle(case: Case, got: Arrays, inputs: Arrays, cotangents: 
 
 
 def allowed_roundings(case: Case, name: str, lse: np.ndarray) -> float:
-    """Relative to a result's size. The backward makes the weights again from the rounded LSE, which costs them its rounding, and
-    takes the output as it was rounded to 16 bits; both enter every gradient."""
+    """Relative to a result's size. The backward recomputes the weights from the rounded LSE, so they inherit its rounding error,
+    and uses the output rounded to 16 bits; both affect every gradient."""
     if case.dtype == "float64":
         return 64 * float(np.finfo(np.float64).eps)
     single, own = float(np.finfo(np.float32).eps), float(jnp.finfo(case.dtype).eps)
@@ -37,7 +37,7 @@ def rounded_result(case: Case, name: str, array: np.ndarray) -> np.ndarray:
 
 
 def finite(array: np.ndarray) -> np.ndarray:
-    """-inf as 0: where it stands is compared separately. Nothing else may be infinite or NaN."""
+    """-inf replaced by 0: its positions are compared separately. Nothing else may be infinite or NaN."""
     array = np.where(np.isneginf(array), 0.0, array)
     assert np.all(np.isfinite(array)), "NaN or inf"
     return array

@@ -1,4 +1,4 @@
-"""A kernel against the XLA kernel in float64 on one pair of shards: what the ring asks of it, without a ring."""
+"""Compares a kernel with the XLA kernel in float64 on one pair of shards: what the ring requires of it, without a ring."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ CAUSAL = make_mask(True)
 
 @dataclass(frozen=True)
 class ShardPair:
-    """Rank ``rank``'s queries and the keys of rank ``source`` in a ring of ``size``; lengths are those of a shard."""
+    """Rank ``rank``'s queries and the keys of rank ``source`` in a ring of ``size``; lengths are per shard."""
 
     queries: int
     keys: int
@@ -35,7 +35,7 @@ class ShardPair:
     size: int = 1
     scores: Scores = field(default_factory=lambda: Scores(CAUSAL, 0.3))
     carry: bool = False
-    last: bool = False  # the output is asked for in the inputs' dtype
+    last: bool = False  # the output is requested in the inputs' dtype
     fused: bool = False
 
 
@@ -55,7 +55,7 @@ PAIRS = {
 
 
 def inputs(pair: ShardPair) -> tuple[tuple, Any, Any, Any]:
-    """``((q, k, v), dout, carry, dq)``, in float64 numbers that the pair's dtype holds exactly."""
+    """``((q, k, v), dout, carry, dq)``, in float64 with values that the pair's dtype represents exactly."""
     rng = np.random.default_rng(0)
     value_dim = pair.value_dim or pair.dim
 
@@ -127,7 +127,7 @@ def check(kernel, pair: ShardPair, params: tuple[FwdParams, BwdParams]) -> None:
 
 
 def allowed(dtype: str, name: str) -> float:
-    """In root mean squares. Weights and their gradients are rounded to the inputs' dtype before the matrix products, once each."""
+    """As a root mean square. Weights and their gradients are each rounded once to the inputs' dtype before the matrix products."""
     if dtype == "float32" or name == "lse":
         return 4e-6
     return float(jnp.finfo(dtype).eps)

@@ -1,4 +1,4 @@
-"""What is padding may hold anything: a case's results with finite padding and with NaN and infinities there, bit for bit."""
+"""Padding may hold anything: compares a case's results with finite padding and with NaN and infinities there, bit for bit."""
 
 import numpy as np
 from attention_cases import Arrays, Case, make_cotangents, make_inputs, ring_results, segments
@@ -19,7 +19,7 @@ def HIDING(heads):
 
 
 def assert_padding_holds_anything(case: Case, check_vma: bool = True) -> None:
-    """Every result is the same to the bit, and the gradients of what is padding are 0."""
+    """Every result is bit-identical, and the gradients of padding are 0."""
     inputs, cotangents = make_inputs(case), make_cotangents(case)
     q_padding, kv_padding = padding(case, inputs)
     assert q_padding.any() or kv_padding.any()
@@ -46,7 +46,7 @@ def padding(case: Case, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _poisoned(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """``array [batch, length, ...]`` with another poison in each of ``rows``."""
+    """``array [batch, length, ...]`` with a different poison value in each of ``rows``."""
     found = array.copy()
     count = int(rows.sum())
     poison = np.resize(_POISON, count).astype(array.dtype)

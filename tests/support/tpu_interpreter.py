@@ -16,8 +16,8 @@ CHIP = tpu_info.ChipVersion.TPU_V5E
 
 @contextmanager
 def kernels_interpreted(lanes: int = limits.LANES) -> Iterator[None]:
-    """The kernels of one pair of shards, in the interpreter that turns a kernel into plain JAX. ``lanes``: what block sizes are
-    multiples of; small ones make many blocks of a small shard."""
+    """The kernels of one pair of shards, in the interpreter that turns a kernel into plain JAX. ``lanes``: block sizes are
+    multiples of it; a small value splits a small shard into many blocks."""
     with (
         patch.object(launch, "missing", lambda backend: None),
         patch.object(launch, "generation", lambda: "TPU v5e"),
@@ -29,11 +29,11 @@ def kernels_interpreted(lanes: int = limits.LANES) -> Iterator[None]:
 
 @contextmanager
 def tpus_interpreted(params: pltpu.InterpretParams) -> Iterator[None]:
-    """Kernels that send from device to device, in the interpreter of TPUs' memories, semaphores and DMAs."""
+    """Kernels that send from device to device, in the interpreter that simulates TPU memories, semaphores and DMAs."""
     chip = tpu_info.get_tpu_info_for_chip(CHIP, 1)
     with (
         patch.object(launch, "missing", lambda backend: None),
-        patch.dict(tpu_info.registry, cpu=lambda: chip),  # a pipeline inside a kernel asks which TPU it is for
+        patch.dict(tpu_info.registry, cpu=lambda: chip),  # a pipeline inside a kernel queries the TPU generation
         pltpu.force_tpu_interpret_mode(params),
     ):
         yield

@@ -1,6 +1,6 @@
 """Stands in for jax-triton where there is no GPU: `triton_call` runs the kernel in Triton's interpreter, as a callback of XLA.
 
-Needs TRITON_INTERPRET=1 before Triton is imported. The same code of the library that launches on a GPU launches here.
+Needs TRITON_INTERPRET=1 before Triton is imported. The library's launch code is the same as on a GPU.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ _ONE_AT_A_TIME = Lock()  # the interpreter patches triton.language while it runs
 
 
 def triton_call(*arrays, kernel, out_shape, grid, plan, input_output_aliases, **ignored: Any):
-    del ignored  # warps and stages mean nothing here
+    del ignored  # warps and stages have no meaning here
     run = partial(_interpret, kernel, plan, grid, out_shape, {out: into for into, out in input_output_aliases.items()})
     axes = frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
     arrays = tuple(_vary(array, axes) for array in arrays)
@@ -31,12 +31,12 @@ def _vary(array, axes):
 
 def _interpret(kernel, plan, grid, shapes, memory_of, *arrays):
     tensors = [torch.from_numpy(np.array(array)) for array in arrays]
-    # What a kernel forgets to write is no number.
+    # Whatever a kernel fails to write stays NaN.
     made = [
         tensors[memory_of[i]] if i in memory_of else torch.from_numpy(np.full(shape.shape, _poison(shape.dtype)))
         for i, shape in enumerate(shapes)
     ]
-    with _ONE_AT_A_TIME, np.errstate(invalid="ignore", over="ignore"):  # as on a GPU, where NaN and infinities are no event
+    with _ONE_AT_A_TIME, np.errstate(invalid="ignore", over="ignore"):  # as on a GPU, where NaN and infinities raise no warning
         kernel[grid](*tensors, *made, plan=plan)
     return [tensor.numpy() for tensor in made]
 

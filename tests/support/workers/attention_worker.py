@@ -1,10 +1,10 @@
-"""Run by torchrun: ring_attn.ring_attention over all processes against the same attention of the whole sequence on each of them.
+"""Run by torchrun: compares ring_attn.ring_attention over all processes with attention over the whole sequence on each of them.
 
 Every process makes the same whole tensors from a seed, shards them, and compares its shard of the output, the LSE and every
 gradient. Gradients of operands that ranks share are summed over the ring first. Prints "ok <case> <layout>" for each on rank 0.
 
-Arguments: "cpu" or "cuda"; how many rings (rows of a 2-D mesh, each with shards of a length of its own); the dtype of the
-shards (the whole sequence is always float64); the cases, none meaning all.
+Arguments: "cpu" or "cuda"; how many rings (rows of a 2-D mesh, each with its own shard length); the dtype of the
+shards (the whole sequence is always float64); the cases, all if none is given.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks that ask for different things: both must be told, and the ring must work afterwards."""
+"""Run by torchrun on two ranks that make different calls: both must raise, and the ring must work afterwards."""
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,10 @@ for name, arguments in asked.items():
     except ValueError as error:
         assert "ring rank 0" in str(error) and "ring rank 1" in str(error), error
         print(f"refused {name}", flush=True)
-# K/V need gradients on one rank only: the rotations are the same all the same.
+# K/V need gradients on one rank only: the rotations must be the same nevertheless.
 q, k = x.clone().requires_grad_(), x.clone().requires_grad_(rank == 0)
 ring_attn.ring_attention(q, k, x).sum().backward()
-# No pair of a query and a key on any rank: nothing travels, and gradients are zeros.
+# No query-key pair on any rank: nothing is sent, and gradients are zeros.
 q, k = x[:, :0].clone().requires_grad_(), x.clone().requires_grad_()
 out = ring_attn.ring_attention(q, k, x)
 out.sum().backward()

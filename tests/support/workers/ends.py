@@ -1,4 +1,4 @@
-"""Two processes use a ring and end in the way of the first argument; test_runtime.py says what each must show."""
+"""Two processes use a ring and end as the first argument says; test_runtime.py checks what each must print."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ from torch_bridge import mesh, runtime
 
 
 def start_from_many_threads() -> None:
-    """start() is idempotent, whoever calls it."""
+    """start() is idempotent from any thread."""
     threads = [threading.Thread(target=runtime.start, args=(mesh.resolve(),)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -42,7 +42,7 @@ def early_exit_status(rank: int) -> None:
 
 
 def user_error(rank: int) -> None:
-    """Rank 1 fails while rank 0 computes something of its own for long."""
+    """Rank 1 fails while rank 0 runs a long computation of its own."""
     if rank == 1:
         raise ZeroDivisionError("a mistake of the user")
     time.sleep(3.0)

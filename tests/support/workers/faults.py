@@ -1,4 +1,4 @@
-"""Two or more ranks, one of which does not do what the others do, in the way of the first argument.
+"""Two or more ranks, one of which deviates from the others as the first argument says.
 
 Prints "ended after N s: TYPE: MESSAGE" for a call that raised, and "works" once a later call of the ring has run.
 """
@@ -27,14 +27,14 @@ def call(q: torch.Tensor = X, k: torch.Tensor = X, v: torch.Tensor = X, **option
 
 
 def told(**options) -> None:
-    """A call that must raise, and be the end of this process unless it raises ValueError."""
+    """A call that must raise. After a PeerFailure this process ends."""
     begun = time.monotonic()
     try:
         call(**options)
     except Exception as error:
         print(f"ended after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
         if isinstance(error, runtime.PeerFailure):
-            time.sleep(LIMIT)  # a process that ends would end the others too, as a dead peer
+            time.sleep(LIMIT)  # a process that ends would count as a dead peer and end the others too
             sys.exit(3)
     else:
         print("did not raise", flush=True)
@@ -69,7 +69,7 @@ def invalid_everywhere(rank: int) -> None:
 
 
 def invalid_known(rank: int) -> None:
-    """The others are in the program already."""
+    """The others are already in the program."""
     start()
     call()
     if rank == 1:
@@ -79,7 +79,7 @@ def invalid_known(rank: int) -> None:
 
 
 def invalid_early(rank: int) -> None:
-    """The others come to the program, which they know, when they have been told."""
+    """The others enter a program that they know after the error has been reported to them."""
     start()
     call()
     if rank != 1:
@@ -89,7 +89,7 @@ def invalid_early(rank: int) -> None:
 
 
 def fails_inside(rank: int) -> None:
-    """An error that comes while the program runs, as a lack of memory does."""
+    """An error that occurs while the program runs, such as running out of memory."""
     start()
     ring = mesh.resolve()
     runtime.start(ring)
@@ -105,7 +105,7 @@ def fails_inside(rank: int) -> None:
 
 
 def apart(rank: int) -> None:
-    """Rank 1 takes a program that all know, the others a new one."""
+    """Rank 1 runs a program that all ranks know, the others a new one."""
     start()
     call(causal=True)
     told(causal=rank == 1)
@@ -137,7 +137,7 @@ def never_starts(rank: int) -> None:
 
 
 def slow(rank: int) -> None:
-    """Rank 1 pauses for less than the limit, and then all are in one program for longer than it."""
+    """Rank 1 pauses for less than the limit; then all ranks are in the same program for longer than the limit."""
     start()
     call()
     time.sleep(LIMIT / 2 * rank)
@@ -150,7 +150,7 @@ def slow(rank: int) -> None:
 
 
 def patient(rank: int) -> None:
-    """A pause beyond the peer limit, which the program has announced."""
+    """A pause longer than the peer limit, which the program has announced."""
     start(wait_timeout=10 * LIMIT)
     call()
     time.sleep(2 * LIMIT * rank)
@@ -158,7 +158,7 @@ def patient(rank: int) -> None:
 
 
 def every_call(rank: int) -> None:
-    """All know both programs."""
+    """All ranks know both programs."""
     start(check="every_call")
     q = X.clone().requires_grad_()
     call(causal=True)

@@ -1,7 +1,7 @@
 """Started four times by the test, without torchrun: one rank of a ring kills itself in the middle of a step.
 
 Arguments: the rank that dies, and what the survivors do with the error: "leave" lets it end the process, "linger" catches it and
-goes on living, so that only the watchdog can end those who wait for others.
+keeps running, so that only the watchdog can end the ranks that wait for others.
 """
 
 import os

@@ -103,7 +103,7 @@ def close(actual, expected, case, name):
 
 
 def check_grouped_heads_and_dropout(rank, size):
-    """The ring against the same module with the whole sequence in one process, dropout, sinks and window included."""
+    """Compares the ring with the same module on the whole sequence in one process, including dropout, sinks and window."""
     length = 8 * size
     options = {"num_kv_heads": 2, "sinks": 2, "dropout": 0.3, "add_bias_kv": True, "sliding_window": (5, 3), "dtype": torch.float64}
     torch.manual_seed(1)

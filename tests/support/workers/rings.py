@@ -12,7 +12,7 @@ SIZES = {0: (3, 5), 1: (8, 2)}
 
 
 def rotation(ring: mesh.Ring, turns: int):
-    """A jitted program that hands every shard ``turns`` ranks on."""
+    """A jitted program that passes every shard on by ``turns`` ranks."""
     pairs = [(source, (source + turns) % ring.size) for source in range(ring.size)]
     spec = jax.sharding.PartitionSpec(mesh.AXIS)
     return jax.jit(
@@ -27,7 +27,7 @@ def rotation(ring: mesh.Ring, turns: int):
 
 
 def run(ring: mesh.Ring, local: torch.Tensor) -> torch.Tensor:
-    """The shard that arrives from the ring rank before."""
+    """The shard that arrives from the previous ring rank."""
     runtime.start(ring, device=local.device)
     with runtime.watch(ring, "forward"):
         array = mesh.to_local(rotation(ring, 1)(mesh.to_global(ring, to_jax(local)))).block_until_ready()
@@ -35,7 +35,7 @@ def run(ring: mesh.Ring, local: torch.Tensor) -> torch.Tensor:
 
 
 def refused(*where) -> str:
-    """What resolve says to what it does not take."""
+    """The message with which resolve rejects an invalid mesh."""
     try:
         mesh.resolve(*where)
     except ValueError as error:

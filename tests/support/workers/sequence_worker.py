@@ -59,7 +59,7 @@ def check_the_incoming_gradient_is_left_alone(rank, size):
 
 def check_half_precision_sums_once(rank, size):
     own = torch.zeros(1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
-    weight = 1.0 if rank == 0 else 2.0**-8  # bfloat16 loses each of these beside 1, but not all of them together
+    weight = 1.0 if rank == 0 else 2.0**-8  # in bfloat16 each of these is lost when added to 1, but not their sum
     (unshard(own).float() * weight).sum().backward()
     expected = torch.tensor(1 + (size - 1) * 2.0**-8).to(torch.bfloat16)
     assert bool((own.grad == expected).all()), (own.grad, expected)

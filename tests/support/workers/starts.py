@@ -1,4 +1,4 @@
-"""Two processes start JAX in the way of the first argument, and print what start() says to it."""
+"""Two processes start JAX as the first argument says, and print the response of start()."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def local_first() -> None:
 
 
 def other_world() -> None:
-    """The program's own jax.distributed knows nothing of the other process."""
+    """The program's own jax.distributed does not include the other process."""
     import jax
 
     jax.distributed.initialize("localhost:" + os.environ["OWN_PORT_" + os.environ["RANK"]], 1, 0)
@@ -33,7 +33,7 @@ def right_world() -> None:
 
 
 def death() -> None:
-    """Rank 1 dies once the others wait for it."""
+    """Rank 1 dies once the others are waiting for it."""
     if dist.get_rank() == 1:
         runtime._initialize = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
