@@ -1,6 +1,6 @@
 """``ring_attention`` for torch tensors: this rank's shards in, this rank's shard out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -201,6 +201,7 @@ def attention(
     options = {name: _plain(value) for name, value in options.items()}
     _check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
     _check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
+    _check_settings(options["cfg"], options["mask_builder"])
     if qkv_format not in _FORMATS:
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
     if qkv_format == "bhsd":
@@ -229,10 +230,7 @@ def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str
         name, q = names.get(argument, argument), names.get("query", "query")
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.is_nested:
-            raise ValueError(f"{name} must be a dense tensor, got a nested one; pad it, and give padding negative segment ids")
-        if x.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; call .to_dense()")
+        check_dense(name, x)
         if argument in ("query", "key", "value") and x.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, seq, heads, dim in the order of qkv_format), got {list(x.shape)}"
@@ -245,6 +243,13 @@ def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str
             raise ValueError(f"{name} may be float64 only where {q} is: {q} is {query.dtype}; cast it with .to({q}.dtype)")
 
 
+def check_dense(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise ValueError(f"{name} must be a dense tensor, got a nested one; pad it, and give padding negative segment ids")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; call .to_dense()")
+
+
 def _check_numbers(numbers: Mapping[str, object], names: dict[str, str]) -> None:
     for argument, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
@@ -252,6 +257,14 @@ def _check_numbers(numbers: Mapping[str, object], names: dict[str, str]) -> None
                 f"{names.get(argument, argument)} must be a number, which is compiled in and has no gradient; got "
                 f"{type(value).__name__}; take .item() of a tensor, or multiply the queries by one that is learned"
             )
+
+
+def _check_settings(cfg: object, mask_builder: object) -> None:
+    """Checked before programs are looked up by them, which asks for a hash."""
+    if cfg is not None and not isinstance(cfg, RingAttentionConfig):
+        raise ValueError(f"cfg must be a ring_attn.RingAttentionConfig or None, got {type(cfg).__name__}")
+    if mask_builder is not None and not isinstance(mask_builder, Hashable):
+        raise ValueError(f"mask_builder must be hashable, as functions are, got {type(mask_builder).__name__}; each compiles anew")
 
 
 def _check_integers(numbers: Mapping[str, object]) -> None:

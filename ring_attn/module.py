@@ -12,7 +12,7 @@ from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import check_layout
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_inputs, check_sizes
-from ring_attn.functional import NAMES, attention
+from ring_attn.functional import NAMES, attention, check_dense
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
@@ -127,8 +127,9 @@ class RingAttention(nn.MultiheadAttention):
 
     def _hold_slopes(self, alibi_slopes: Tensor | None) -> None:
         """A parameter stays a parameter; any other tensor becomes a buffer that is not in the state dict."""
-        if alibi_slopes is not None and alibi_slopes.shape != (self.num_heads,):
-            raise ValueError(f"alibi_slopes must be [num_heads] = [{self.num_heads}], got {list(alibi_slopes.shape)}")
+        if alibi_slopes is not None and getattr(alibi_slopes, "shape", None) != (self.num_heads,):
+            got = list(alibi_slopes.shape) if isinstance(alibi_slopes, Tensor) else type(alibi_slopes).__name__
+            raise ValueError(f"alibi_slopes must be a tensor [num_heads] = [{self.num_heads}], got {got}")
         if isinstance(alibi_slopes, nn.Parameter):
             self.register_parameter("alibi_slopes", alibi_slopes)
         else:
@@ -245,6 +246,8 @@ class RingAttention(nn.MultiheadAttention):
                 "RingAttention takes no nested tensors; build nn.TransformerEncoder with enable_nested_tensor=False, or pass "
                 "padded tensors and a key_padding_mask"
             )
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            check_dense(name, x)
         if not query.ndim == key.ndim == value.ndim:
             dims = f"{query.ndim}, {key.ndim} and {value.ndim}"
             raise ValueError(f"query, key and value must all have a batch dim or none, got {dims} dims")

@@ -21,16 +21,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-<<<<<<< HEAD
 def announced(where: Callable[..., Where | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator of functions that are a ring call from their first check on: an error of this rank is told to the others, which
-    raise ValueError with its words instead of waiting. ``where`` finds mesh and mesh dimension in the function's arguments, or None
-    where these are not to be told.
-=======
-def announced(where: Callable[..., Where]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that is a ring call from its first check on: an error on this rank is reported to the others, which
-    raise ValueError with its message instead of waiting. ``where`` extracts mesh and mesh dimension from the function's arguments.
->>>>>>> prose2
+    raise ValueError with its message instead of waiting. ``where`` extracts mesh and mesh dimension from the function's arguments,
+    or None if the ring cannot be known from them.
 
     While torch.compile traces the function, the functions it calls report their own errors (:func:`telling`).
     """
@@ -44,15 +38,10 @@ def announced(where: Callable[..., Where]) -> Callable[[Callable[P, R]], Callabl
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-<<<<<<< HEAD
-                with suppress(ValueError):  # a mesh that is none: nobody knows whom this rank meant to call
+                with suppress(ValueError):  # not a valid mesh: it is unknown which ranks this call was meant for
                     mesh = where(*args, **kwargs)
                     if mesh is not None:
                         _tell(resolve(*mesh), _device((*args, *kwargs.values())), error)
-=======
-                with suppress(ValueError):  # not a valid mesh: it is unknown which ranks this call was meant for
-                    _tell(resolve(*where(*args, **kwargs)), _device((*args, *kwargs.values())), error)
->>>>>>> prose2
                 raise
             finally:
                 peers.prepared(entered)
@@ -82,13 +71,8 @@ def _tell(ring: AnyRing, device: torch.device | None, error: Exception) -> None:
     assert isinstance(ring, Ring)
     usable = device if device is not None and device.type in ("cpu", "cuda") else None
     try:
-<<<<<<< HEAD
-        start(ring, device=usable)  # where the others are, if this is the first call
-    except Exception as problem:  # whatever it is, the user must see the error
-=======
         start(ring, device=usable)  # if this is the first call, the others are waiting in it
-    except RuntimeError as problem:
->>>>>>> prose2
+    except Exception as problem:  # whatever it is, the user must see the error
         error.add_note(f"The other ranks could not be told: {problem}")
     else:
         tell_failure(ring, error)

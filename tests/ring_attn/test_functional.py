@@ -185,3 +185,26 @@ def test_the_types_speak_of_the_functions_own_arguments():
     )
     for name, kind in AttentionOptions.__annotations__.items():
         assert parameters[name].annotation == getattr(kind, "__forward_arg__", kind)
+
+
+def test_settings_that_cannot_be_hashed_are_refused_in_words():
+    class Builder:
+        __hash__ = None
+
+        def __call__(self, *_):
+            return np.ones((4, 4), bool)
+
+    x = torch.ones(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"cfg must be a ring_attn.RingAttentionConfig or None, got dict"):
+        ring_attn.ring_attention(x, x, x, cfg={}, mesh="local")
+    with pytest.raises(ValueError, match="mask_builder must be hashable, .* got Builder"):
+        ring_attn.ring_attention(x, x, x, mask_builder=Builder(), mesh="local")
+
+
+def test_the_module_refuses_sparse_tensors_and_slopes_that_are_no_tensor():
+    module = ring_attn.RingAttention(8, 2, batch_first=True)
+    x = torch.ones(1, 4, 8)
+    with pytest.raises(ValueError, match=r"key must be a dense tensor, got layout torch.sparse_coo"):
+        module(x, x.to_sparse(), x)
+    with pytest.raises(ValueError, match=r"alibi_slopes must be a tensor \[num_heads\] = \[2\], got list"):
+        ring_attn.RingAttention(8, 2, alibi_slopes=[0.5, 0.25])
