@@ -197,7 +197,7 @@ def test_settings_that_cannot_be_hashed_are_refused_in_words():
     x = torch.ones(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"cfg must be a ring_attn.RingAttentionConfig or None, got dict"):
         ring_attn.ring_attention(x, x, x, cfg={}, mesh="local")
-    with pytest.raises(ValueError, match="mask_builder must be hashable, .* got Builder"):
+    with pytest.raises(ValueError, match=r"mask_builder must be hashable, .* got Builder"):
         ring_attn.ring_attention(x, x, x, mask_builder=Builder(), mesh="local")
 
 

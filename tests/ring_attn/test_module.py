@@ -302,7 +302,7 @@ def test_what_the_function_takes_the_module_takes(learned):
 
 
 def test_slopes_are_one_a_head():
-    with pytest.raises(ValueError, match=r"alibi_slopes must be \[num_heads\] = \[4\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"alibi_slopes must be a tensor \[num_heads\] = \[4\], got \[3\]"):
         RingAttention(E, H, alibi_slopes=torch.zeros(3))
 
 
