@@ -78,7 +78,8 @@ class State:
     sending: threading.Lock = field(default_factory=threading.Lock)
     news: threading.Condition = field(default_factory=threading.Condition)
     gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
-    failed: dict[tuple[Ranks, int], str] = field(default_factory=dict)  # by ring and number: which rank's call raised what
+    # By ring and number: which rank's call raised what. Until all ranks of the ring have met again (calls._resolve).
+    failed: dict[tuple[Ranks, int], str] = field(default_factory=dict)
     stuck: dict[Ranks, str] = field(default_factory=dict)
     compared: dict[tuple[Ranks, int], list[str] | None] = field(default_factory=dict)
     calls: defaultdict[Ranks, RingCalls] = field(default_factory=lambda: defaultdict(RingCalls))
@@ -197,6 +198,19 @@ def _unfinished(young: float = math.inf) -> list[Call]:
 def _runs(call: Call, event: torch.cuda.Event) -> bool:
     call.finished = call.finished or event.query()
     return not call.finished
+
+
+def is_past(ranks: Ranks) -> bool:
+    """Whether the device is past this process's calls of a ring."""
+    launched = state.launched.get(ranks)
+    return launched is None or not _runs(*launched)
+
+
+def forget_failures(ranks: Ranks, number: int) -> None:
+    """Those of a ring's calls before this number: all its ranks have gone on."""
+    for ring, failed in list(state.failed):
+        if ring == ranks and failed < number:
+            del state.failed[ring, failed]
 
 
 def _end(call: Call) -> None:

@@ -69,6 +69,16 @@ def test_a_rank_inside_a_program_that_another_will_not_join_is_ended(way, cause)
 
 
 @pytest.mark.slow
+def test_a_rank_that_goes_straight_on_after_its_invalid_call_is_not_paired_with_one_that_is_still_in_it():
+    healthy, failed = processes(2, "faults.py", "skips_a_batch")
+    assert "WRONG" not in healthy.out + failed.out, healthy.out + failed.out
+    assert healthy.status == EXIT_PEER_FAILURE, healthy.out + healthy.err
+    assert "cannot go on in forward step 4, on global rank 0: the call failed on global rank 1 (ValueError: q and k" in healthy.err
+    assert failed.status == 1 and "batch 4" not in failed.out, failed.out + failed.err
+    assert re.search(r"PeerFailure: the ring .* lost a member in the comparison .*: global rank 0 \(died\)", failed.err), failed.err
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_told_before_it_enters_a_program_raises():
     healthy, failed = processes(2, "faults.py", "invalid_early")
     assert works(healthy) and works(failed), healthy.out + healthy.err
@@ -112,6 +122,14 @@ def test_a_rank_that_never_starts_is_named():
     assert waiting.status == 1
     assert "PeerFailure: the first ring call of a job" in waiting.err
     assert "global rank 1 asked for nothing in 3 s, while global rank 0 waited in it" in waiting.err
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_to_the_start_when_another_has_given_up_is_told_so():
+    gone, late = processes(2, "faults.py", "late")
+    assert gone.status == 0 and "gave up" in gone.out, gone.out + gone.err
+    assert max(waits(late)) < LIMIT, late.out
+    assert "RuntimeError: JAX cannot start on rank 0: it gave up after 3 s without global rank 1" in late.out, late.out
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -194,6 +195,7 @@ def test_jax_takes_no_memory_ahead(monkeypatch):
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 
+@pytest.mark.usefixtures("fresh")
 def test_errors_of_the_program_pass_through_a_watch():
     with pytest.raises(ValueError, match="shapes"), runtime.watch(Ring((0, 1), 0), "forward"):
         raise ValueError("shapes do not fit")
@@ -282,12 +284,62 @@ def test_an_error_inside_a_call_is_told_once_and_is_no_call_of_the_ring_any_more
     assert not fresh.calls[0, 1].recent
 
 
-def test_a_call_that_failed_elsewhere_fails_here_and_the_next_one_runs(fresh):
+@pytest.fixture
+def compared(fresh, monkeypatch):
+    """The calls that are compared with those of other ranks, which make the same ones."""
+    calls: list[str] = []
+
+    def answer(message):
+        if compare := message.get("compare"):
+            calls.append(compare["call"])
+            fresh.compared[compare["ring"], compare["number"]] = None
+
+    monkeypatch.setattr(peers, "send", answer)
+    return calls
+
+
+def test_a_call_that_failed_elsewhere_fails_here_and_the_next_one_is_compared_once(fresh, compared):
     fresh.failed[(0, 1), 1] = "global rank 1 (ValueError: no)"
     with pytest.raises(ValueError, match=r"failed on global rank 1 \(ValueError: no\); here: forward step 1: q; every rank"):
         runtime.watch(Ring((0, 1), 0), "forward", "q").__enter__()
+    for number in (3, 4):
+        with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
+            assert call.number == number
+    assert compared == ["forward of q, after call 1, which failed"]
+    assert not fresh.failed
+
+
+def test_a_rank_whose_own_call_failed_compares_the_next_one(fresh, compared):
+    calls.tell_failure(Ring((0, 1), 0), ValueError("no"))
+    fresh.failed[(0, 1), 7] = fresh.failed[(2, 3), 1] = "another one"  # a later call, and another ring's
+    calls.compare(Ring((0, 1), 0), "q")
+    assert compared == ["the comparison of q, after call 1, which failed", "q"]
+    assert set(fresh.failed) == {((0, 1), 7), ((2, 3), 1)}
+
+
+def test_a_rank_whose_device_is_in_a_call_that_failed_elsewhere_does_not_go_on(fresh, compared):
+    event = Event()
     with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
-        assert call.number == 2
+        call.event = event
+    fresh.failed[(0, 1), call.number] = "global rank 1 (ValueError: no)"
+    next_call = threading.Thread(target=calls.compare, args=(Ring((0, 1), 0), "the next"), daemon=True)
+    next_call.start()
+    assert not call.overdue()
+    next_call.join(0.1)
+    assert not compared and call.overdue()  # its watchdog would end it now
+    event.complete = True  # a program without transfers
+    next_call.join(5)
+    assert compared == ["the comparison of the next, after call 1, which failed", "the next"]
+
+
+def test_a_device_that_has_more_calls_to_make_after_one_that_failed_elsewhere_ends(fresh):
+    for _ in range(2):
+        with runtime.watch(Ring((0, 1), 0), "forward") as call:
+            call.event = Event()
+    fresh.failed[(0, 1), 1] = "global rank 1 (ValueError: no)"
+    assert not call.overdue()
+    time.sleep(0.03)
+    assert call.overdue() and "the call failed on global rank 1 (ValueError: no)" in call.describe()
 
 
 def test_a_device_that_waits_for_a_call_that_failed_elsewhere_ends(fresh):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rings import rotation
 
 import ring_attn
-from torch_bridge import mesh, runtime
+from torch_bridge import mesh, peers, runtime
 from torch_bridge.dlpack import to_jax
 
 LIMIT = 3.0  # seconds, for deaths and for waits
@@ -86,6 +86,21 @@ def invalid_early(rank: int) -> None:
         time.sleep(0.5)
     told(**({"k": X[..., :3]} if rank == 1 else {}))
     works()
+
+
+def skips_a_batch(rank: int) -> None:
+    """Rank 1 catches the error of its call and goes on to the next batch at once, with the others inside the one it left out."""
+    start()
+    for batch in range(6):
+        if rank == 1 and batch == 3:
+            time.sleep(0.5)
+        values = torch.full_like(X, batch)
+        try:
+            out = ring_attn.ring_attention(X, X[..., :3] if rank == 1 and batch == 3 else X, values)
+        except ValueError as error:
+            print(f"batch {batch} was left out: {error}", flush=True)
+        else:
+            print(f"batch {batch} is {'right' if torch.allclose(out, values) else 'WRONG'}", flush=True)
 
 
 def fails_inside(rank: int) -> None:
@@ -175,8 +190,22 @@ def check_apart(rank: int) -> None:
         print(f"refused: {error}", flush=True)
 
 
+def late(rank: int) -> None:
+    """Rank 1 comes to its first call when rank 0 has given up; rank 0, whose process holds torch's store, lives on."""
+    if rank == 1:
+        time.sleep(2 * LIMIT)
+        told()
+        return
+    try:
+        start(start_timeout=LIMIT)
+    except runtime.PeerFailure:
+        print("gave up", flush=True)
+    time.sleep(4 * LIMIT)
+
+
 def works() -> None:
     call()
+    assert not peers.state.failed  # every failure is resolved, and forgotten
     print("works", flush=True)
 
 
