@@ -137,17 +137,22 @@ def send(message: dict[str, Any]) -> None:
 
 def _listen(connection: socket.socket) -> None:
     """Write down what the coordinator says, until this process ends."""
-    with suppress(OSError, ValueError), connection.makefile("r") as lines:
-        for line in lines:
-            message = json.loads(line)
-            if "ask" in message:
-                send({"ask": message["ask"], "report": _report().to_json()})
-                continue
-            with state.news:
-                _note(message)
-                state.news.notify_all()
+    try:
+        with suppress(OSError, ValueError), connection.makefile("r") as lines:
+            for line in lines:
+                _take(json.loads(line))
+    finally:  # whatever ends it: nobody may wait for news that will not come
+        with state.news:
+            state.cut_off = True
+            state.news.notify_all()
+
+
+def _take(message: dict[str, Any]) -> None:
+    if "ask" in message:
+        send({"ask": message["ask"], "report": _report().to_json()})
+        return
     with state.news:
-        state.cut_off = True
+        _note(message)
         state.news.notify_all()
 
 
@@ -196,7 +201,10 @@ def _unfinished(young: float = math.inf) -> list[Call]:
 
 
 def _runs(call: Call, event: torch.cuda.Event) -> bool:
-    call.finished = call.finished or event.query()
+    try:
+        call.finished = call.finished or event.query()
+    except RuntimeError:  # after an error of CUDA, which the program meets too: the device does nothing any more
+        call.finished = True
     return not call.finished
 
 

@@ -1,5 +1,6 @@
 """JAX beside torch in real processes: the start, rings of a mesh, the end, and the death of a peer."""
 
+import json
 import os
 import re
 import socket
@@ -227,6 +228,50 @@ def test_a_launched_call_is_watched_until_its_stream_is_past_it():
     event.complete = True
     assert peers._unfinished(young=call.begun - 1) == [call]  # nobody looks at a young event
     assert peers._unfinished() == []
+
+
+class BrokenEvent:
+    """An event of a device that has met an error."""
+
+    def query(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_broken_device_stops_neither_the_listener_nor_the_watchdog(fresh, monkeypatch):
+    with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
+        call.event = BrokenEvent()
+    here, coordinators = socket.socketpair()
+    monkeypatch.setattr(fresh, "connection", here)
+    listener = threading.Thread(target=peers._listen, args=(here,), daemon=True)
+    listener.start()
+    with here, coordinators, coordinators.makefile("rw") as lines:
+        coordinators.settimeout(10)
+        for question in (1, 2):
+            fresh.launched[0, 1][0].finished = False
+            lines.write(f'{{"ask": {question}}}\n')
+            lines.flush()
+            answer = json.loads(lines.readline())
+            assert (answer["ask"], answer["report"]["rings"][0][1][0]) == (question, 1)
+        coordinators.shutdown(socket.SHUT_RDWR)
+        listener.join(10)
+    assert peers._unfinished() == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_listener_that_fails_leaves_nobody_waiting_for_news(fresh, monkeypatch):
+    def fail():
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(peers, "_report", fail)
+    here, coordinators = socket.socketpair()
+    listener = threading.Thread(target=peers._listen, args=(here,), daemon=True)
+    listener.start()
+    with here, coordinators:
+        coordinators.sendall(b'{"ask": 1}\n')
+        listener.join(10)
+    assert fresh.cut_off
+    with pytest.raises(runtime.PeerFailure, match="the connection to the coordinator process beside global rank 0 has ended"):
+        calls.compare(Ring((0, 1), 0), "q")
 
 
 def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(fresh):
