@@ -70,11 +70,11 @@ def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
     all calls are equal; ``must`` says what has to hold. ValueError too where a rank has failed instead, PeerFailure where one has
     died or does not come. ``runtime.start`` comes before it."""
     if ring.size > 1:
-        _resolve(ring, f"the comparison of {call}")
+        _resolve(ring, call, must)
         _compare(ring, call, must)
 
 
-def _resolve(ring: Ring, call: str) -> None:
+def _resolve(ring: Ring, call: str, must: str = _SAME_AFTER_FAILURE) -> None:
     """Where a call of the ring has failed: wait, before the next one, until all its ranks go on with that one.
 
     A rank may be inside the call that another has failed in. It would be paired with the next call of those that go on, and
@@ -87,7 +87,7 @@ def _resolve(ring: Ring, call: str) -> None:
     if failed:
         while not peers.is_past(ring.ranks):
             time.sleep(_LOOK_AGAIN)
-        _compare(ring, f"{call}, after call {failed}, which failed", _SAME_AFTER_FAILURE)
+        _compare(ring, f"{call}, after call {failed}, which failed", must)
         peers.forget_failures(ring.ranks, peers.state.calls[ring.ranks].number)
 
 

@@ -38,6 +38,26 @@ def test_an_invalid_call_of_one_rank_fails_on_all_and_the_ring_goes_on():
 
 
 @pytest.mark.slow
+def test_an_invalid_unshard_of_one_rank_fails_on_all_and_the_ring_goes_on():
+    healthy, failed = processes(2, "faults.py", "invalid_unshard")
+    assert works(healthy) and works(failed), healthy.out + healthy.err + failed.out + failed.err
+    assert max(waits(healthy) + waits(failed)) < LIMIT
+    for cause in ("a torch.Tensor is needed, got list", "unexpected keyword argument 'unknown'", "key_padding_mask must be (1, 4)"):
+        assert cause in failed.out, failed.out
+        assert re.search(rf"failed on global rank 1 \(\w+: .*{re.escape(cause)}", healthy.out), healthy.out
+    for ended in (healthy, failed):
+        assert re.search(r"unshard needs the same .*; got ring rank 0: .* dim=1 .*; ring rank 1: .* dim=7 ", ended.out), ended.out
+
+
+@pytest.mark.slow
+def test_the_backward_of_an_unshard_that_one_rank_does_not_make_ends():
+    waiting, idle = processes(2, "faults.py", "no_unshard")
+    assert waiting.status == EXIT_PEER_FAILURE, waiting.out + waiting.err
+    assert "cannot go on in unshard backward step 2, on global rank 0: global rank 1 did not come" in waiting.err
+    assert idle.at - waiting.at > LIMIT
+
+
+@pytest.mark.slow
 def test_an_invalid_first_call_of_one_rank_fails_on_all():
     for ended in processes(2, "faults.py", "invalid_first"):
         assert works(ended), ended.out + ended.err

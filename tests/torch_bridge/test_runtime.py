@@ -358,7 +358,7 @@ def test_a_rank_whose_own_call_failed_compares_the_next_one(fresh, compared):
     calls.tell_failure(Ring((0, 1), 0), ValueError("no"))
     fresh.failed[(0, 1), 7] = fresh.failed[(2, 3), 1] = "another one"  # a later call, and another ring's
     calls.compare(Ring((0, 1), 0), "q")
-    assert compared == ["the comparison of q, after call 1, which failed", "q"]
+    assert compared == ["q, after call 1, which failed", "q"]
     assert set(fresh.failed) == {((0, 1), 7), ((2, 3), 1)}
 
 
@@ -374,7 +374,7 @@ def test_a_rank_whose_device_is_in_a_call_that_failed_elsewhere_does_not_go_on(f
     assert not compared and call.overdue()  # its watchdog would end it now
     event.complete = True  # a program without transfers
     next_call.join(5)
-    assert compared == ["the comparison of the next, after call 1, which failed", "the next"]
+    assert compared == ["the next, after call 1, which failed", "the next"]
 
 
 def test_a_device_that_has_more_calls_to_make_after_one_that_failed_elsewhere_ends(fresh):

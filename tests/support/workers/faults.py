@@ -5,6 +5,7 @@ Prints "ended after N s: TYPE: MESSAGE" for a call that raised, and "works" once
 
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,11 @@ def call(q: torch.Tensor = X, k: torch.Tensor = X, v: torch.Tensor = X, **option
     ring_attn.ring_attention(q, k, v, **options)
 
 
-def told(**options) -> None:
+def told(function: Callable[..., object] = call, *arguments: object, **options) -> None:
     """A call that must raise, and be the end of this process unless it raises ValueError."""
     begun = time.monotonic()
     try:
-        call(**options)
+        function(*arguments, **options)
     except Exception as error:
         print(f"ended after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
         if isinstance(error, runtime.PeerFailure):
@@ -101,6 +102,31 @@ def skips_a_batch(rank: int) -> None:
             print(f"batch {batch} was left out: {error}", flush=True)
         else:
             print(f"batch {batch} is {'right' if torch.allclose(out, values) else 'WRONG'}", flush=True)
+
+
+def invalid_unshard(rank: int) -> None:
+    """One rank's own check fails: of the tensor, of the call, of a module's padding mask."""
+    assert torch.equal(ring_attn.unshard(torch.full((1, 2), rank), layout="zigzag"), torch.tensor([[0, 1, 1, 0]]))
+    gather = ring_attn.unshard
+    told(gather, [1, 2] if rank == 1 else X)
+    told(gather, X, **({"unknown": 1} if rank == 1 else {}))
+    told(gather, X, dim=7 if rank == 1 else 1)
+    module = ring_attn.RingAttention(8, 2, batch_first=True)
+    rows, padding = torch.ones(1, 4, 8), torch.ones(1, 3 if rank == 1 else 4)
+    told(module, rows, rows, rows, key_padding_mask=padding)
+    gather(X.clone().requires_grad_()).sum().backward()
+    works()
+
+
+def no_unshard(rank: int) -> None:
+    """Rank 1 does not take part in the second sum of gradients."""
+    start()
+    for step in range(2):
+        whole = ring_attn.unshard(X.clone().requires_grad_()).sum()
+        if rank == 1 and step == 1:
+            time.sleep(4 * LIMIT)
+        else:
+            whole.backward()
 
 
 def fails_inside(rank: int) -> None:
