@@ -1,8 +1,9 @@
 """Helpers to lay torch tensors out on a ring: shards, whole sequences, padding, positions, and token batches with labels.
 
-Everything follows from the arithmetic in ``jax_core.masks.layout``; JAX is not loaded. ``mesh`` is what
-:func:`ring_attn.ring_attention` takes: a DeviceMesh (with ``mesh_dim`` if it has several dims), a ProcessGroup, ``"local"``,
-or None for the default process group (a ring of one if torch.distributed is not initialised).
+Everything follows from the arithmetic of ``jax_core.masks.layout``. No JAX is loaded, but by :func:`unshard` over a ring of
+several processes, which meet as in every ring call. ``mesh`` is what
+:func:`ring_attn.ring_attention` takes: a DeviceMesh (with ``mesh_dim`` when it has several dims), a ProcessGroup, ``"local"``,
+or None for the default process group (a ring of one when torch.distributed is not initialised).
 
 With tensors on an XLA device (docs/torch_xla.md) ``mesh`` is a torch-xla mesh, and one process holds the shards of all ranks: there
 a "shard" is the whole sequence in the layout's order, split over the mesh's devices.
@@ -15,11 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
-from torch_bridge.agreement import check_agreement
+from torch_bridge.announced import announced, telling
+from torch_bridge.calls import compare, watch
 from torch_bridge.mesh import MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
 from torch_bridge.ring import Ring
 from torch_bridge.roads import road_of
+from torch_bridge.runtime import start
+
+_MUST_AGREE = (
+    "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring; pad the shards to "
+    "one length first"
+)
 
 
 class ShardedBatch(NamedTuple):
@@ -55,6 +63,7 @@ def shard(
     return ring.split(shards, dim)
 
 
+@announced(lambda *arguments, mesh=None, mesh_dim=None, **_: (arguments[1] if len(arguments) > 1 else mesh, mesh_dim))
 def unshard(
     tensor: Tensor,
     mesh: MeshLike = None,
@@ -66,8 +75,10 @@ def unshard(
 ) -> Tensor:
     """The whole tensor in natural order, on every rank: ``[..., T, ...] -> [..., T * ring size, ...]`` along ``dim``.
 
-    ``length`` trims it, undoing :func:`pad`. A collective: every rank of the ring calls it, with shards of the same shape, dtype
-    and ``requires_grad``. This is compared first, so that a mismatch raises on all ranks instead of hanging.
+    ``length`` trims it, undoing :func:`pad`. Collective: every rank of the ring calls it, with shards of one shape, dtype and
+    need of a gradient; this is agreed on first, so that ranks that differ, and the others of a rank whose call is invalid, raise
+    on all sides instead of hanging. As with :func:`ring_attn.ring_attention`, the first ring call of a job with several processes
+    starts JAX on all of them: every process of the job must make one.
 
     Differentiable. The objective is the sum of the losses of all ranks, so a shard's gradient is the sum of the gradients that all
     ranks have for it (half precision is summed in float32). If every rank computes the same loss from the whole tensor, the
@@ -75,20 +86,36 @@ def unshard(
     and add ``0 * whole.sum()`` on the others. The backward is a collective too: every rank must reach it.
 
     Raises ValueError for a ``dim`` out of range, an unknown layout, a shard length that does not fit the layout, a ``length``
-    longer than the whole, and shards that differ between ranks.
+    longer than the whole, and shards that differ between ranks; torch_bridge.runtime.PeerFailure when another process of the ring
+    died, stopped, or calls something else.
     """
     _check_tensor(tensor)
     ring = _ring(mesh, mesh_dim, tensor.device)
     if len(ring.held) == ring.size:
         return _natural_order(tensor, _checked_dim(tensor, dim), layout, ring, length)
-    # Before any other check: if one rank raised alone, the others would wait in the collective.
-    _check_agreement(tensor, dim, length, layout, ring)
-    dim = _checked_dim(tensor, dim)
-    check_layout(layout)
-    check_shard_length(layout, tensor.shape[dim])
-    _check_trim(length, tensor.shape[dim] * ring.size)
-    whole: Tensor = _Unshard.apply(tensor, dim, layout, ring)
+    assert isinstance(ring, ProcessRing)  # any other holds all shards
+    return _gathered(tensor, dim, layout, length, ring)
+
+
+@torch.compiler.disable
+def _gathered(tensor: Tensor, dim: int, layout: str, length: int | None, ring: ProcessRing) -> Tensor:
+    with telling(ring, tensor.device):  # under torch.compile, unshard does not
+        call = _agreed(tensor, dim, layout, length, ring)
+        dim = _checked_dim(tensor, dim)
+        check_layout(layout)
+        check_shard_length(layout, tensor.shape[dim])
+        _check_trim(length, tensor.shape[dim] * ring.size)
+    whole: Tensor = _Unshard.apply(tensor, dim, layout, ring, call)
     return whole if length is None else whole.narrow(dim, 0, length)
+
+
+def _agreed(tensor: Tensor, dim: int, layout: str, length: int | None, ring: ProcessRing) -> str:
+    """The call in words, once all ranks of the ring make the same."""
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    call = f"unshard of {list(tensor.shape)} {tensor.dtype} {dim=} {layout=} {length=} requires_grad={needs_grad}"
+    start(ring, device=tensor.device if tensor.device.type in ("cpu", "cuda") else None)
+    compare(ring, call, _MUST_AGREE)
+    return call
 
 
 def pad(
@@ -221,23 +248,28 @@ def _natural_order(tensor: Tensor, dim: int, layout: str, ring: Ring, length: in
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, layout: str, ring: Ring) -> Tensor:
-        ctx.dim, ctx.layout, ctx.ring, ctx.length = dim, layout, ring, tensor.shape[dim]
-        return _assemble(_gather(tensor.contiguous(), ring), dim, layout)
+    def forward(ctx: Any, tensor: Tensor, dim: int, layout: str, ring: ProcessRing, call: str) -> Tensor:
+        ctx.dim, ctx.layout, ctx.ring, ctx.call, ctx.length = dim, layout, ring, call, tensor.shape[dim]
+        return _assemble(_gather(tensor.contiguous(), ring, call), dim, layout)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        total = _sum_over_ring(grad, ctx.ring)
-        return _take(total, ctx.dim, _held(ctx.layout, ctx.ring, ctx.length)), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        total = _sum_over_ring(grad, ctx.ring, ctx.call)
+        return _take(total, ctx.dim, _held(ctx.layout, ctx.ring, ctx.length)), None, None, None, None
 
 
-def _gather(tensor: Tensor, ring: Ring) -> list[Tensor]:
-    if ring.size == 1:
-        return [tensor]
+def _gather(tensor: Tensor, ring: ProcessRing, call: str) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(ring.size)]
-    dist.all_gather(parts, tensor, group=ring.group)
+    with watch(ring, "unshard", call) as watched:
+        dist.all_gather(parts, tensor, group=ring.group)
+        watched.event = _recorded(tensor.device)
     return parts
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event | None:
+    """When a GPU is past what it has been given so far; None where the host has waited."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _assemble(parts: list[Tensor], dim: int, layout: str) -> Tensor:
@@ -255,24 +287,13 @@ def _assemble(parts: list[Tensor], dim: int, layout: str) -> Tensor:
     return whole
 
 
-def _sum_over_ring(grad: Tensor, ring: Ring) -> Tensor:
-    if ring.size == 1:
-        return grad
-    # Half precision would round once per rank.
+def _sum_over_ring(grad: Tensor, ring: ProcessRing, call: str) -> Tensor:
+    # Half precision would round once per rank on the way round.
     total = grad.to(torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype, copy=True).contiguous()
-    dist.all_reduce(total, group=ring.group)
+    with watch(ring, "unshard backward", call) as watched:
+        dist.all_reduce(total, group=ring.group)
+        watched.event = _recorded(grad.device)
     return total.to(grad.dtype)
-
-
-def _check_agreement(tensor: Tensor, dim: int, length: int | None, layout: str, ring: Ring) -> None:
-    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
-    call = f"{list(tensor.shape)} {tensor.dtype} dim={dim} layout={layout} length={length} requires_grad={needs_grad}"
-    must = (
-        "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring; pad the shards "
-        "to one length first"
-    )
-    assert isinstance(ring, ProcessRing)  # any other holds all shards
-    check_agreement(ring, call, must, tensor.device)
 
 
 def _check_tensor(tensor: Tensor) -> None:

@@ -21,6 +21,8 @@ _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (reset|closed)|socket clos
 _COMPARISON = "comparison"
 _SAME_OPTIONS = "every call of a ring must have the same options, shapes and dtypes on all of its ranks"
 _ALL_VALID = "every rank of a ring must make the same valid call"
+_SAME_AFTER_FAILURE = "after a call that failed, all ranks of a ring must go on with the same call"
+_LOOK_AGAIN = 0.001  # seconds between two looks at what the device still has to do
 _ALL_CALL = (
     'Every rank of a ring must make the same calls in the same order; ring_attn.start(check="every_call") finds the first that '
     "differs. Where a rank rightly pauses between its calls, as for a checkpoint, give all ranks more time with "
@@ -48,6 +50,7 @@ def tell_failure(ring: Ring, error: Exception) -> None:
 
 def _tell(ring: Ring, number: int, error: Exception) -> None:
     _known(error)
+    peers.state.failed[ring.ranks, number] = f"this rank ({_in_words(error)})"
     peers.send({"failed": {"ring": ring.ranks, "number": number, "error": _in_words(error)}})
 
 
@@ -63,11 +66,32 @@ def _known(error: Exception) -> Exception:
 
 
 def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
-    """Wait until every rank of the ring has arrived here. Raises ValueError on all of them, listing each rank's ``call``, unless
-    all calls are equal; ``must`` says what has to hold. Also raises ValueError if a rank has failed instead, and PeerFailure if one
-    has died or does not arrive. ``runtime.start`` must have run before."""
-    if ring.size == 1:
-        return
+    """Wait until every rank of the ring has come here, and raise ValueError on all of them, with each one's ``call`` in it, unless
+    all calls are equal; ``must`` says what has to hold. ValueError too where a rank has failed instead, PeerFailure where one has
+    died or does not come. ``runtime.start`` comes before it."""
+    if ring.size > 1:
+        _resolve(ring, call, must)
+        _compare(ring, call, must)
+
+
+def _resolve(ring: Ring, call: str, must: str = _SAME_AFTER_FAILURE) -> None:
+    """Where a call of the ring has failed: wait, before the next one, until all its ranks go on with that one.
+
+    A rank may be inside the call that another has failed in. It would be paired with the next call of those that go on, and
+    compute wrong numbers; here they wait until its watchdog has ended it. What this rank's device still has to do comes first,
+    because it may be that very call. The coordinator passes on the notices of a rank before its later comparisons: once one has
+    succeeded, all earlier failures are known here.
+    """
+    number = peers.state.calls[ring.ranks].number
+    failed = max((earlier for ranks, earlier in list(peers.state.failed) if ranks == ring.ranks and earlier <= number), default=0)
+    if failed:
+        while not peers.is_past(ring.ranks):
+            time.sleep(_LOOK_AGAIN)
+        _compare(ring, f"{call}, after call {failed}, which failed", must)
+        peers.forget_failures(ring.ranks, peers.state.calls[ring.ranks].number)
+
+
+def _compare(ring: Ring, call: str, must: str) -> None:
     with watch(ring, _COMPARISON, call) as waiting:
         key = (ring.ranks, waiting.number)
         peers.send({"compare": {"ring": ring.ranks, "number": waiting.number, "call": call}})
@@ -75,7 +99,7 @@ def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
             peers.state.news.wait_for(lambda: key in peers.state.compared or peers.state.cut_off or waiting.hopeless())
         if key not in peers.state.compared:
             waiting.check()
-            raise PeerFailure(waiting.describe("the coordinator process beside global rank 0 has ended"))
+            raise PeerFailure(waiting.describe("the connection to the coordinator process beside global rank 0 has ended"))
         calls = peers.state.compared.pop(key)
         if calls is not None:
             got = "; ".join(f"ring rank {rank}: {other}" for rank, other in enumerate(calls))
@@ -105,8 +129,11 @@ class watch:
 
     def __enter__(self) -> "watch":
         if self.ring.size > 1:
-            if peers.state.settings.every_call and self.step not in (_COMPARISON, "start"):
-                compare(self.ring, f"{self.step} of {self.what}")
+            if self.step != _COMPARISON:
+                if peers.state.failed:
+                    _resolve(self.ring, f"{self.step} of {self.what}")
+                if peers.state.settings.every_call and self.step != "start":
+                    compare(self.ring, f"{self.step} of {self.what}")
             calls = peers.state.calls[self.ring.ranks]
             calls.number += 1
             calls.steps[self.step] += 1
@@ -160,6 +187,15 @@ class watch:
         self.since = self.since or time.monotonic()
         return time.monotonic() - self.since > grace
 
+    def _failure(self) -> str | None:
+        """Which rank's call failed with what, where this call cannot end because of it. A device makes its calls in order, and
+        waits in an earlier one that failed elsewhere; a comparison is no work of the device."""
+        ranks, exact = self.ring.ranks, peers.state.failed.get((self.ring.ranks, self.number))
+        if exact or self.step == _COMPARISON:
+            return exact
+        failed = list(peers.state.failed.items())
+        return next((words for (ring, number), words in failed if ring == ranks and number <= self.number), None)
+
     def _gone(self) -> dict[int, bool]:
         return {rank: clean for rank, clean in list(peers.state.gone.items()) if rank in self.ring.ranks}
 
@@ -170,9 +206,9 @@ class watch:
         if self.ring.ranks in peers.state.stuck:
             return 0.0
         timeout, gone = peers.state.settings.peer_timeout, self._gone()
-        if not all(gone.values()) or (self.ring.ranks, self.number) in peers.state.failed:
-            return timeout / 4  # the kernel detects a vanished host only after most of the timeout
-        # A peer that exited cleanly may have sent everything, and this call may still be computing on it.
+        if not all(gone.values()) or self._failure():
+            return timeout / 4  # of a vanished host, the kernel learns only after most of the timeout
+        # A peer that ended in good order may have given all it had, and this call be computing on it.
         return 3 * timeout if gone and not peers.state.collectives_see_the_end else None
 
     def _await_notice(self, seconds: float = 2.0) -> None:
@@ -189,7 +225,7 @@ class watch:
         """The ring, the step, who has left or what the others last called, and what to do."""
         step = "the comparison before a call" if self.step == _COMPARISON else f"{self.step} step {self.call}"
         here = f"in {step}, on global rank {self.ring.ranks[self.ring.rank]}"
-        failure = peers.state.failed.get((self.ring.ranks, self.number))
+        failure = self._failure()
         if failure is not None:
             return f"the {self.ring} cannot go on {here}: the call failed on {failure}; here: {self}; {_ALL_VALID}."
         if self.ring.ranks in peers.state.stuck:

@@ -78,8 +78,9 @@ class State:
     cut_off: bool = False
     sending: threading.Lock = field(default_factory=threading.Lock)
     news: threading.Condition = field(default_factory=threading.Condition)
-    gone: dict[int, bool] = field(default_factory=dict)  # in the order in which they ended; True after a goodbye
-    failed: dict[tuple[Ranks, int], str] = field(default_factory=dict)  # by ring and call number: which rank raised what
+    gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
+    # By ring and number: which rank's call raised what. Until all ranks of the ring have met again (calls._resolve).
+    failed: dict[tuple[Ranks, int], str] = field(default_factory=dict)
     stuck: dict[Ranks, str] = field(default_factory=dict)
     compared: dict[tuple[Ranks, int], list[str] | None] = field(default_factory=dict)
     calls: defaultdict[Ranks, RingCalls] = field(default_factory=lambda: defaultdict(RingCalls))
@@ -136,18 +137,23 @@ def send(message: dict[str, Any]) -> None:
 
 
 def _listen(connection: socket.socket) -> None:
-    """Record the coordinator's messages until this process ends."""
-    with suppress(OSError, ValueError), connection.makefile("r") as lines:
-        for line in lines:
-            message = json.loads(line)
-            if "ask" in message:
-                send({"ask": message["ask"], "report": _report().to_json()})
-                continue
-            with state.news:
-                _note(message)
-                state.news.notify_all()
+    """Write down what the coordinator says, until this process ends."""
+    try:
+        with suppress(OSError, ValueError), connection.makefile("r") as lines:
+            for line in lines:
+                _take(json.loads(line))
+    finally:  # whatever ends it: nobody may wait for news that will not come
+        with state.news:
+            state.cut_off = True
+            state.news.notify_all()
+
+
+def _take(message: dict[str, Any]) -> None:
+    if "ask" in message:
+        send({"ask": message["ask"], "report": _report().to_json()})
+        return
     with state.news:
-        state.cut_off = True
+        _note(message)
         state.news.notify_all()
 
 
@@ -196,8 +202,24 @@ def _unfinished(young: float = math.inf) -> list[Call]:
 
 
 def _runs(call: Call, event: torch.cuda.Event) -> bool:
-    call.finished = call.finished or event.query()
+    try:
+        call.finished = call.finished or event.query()
+    except RuntimeError:  # after an error of CUDA, which the program meets too: the device does nothing any more
+        call.finished = True
     return not call.finished
+
+
+def is_past(ranks: Ranks) -> bool:
+    """Whether the device is past this process's calls of a ring."""
+    launched = state.launched.get(ranks)
+    return launched is None or not _runs(*launched)
+
+
+def forget_failures(ranks: Ranks, number: int) -> None:
+    """Those of a ring's calls before this number: all its ranks have gone on."""
+    for ring, failed in list(state.failed):
+        if ring == ranks and failed < number:
+            del state.failed[ring, failed]
 
 
 def _end(call: Call) -> None:

@@ -225,7 +225,8 @@ def _problem(device: torch.device | None) -> str:
 
 
 def _await_all(store: dist.Store, arrival: float) -> None:
-    """Wait for all ranks, each of which may take ``arrival`` seconds."""
+    """Wait for all ranks, each of which may take ``arrival`` seconds. A rank that gives up tells those that come later, which
+    would find it in the store and wait for it."""
     names = [f"rank {rank}" for rank in range(_world_size())]
     try:
         store.wait(names, timedelta(seconds=arrival))
@@ -234,6 +235,7 @@ def _await_all(store: dist.Store, arrival: float) -> None:
         if not missing:
             raise
         here = set(range(len(names))) - set(missing)
+        store.set(names[dist.get_rank()], f"it gave up after {arrival:g} s without {named(missing)}")
         raise PeerFailure(
             f"the first ring call of a job, as ring_attn.start(), is a collective call of all {len(names)} ranks: "
             f"{named(missing)} asked for nothing in {arrival:g} s, while {named(here)} waited in it. Where some ranks come late, "
@@ -323,8 +325,8 @@ def _local_device(device: torch.device | None) -> int:
 def _connect_ring(ring: Ring, device: torch.device | None) -> None:
     """Synchronise the ring's processes once and open their connections before the first real step.
 
-    gloo gives the processes 30 seconds to arrive at the first collective of a ring, but a rank may compile or read data for
-    longer; the comparison waits as long as necessary.
+    gloo gives the processes 30 seconds to arrive at the first collective of a ring, and one may compile for longer: the
+    comparison waits for a rank that is busy as long as it must, and for an idle one as every ring call does.
     """
     if ring.size > 1 and ring not in _state.connected:
         compare(ring, "the first call of this ring")

@@ -38,6 +38,26 @@ def test_an_invalid_call_of_one_rank_fails_on_all_and_the_ring_goes_on():
 
 
 @pytest.mark.slow
+def test_an_invalid_unshard_of_one_rank_fails_on_all_and_the_ring_goes_on():
+    healthy, failed = processes(2, "faults.py", "invalid_unshard")
+    assert works(healthy) and works(failed), healthy.out + healthy.err + failed.out + failed.err
+    assert max(waits(healthy) + waits(failed)) < LIMIT
+    for cause in ("a torch.Tensor is needed, got list", "unexpected keyword argument 'unknown'", "key_padding_mask must be (1, 4)"):
+        assert cause in failed.out, failed.out
+        assert re.search(rf"failed on global rank 1 \(\w+: .*{re.escape(cause)}", healthy.out), healthy.out
+    for ended in (healthy, failed):
+        assert re.search(r"unshard needs the same .*; got ring rank 0: .* dim=1 .*; ring rank 1: .* dim=7 ", ended.out), ended.out
+
+
+@pytest.mark.slow
+def test_the_backward_of_an_unshard_that_one_rank_does_not_make_ends():
+    waiting, idle = processes(2, "faults.py", "no_unshard")
+    assert waiting.status == EXIT_PEER_FAILURE, waiting.out + waiting.err
+    assert "cannot go on in unshard backward step 2, on global rank 0: global rank 1 did not come" in waiting.err
+    assert idle.at - waiting.at > LIMIT
+
+
+@pytest.mark.slow
 def test_an_invalid_first_call_of_one_rank_fails_on_all():
     for ended in processes(2, "faults.py", "invalid_first"):
         assert works(ended), ended.out + ended.err
@@ -66,6 +86,16 @@ def test_a_rank_inside_a_program_that_another_will_not_join_is_ended(way, cause)
     assert re.search(words + r"global rank 1 \(" + cause, healthy.err), healthy.err
     assert failed.status == 0, failed.err  # it had caught its own error
     assert failed.at - healthy.at > LIMIT  # and lives on for three times that
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_straight_on_after_its_invalid_call_is_not_paired_with_one_that_is_still_in_it():
+    healthy, failed = processes(2, "faults.py", "skips_a_batch")
+    assert "WRONG" not in healthy.out + failed.out, healthy.out + failed.out
+    assert healthy.status == EXIT_PEER_FAILURE, healthy.out + healthy.err
+    assert "cannot go on in forward step 4, on global rank 0: the call failed on global rank 1 (ValueError: q and k" in healthy.err
+    assert failed.status == 1 and "batch 4" not in failed.out, failed.out + failed.err
+    assert re.search(r"PeerFailure: the ring .* lost a member in the comparison .*: global rank 0 \(died\)", failed.err), failed.err
 
 
 @pytest.mark.slow
@@ -112,6 +142,14 @@ def test_a_rank_that_never_starts_is_named():
     assert waiting.status == 1
     assert "PeerFailure: the first ring call of a job" in waiting.err
     assert "global rank 1 asked for nothing in 3 s, while global rank 0 waited in it" in waiting.err
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_to_the_start_when_another_has_given_up_is_told_so():
+    gone, late = processes(2, "faults.py", "late")
+    assert gone.status == 0 and "gave up" in gone.out, gone.out + gone.err
+    assert max(waits(late)) < LIMIT, late.out
+    assert "RuntimeError: JAX cannot start on rank 0: it gave up after 3 s without global rank 1" in late.out, late.out
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """JAX beside torch in real processes: the start, rings of a mesh, the end, and the death of a peer."""
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -194,6 +196,7 @@ def test_jax_takes_no_memory_ahead(monkeypatch):
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 
+@pytest.mark.usefixtures("fresh")
 def test_errors_of_the_program_pass_through_a_watch():
     with pytest.raises(ValueError, match="shapes"), runtime.watch(Ring((0, 1), 0), "forward"):
         raise ValueError("shapes do not fit")
@@ -225,6 +228,50 @@ def test_a_launched_call_is_watched_until_its_stream_is_past_it():
     event.complete = True
     assert peers._unfinished(young=call.begun - 1) == [call]  # nobody looks at a young event
     assert peers._unfinished() == []
+
+
+class BrokenEvent:
+    """An event of a device that has met an error."""
+
+    def query(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_broken_device_stops_neither_the_listener_nor_the_watchdog(fresh, monkeypatch):
+    with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
+        call.event = BrokenEvent()
+    here, coordinators = socket.socketpair()
+    monkeypatch.setattr(fresh, "connection", here)
+    listener = threading.Thread(target=peers._listen, args=(here,), daemon=True)
+    listener.start()
+    with here, coordinators, coordinators.makefile("rw") as lines:
+        coordinators.settimeout(10)
+        for question in (1, 2):
+            fresh.launched[0, 1][0].finished = False
+            lines.write(f'{{"ask": {question}}}\n')
+            lines.flush()
+            answer = json.loads(lines.readline())
+            assert (answer["ask"], answer["report"]["rings"][0][1][0]) == (question, 1)
+        coordinators.shutdown(socket.SHUT_RDWR)
+        listener.join(10)
+    assert peers._unfinished() == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_listener_that_fails_leaves_nobody_waiting_for_news(fresh, monkeypatch):
+    def fail():
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(peers, "_report", fail)
+    here, coordinators = socket.socketpair()
+    listener = threading.Thread(target=peers._listen, args=(here,), daemon=True)
+    listener.start()
+    with here, coordinators:
+        coordinators.sendall(b'{"ask": 1}\n')
+        listener.join(10)
+    assert fresh.cut_off
+    with pytest.raises(runtime.PeerFailure, match="the connection to the coordinator process beside global rank 0 has ended"):
+        calls.compare(Ring((0, 1), 0), "q")
 
 
 def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(fresh):
@@ -282,12 +329,62 @@ def test_an_error_inside_a_call_is_told_once_and_is_no_call_of_the_ring_any_more
     assert not fresh.calls[0, 1].recent
 
 
-def test_a_call_that_failed_elsewhere_fails_here_and_the_next_one_runs(fresh):
+@pytest.fixture
+def compared(fresh, monkeypatch):
+    """The calls that are compared with those of other ranks, which make the same ones."""
+    calls: list[str] = []
+
+    def answer(message):
+        if compare := message.get("compare"):
+            calls.append(compare["call"])
+            fresh.compared[compare["ring"], compare["number"]] = None
+
+    monkeypatch.setattr(peers, "send", answer)
+    return calls
+
+
+def test_a_call_that_failed_elsewhere_fails_here_and_the_next_one_is_compared_once(fresh, compared):
     fresh.failed[(0, 1), 1] = "global rank 1 (ValueError: no)"
     with pytest.raises(ValueError, match=r"failed on global rank 1 \(ValueError: no\); here: forward step 1: q; every rank"):
         runtime.watch(Ring((0, 1), 0), "forward", "q").__enter__()
+    for number in (3, 4):
+        with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
+            assert call.number == number
+    assert compared == ["forward of q, after call 1, which failed"]
+    assert not fresh.failed
+
+
+def test_a_rank_whose_own_call_failed_compares_the_next_one(fresh, compared):
+    calls.tell_failure(Ring((0, 1), 0), ValueError("no"))
+    fresh.failed[(0, 1), 7] = fresh.failed[(2, 3), 1] = "another one"  # a later call, and another ring's
+    calls.compare(Ring((0, 1), 0), "q")
+    assert compared == ["q, after call 1, which failed", "q"]
+    assert set(fresh.failed) == {((0, 1), 7), ((2, 3), 1)}
+
+
+def test_a_rank_whose_device_is_in_a_call_that_failed_elsewhere_does_not_go_on(fresh, compared):
+    event = Event()
     with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
-        assert call.number == 2
+        call.event = event
+    fresh.failed[(0, 1), call.number] = "global rank 1 (ValueError: no)"
+    next_call = threading.Thread(target=calls.compare, args=(Ring((0, 1), 0), "the next"), daemon=True)
+    next_call.start()
+    assert not call.overdue()
+    next_call.join(0.1)
+    assert not compared and call.overdue()  # its watchdog would end it now
+    event.complete = True  # a program without transfers
+    next_call.join(5)
+    assert compared == ["the next, after call 1, which failed", "the next"]
+
+
+def test_a_device_that_has_more_calls_to_make_after_one_that_failed_elsewhere_ends(fresh):
+    for _ in range(2):
+        with runtime.watch(Ring((0, 1), 0), "forward") as call:
+            call.event = Event()
+    fresh.failed[(0, 1), 1] = "global rank 1 (ValueError: no)"
+    assert not call.overdue()
+    time.sleep(0.03)
+    assert call.overdue() and "the call failed on global rank 1 (ValueError: no)" in call.describe()
 
 
 def test_a_device_that_waits_for_a_call_that_failed_elsewhere_ends(fresh):

@@ -327,13 +327,13 @@ def gradient(b_s, b_dp, b_lse, b_delta, q, k, p_bias, p_bits, slope, key, plan: 
 
 @triton.jit
 def load_rows(p_lse, p_delta, i_row, m_row, whole: tl.constexpr):
-    """The rows' LSE in base 2, infinite for a row that saw no key or is padding, so that ``exp2(x - lse)`` is 0; and their delta."""
+    """The rows' LSE in base 2, infinite for a row that saw no key or pads a block, so that ``exp2(x - lse)`` is 0; and delta."""
     if whole:
         b_lse = tl.load(p_lse + i_row)
         b_delta = tl.load(p_delta + i_row)
     else:
         b_lse = tl.load(p_lse + i_row, mask=m_row, other=float("-inf"))
         b_delta = tl.load(p_delta + i_row, mask=m_row, other=0.0)
-    # Only padding is -inf here. For whole blocks the select does nothing, but without it ptxas schedules the loop worse: the backward
-    # of full attention took 3.5 % longer (benchmarks/NOTES.md).
+    # Only rows beyond the shard are -inf here. In whole blocks the select does nothing, but without it ptxas schedules the loop
+    # worse: the backward of full attention took 3.5 % longer (benchmarks/NOTES.md).
     return tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E), b_delta

@@ -5,13 +5,14 @@ Prints "ended after N s: TYPE: MESSAGE" for a call that raised, and "works" once
 
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from rings import rotation
 
 import ring_attn
-from torch_bridge import mesh, runtime
+from torch_bridge import mesh, peers, runtime
 from torch_bridge.dlpack import to_jax
 
 LIMIT = 3.0  # seconds, for deaths and for waits
@@ -26,11 +27,11 @@ def call(q: torch.Tensor = X, k: torch.Tensor = X, v: torch.Tensor = X, **option
     ring_attn.ring_attention(q, k, v, **options)
 
 
-def told(**options) -> None:
-    """A call that must raise. After a PeerFailure this process ends."""
+def told(function: Callable[..., object] = call, *arguments: object, **options) -> None:
+    """A call that must raise, and be the end of this process unless it raises ValueError."""
     begun = time.monotonic()
     try:
-        call(**options)
+        function(*arguments, **options)
     except Exception as error:
         print(f"ended after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
         if isinstance(error, runtime.PeerFailure):
@@ -86,6 +87,46 @@ def invalid_early(rank: int) -> None:
         time.sleep(0.5)
     told(**({"k": X[..., :3]} if rank == 1 else {}))
     works()
+
+
+def skips_a_batch(rank: int) -> None:
+    """Rank 1 catches the error of its call and goes on to the next batch at once, with the others inside the one it left out."""
+    start()
+    for batch in range(6):
+        if rank == 1 and batch == 3:
+            time.sleep(0.5)
+        values = torch.full_like(X, batch)
+        try:
+            out = ring_attn.ring_attention(X, X[..., :3] if rank == 1 and batch == 3 else X, values)
+        except ValueError as error:
+            print(f"batch {batch} was left out: {error}", flush=True)
+        else:
+            print(f"batch {batch} is {'right' if torch.allclose(out, values) else 'WRONG'}", flush=True)
+
+
+def invalid_unshard(rank: int) -> None:
+    """One rank's own check fails: of the tensor, of the call, of a module's padding mask."""
+    assert torch.equal(ring_attn.unshard(torch.full((1, 2), rank), layout="zigzag"), torch.tensor([[0, 1, 1, 0]]))
+    gather = ring_attn.unshard
+    told(gather, [1, 2] if rank == 1 else X)
+    told(gather, X, **({"unknown": 1} if rank == 1 else {}))
+    told(gather, X, dim=7 if rank == 1 else 1)
+    module = ring_attn.RingAttention(8, 2, batch_first=True)
+    rows, padding = torch.ones(1, 4, 8), torch.ones(1, 3 if rank == 1 else 4)
+    told(module, rows, rows, rows, key_padding_mask=padding)
+    gather(X.clone().requires_grad_()).sum().backward()
+    works()
+
+
+def no_unshard(rank: int) -> None:
+    """Rank 1 does not take part in the second sum of gradients."""
+    start()
+    for step in range(2):
+        whole = ring_attn.unshard(X.clone().requires_grad_()).sum()
+        if rank == 1 and step == 1:
+            time.sleep(4 * LIMIT)
+        else:
+            whole.backward()
 
 
 def fails_inside(rank: int) -> None:
@@ -175,8 +216,22 @@ def check_apart(rank: int) -> None:
         print(f"refused: {error}", flush=True)
 
 
+def late(rank: int) -> None:
+    """Rank 1 comes to its first call when rank 0 has given up; rank 0, whose process holds torch's store, lives on."""
+    if rank == 1:
+        time.sleep(2 * LIMIT)
+        told()
+        return
+    try:
+        start(start_timeout=LIMIT)
+    except runtime.PeerFailure:
+        print("gave up", flush=True)
+    time.sleep(4 * LIMIT)
+
+
 def works() -> None:
     call()
+    assert not peers.state.failed  # every failure is resolved, and forgotten
     print("works", flush=True)
 
 
