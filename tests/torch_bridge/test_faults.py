@@ -129,7 +129,9 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(way, status, last)
     for text in (waiting.out + waiting.err, idle.err):
         assert "global rank 1 did not come. Last asked for: global rank 0: in call " in text
         assert re.search(
-            rf"; global rank 1: {last}; it has been in no ring call for \d+ s, now at .*faults.py:\d+ in {way}", text
+            # The second where a busy machine keeps the idle rank's listener from answering in time.
+            rf"; global rank 1: {last}; (it has been in no ring call for \d+ s, now at .*faults.py:\d+ in {way}|has not answered)",
+            text,
         ), text
     if way == "stops":  # it comes after all, when nobody is there any more
         assert re.search(r"ended after 0.\d s: PeerFailure: .* on global rank 1: global rank 1 did not come", idle.out), idle.out
