@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jax_core.config import RingAttentionConfig
-from jax_core.masks.layout import check_layout
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_inputs, check_sizes
 from ring_attn.functional import NAMES, attention, check_dense
 from ring_attn.masks import Masks, joined_segments, split_mask
+from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
@@ -39,7 +39,8 @@ class RingAttention(nn.MultiheadAttention):
 
     - ``num_kv_heads``: fewer K/V heads than query heads (GQA, MQA). The projections of keys and values, and ``bias_k`` and
       ``bias_v``, then have ``num_kv_heads * head_dim`` rows.
-    - ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence is laid out on it, as for :func:`ring_attn.ring_attention`.
+    - ``ring``: a :class:`ring_attn.Ring`; or ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence is laid out on it,
+      as for :func:`ring_attn.ring_attention`.
     - ``causal``, ``sliding_window``, ``chunk_size``, ``softcap``, ``scale``, ``mask_mod``, ``mask_builder``, ``fused_backward``,
       ``platform``, ``strategy``, ``cfg``: as there.
     - ``alibi_slopes`` ``[num_heads]``: as there. An ``nn.Parameter`` is learned; any other tensor is a buffer, which moves with the
@@ -87,6 +88,7 @@ class RingAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
+        ring: Ring | None = None,
         mesh: MeshLike = None,
         mesh_dim: str | int | None = None,
         layout: str = "contiguous",
@@ -107,7 +109,7 @@ class RingAttention(nn.MultiheadAttention):
         nn.Module.__init__(self)  # MultiheadAttention's __init__ would make parameters for as many K/V heads as query heads
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(embed_dim, num_heads, num_kv_heads, dropout, sinks)
-        check_layout(layout)
+        place = one_ring(ring, mesh, mesh_dim, layout)
         make_mask(causal, sliding_window, chunk_size)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
@@ -116,7 +118,7 @@ class RingAttention(nn.MultiheadAttention):
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         # nn.TransformerEncoder and its layer take their fused path, which bypasses our forward, only if this is true.
         self._qkv_same_embed_dim = False
-        self.mesh, self.mesh_dim, self.layout = mesh, mesh_dim, layout
+        self.mesh, self.mesh_dim, self.layout = place.mesh, place.mesh_dim, place.layout
         self.causal, self.sliding_window, self.chunk_size = causal, sliding_window, chunk_size
         self.softcap, self.scale = softcap, scale
         self.mask_mod, self.mask_builder, self.fused_backward = mask_mod, mask_builder, fused_backward

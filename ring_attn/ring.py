@@ -1,0 +1,104 @@
+"""``Ring``: what every call on one ring must agree on, in one object."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, Unpack, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jax_core.masks.layout import check_layout
+from ring_attn import sequence
+from ring_attn.functional import AttentionOptions, ring_attention
+from ring_attn.sequence import ShardedBatch
+from torch_bridge.mesh import MeshLike, resolve
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A ring of processes and the layout of the sequence on it. Its methods are the functions of the same names with these fixed.
+
+    ``mesh``, ``mesh_dim``: as for :func:`ring_attn.ring_attention`. ``layout``: "contiguous", "zigzag" or "striped".
+
+    Raises ValueError for an unknown layout, and on first use for a mesh that is none.
+    """
+
+    mesh: MeshLike = None
+    _: KW_ONLY
+    mesh_dim: str | int | None = None
+    layout: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout)
+
+    @property
+    def size(self) -> int:
+        """The number of processes that share the sequence."""
+        return resolve(self.mesh, self.mesh_dim).size
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the ring."""
+        return resolve(self.mesh, self.mesh_dim).rank
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ring's process group; None for a ring of one."""
+        return resolve(self.mesh, self.mesh_dim).group
+
+    def arguments(self) -> dict[str, Any]:
+        """``mesh``, ``mesh_dim`` and ``layout``, for a function that takes them one by one."""
+        return {"mesh": self.mesh, "mesh_dim": self.mesh_dim, "layout": self.layout}
+
+    def shard(self, tensor: Tensor, *, dim: int = 1) -> Tensor:
+        """:func:`ring_attn.shard`."""
+        return sequence.shard(tensor, dim=dim, **self.arguments())
+
+    def unshard(self, tensor: Tensor, *, dim: int = 1, length: int | None = None) -> Tensor:
+        """:func:`ring_attn.unshard`."""
+        return sequence.unshard(tensor, dim=dim, length=length, **self.arguments())
+
+    def pad(self, tensor: Tensor, *, dim: int = 1, value: float = 0) -> Tensor:
+        """:func:`ring_attn.pad`."""
+        return sequence.pad(tensor, dim=dim, value=value, **self.arguments())
+
+    def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
+        """:func:`ring_attn.positions`."""
+        return sequence.positions(length, device=device, **self.arguments())
+
+    def shard_batch(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> ShardedBatch:
+        """:func:`ring_attn.shard_batch`."""
+        tensors = dict(labels=labels, position_ids=position_ids, segment_ids=segment_ids, attention_mask=attention_mask)
+        return sequence.shard_batch(input_ids, **tensors, **options, **self.arguments())
+
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+    ) -> Tensor: ...
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    ) -> tuple[Tensor, Tensor]: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """:func:`ring_attn.ring_attention`."""
+        return ring_attention(q, k, v, **options, **self.arguments())
+
+
+def one_ring(ring: Ring | None, mesh: MeshLike = None, mesh_dim: str | int | None = None, layout: str = "contiguous") -> Ring:
+    """``ring``, or the one that the loose arguments make. Raises ValueError for both at a time."""
+    loose = Ring(mesh, mesh_dim=mesh_dim, layout=layout)
+    if ring is None:
+        return loose
+    if not isinstance(ring, Ring):
+        raise ValueError(f"ring must be a ring_attn.Ring, got {type(ring).__name__}; a mesh is given as mesh=")
+    if loose != Ring():
+        raise ValueError("give either ring, which holds mesh, mesh_dim and layout, or these three; got both")
+    return ring

@@ -1,0 +1,32 @@
+"""``Ring`` holds what calls on one ring must agree on; its methods are the functions with these fixed."""
+
+import pytest
+import torch
+
+from ring_attn import Ring, RingAttention, positions, ring_attention, shard_batch
+
+
+def test_methods_are_the_functions_of_their_names():
+    ring = Ring("local", layout="zigzag")
+    q = torch.randn(1, 8, 2, 4)
+    assert ring.size == 1 and ring.rank == 0 and ring.group is None
+    assert torch.equal(ring.attention(q, q, q, causal=True), ring_attention(q, q, q, causal=True, mesh="local", layout="zigzag"))
+    assert torch.equal(ring.positions(8), positions(8, "local", layout="zigzag"))
+    assert torch.equal(ring.unshard(ring.shard(ring.pad(q))), q)
+    ids = torch.arange(8)[None]
+    ours, theirs = ring.shard_batch(ids), shard_batch(ids, mesh="local", layout="zigzag")
+    assert all(torch.equal(a, b) for a, b in zip(ours[:4], theirs[:4], strict=True))
+
+
+def test_a_module_takes_a_ring_or_its_parts():
+    module = RingAttention(8, 2, ring=Ring("local", layout="striped"))
+    assert (module.mesh, module.mesh_dim, module.layout) == ("local", None, "striped")
+    with pytest.raises(ValueError, match="give either ring"):
+        RingAttention(8, 2, ring=Ring("local"), layout="zigzag")
+    with pytest.raises(ValueError, match=r"ring must be a ring_attn\.Ring, got str"):
+        RingAttention(8, 2, ring="local")
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match="layout"):
+        Ring("local", layout="spiral")
