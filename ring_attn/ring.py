@@ -76,7 +76,9 @@ class Ring:
         **options: Any,
     ) -> ShardedBatch:
         """:func:`ring_attn.shard_batch`."""
-        tensors = dict(labels=labels, position_ids=position_ids, segment_ids=segment_ids, attention_mask=attention_mask)
+        tensors: dict[str, Any] = dict(
+            labels=labels, position_ids=position_ids, segment_ids=segment_ids, attention_mask=attention_mask
+        )
         return sequence.shard_batch(input_ids, **tensors, **options, **self.arguments())
 
     @overload
