@@ -3,6 +3,7 @@
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ring_attn.functional import ring_attention
 from ring_attn.module import RingAttention
+from ring_attn.packed import PackedShard, shard_packed
 from ring_attn.ring import Ring
 from ring_attn.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
 from torch_bridge.runtime import PeerFailure, start
@@ -10,6 +11,7 @@ from torch_bridge.runtime import PeerFailure, start
 __all__ = [
     "BwdParams",
     "FwdParams",
+    "PackedShard",
     "PeerFailure",
     "Ring",
     "RingAttention",
@@ -20,6 +22,7 @@ __all__ = [
     "ring_attention",
     "shard",
     "shard_batch",
+    "shard_packed",
     "start",
     "unshard",
 ]
