@@ -124,16 +124,16 @@ def ring_attention(
     first call in a job with several processes starts JAX on all of them, so every process of the job must make one.
 
     Args:
-        q: ``[batch, seq, heads, dim]`` (``bshd``); float16, bfloat16, float32, float64. With ``qkv_format`` "bhsd" and "sbhd" in that
-            order; with "thd" ``[tokens, heads, dim]``: packed documents, without a batch dimension.
+        q: ``[batch, seq, heads, dim]`` (``bshd``); float16, bfloat16, float32, float64. With ``qkv_format`` "bhsd" and "sbhd" in
+            that order; with "thd" ``[tokens, heads, dim]``: packed documents, without a batch dimension.
         k, v: likewise, with ``kv_heads`` that divide ``heads``; v may have its own head dim. Their length may differ from q's.
         mesh: the ring: a ``DeviceMesh`` (1-D, or n-D with ``mesh_dim`` naming the dimension), a ``ProcessGroup``, None for the
             default process group (a ring of one if ``torch.distributed`` is not initialised), or "local": no ring, the whole
             sequence is on this rank. On an XLA device: a torch-xla mesh, and tensors are whole (docs/torch_xla.md).
         layout: "contiguous", "zigzag" or "striped": which positions this rank holds (``ring_attn.shard``).
-        cu_seqlens_q, cu_seqlens_k: with "thd", ints ``[documents + 1]``: where the documents of the whole sequence begin and end (not
-            of this shard), the same on every rank. Tokens after the last are padding. The keys' may be left out if they are the
-            queries'. Positions then count from each document's start. None: one document. max_seqlen_q, max_seqlen_k: nothing
+        cu_seqlens_q, cu_seqlens_k: with "thd", ints ``[documents + 1]``: where the documents of the whole sequence begin and end,
+            not of this shard; the same on every rank. Tokens after the last are padding. The keys' may be left out if they are
+            the queries'. Positions then count from each document's start. None: one document. max_seqlen_q, max_seqlen_k: nothing
             needs them; a document that is longer is an error.
         causal: key position <= query position. Positions are those in the whole sequence; with fewer queries than keys, query 0
             is at position 0.
@@ -155,8 +155,8 @@ def ring_attention(
         dropout_p: probability that an attention weight is dropped. dropout_seed: an int (any 64 bits) or a one-element tensor; None
             draws it from torch's default generator. The pattern depends only on seed, batch, head and positions: with the same seed
             on all ranks it is the same for every ring and layout.
-        return_lse: also return ``lse [batch, heads, seq]`` (whatever ``qkv_format``; "thd": ``[heads, tokens]``), natural logarithm, float32 (float64 for
-            float64 inputs), ``-inf`` where a row saw no key. Differentiable.
+        return_lse: also return ``lse [batch, heads, seq]`` (whatever ``qkv_format``, but for "thd" ``[heads, tokens]``), natural
+            logarithm, float32 (float64 for float64 inputs), ``-inf`` where a row saw no key. Differentiable.
         fused_backward: True computes dQ, dK and dV in one sweep over the scores: faster if memory is slow, but with Triton no
             longer bit-reproducible.
         platform, strategy, cfg: the kernel, how it is distributed over the ring ("ring", "fused"), and its settings, as in

@@ -23,13 +23,13 @@ _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "atten
 class PackedShard:
     """This rank's part of a packed batch: tensors ``[1, shard length]``, whose order is that of no layout.
 
-    - ``input_ids``, ``labels``: int64; ``labels[0, i]`` is the token that follows ``input_ids[0, i]`` in its document, or the ignore
-      index. Do not shift them again.
+    - ``input_ids``, ``labels``: int64; ``labels[0, i]`` is the token that follows ``input_ids[0, i]`` in its document, or the
+      ignore index. Do not shift them again.
     - ``position_ids``: for the model (rotary embeddings): as they were in the batch, or counted from each document's start.
     - ``segment_ids``: the number of the document, -1 on padding.
     - ``offsets``: the distance to the document's first token, which masks go by.
-    - ``loss_weights``: float32, 1 / ``label_count`` where there is a label, else 0. The sum of ``loss * loss_weights`` over the shard,
-      summed over the ring, is the mean loss; the gradients of all ranks are summed, too.
+    - ``loss_weights``: float32, 1 / ``label_count`` where there is a label, else 0. The sum of ``loss * loss_weights`` over the
+      shard, summed over the ring, is the mean loss; the gradients of all ranks are summed, too.
     - ``label_count``: the labels of the whole batch. ``others``: what else was in the batch, in the order of this shard.
     """
 
@@ -80,8 +80,8 @@ def shard_packed(
     ``batch``: what a collator returns, ``input_ids`` ``[rows, seq]`` (TRL's and transformers' flattened batches have one row) and
     any of these, which must agree on where documents begin:
 
-    - ``cu_seqlens``, or ``cu_seq_lens_q`` and ``_k``: ``[documents + 1]``, flash-attn's convention, over the flattened batch; tokens
-      after the last document are padding.
+    - ``cu_seqlens``, or ``cu_seq_lens_q`` and ``_k``: ``[documents + 1]``, flash-attn's convention, over the flattened batch;
+      tokens after the last document are padding.
     - ``position_ids`` that count on by one and restart at 0 with each document.
     - ``seq_idx`` or ``segment_ids`` ``[rows, seq]``: a number for each document, negative on padding.
     - ``attention_mask`` ``[rows, seq]``: 0 on padding; its other numbers are documents (axolotl's), unless all are 1.

@@ -12,8 +12,8 @@ LONGEST = ("max_seqlen", "max_length_q", "max_length_k")
 
 
 class Documents(NamedTuple):
-    """The real tokens of a batch ``[rows, seq]``, row by row: ``tokens [n]``, their indices in the flattened batch, and ``first [n]``,
-    which of them begin a document. A document is in one row."""
+    """The real tokens of a batch ``[rows, seq]``, row by row: ``tokens [n]``, their indices in the flattened batch, and
+    ``first [n]``, which of them begin a document. A document is in one row."""
 
     tokens: Tensor
     first: Tensor
@@ -36,7 +36,7 @@ class Documents(NamedTuple):
 
 
 def read_documents(batch: Mapping[str, Any]) -> Documents:
-    """From any of ``cu_seqlens``, ``seq_idx``, ``segment_ids``, an attention mask and position ids that restart; several must agree.
+    """From any of ``cu_seqlens``, ``seq_idx``, ``segment_ids``, an attention mask and position ids that restart, which must agree.
 
     Raises ValueError where they do not, and where position ids jump otherwise than back to their start.
     """
@@ -114,8 +114,9 @@ def _restarts(positions: Tensor, rows: Tensor) -> Tensor:
     if bool(odd.any()):
         at = int(odd.nonzero()[0])
         raise ValueError(
-            f"position_ids must count on by one or restart at 0 (or where the row starts), but {int(positions[at - 1])} is followed "
-            f"by {int(positions[at])}: they do not say where documents begin; give cu_seqlens or segment_ids, without position_ids"
+            f"position_ids must count on by one or restart at 0 (or where the row starts), but {int(positions[at - 1])} is "
+            f"followed by {int(positions[at])}, so they do not say where documents begin; take them out of the batch and give "
+            "cu_seqlens or segment_ids"
         )
     return first
 

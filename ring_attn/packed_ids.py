@@ -34,8 +34,8 @@ class Packing:
 def with_documents(
     where: Where, packing: Packing, qkv_format: str, qkv: Tensors, others: Others, options: dict[str, Any]
 ) -> tuple[Others, dict[str, Any]]:
-    """The arrays and options of a call with the documents as ids. Where queries and keys have the same documents their positions stay
-    those of the layout, which need no arrays, unless something goes by the distance from a document's start."""
+    """The arrays and options of a call with the documents as ids. Where queries and keys have the same documents their positions
+    stay those of the layout, which need no arrays, unless something goes by the distance from a document's start."""
     cu_q, cu_k = packing.cu_seqlens_q, packing.cu_seqlens_k
     twice = [name for name in _IDS if others[name] is not None]
     if qkv_format != "thd" or cu_q is None or twice:
@@ -69,9 +69,7 @@ def with_documents(
     return {**others, **ids}, {**options, "bottom_right": False}
 
 
-def with_positions(
-    where: Where, qkv: Tensors, others: Others, options: dict[str, Any]
-) -> tuple[Others, dict[str, Any]]:
+def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
     """The same for queries counted from the last key, where a static mask cannot say it."""
     if options["chunk_size"] is None and options["mask_mod"] is None and others["alibi_slopes"] is None:
         return others, options
@@ -95,8 +93,8 @@ def _or_padding(document: Tensor, ends: Tensor) -> Tensor:
 
 
 def check_cumulative(name: str, ends: Tensor, total: int, device: torch.device, longest: int | None = None) -> None:
-    """ValueError for what is no ``cu_seqlens`` of ``total`` tokens. On a GPU the values are checked when the device gets there, so that
-    the host need not wait."""
+    """ValueError for what is no ``cu_seqlens`` of ``total`` tokens. On a GPU the values are checked when the device gets there, so
+    that the host need not wait."""
     if not isinstance(ends, Tensor) or ends.ndim != 1 or not len(ends) or ends.is_floating_point() or ends.dtype == torch.bool:
         raise ValueError(f"{name} must be a tensor of ints [documents + 1], got {ends!r}")
     if ends.device != device:

@@ -5,6 +5,7 @@ long for that are cut over all ranks, each in zigzag, which costs every rank the
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -108,5 +109,5 @@ class _Rank:
 def _zigzag(document: int, length: int, size: int) -> Iterator[tuple[int, Piece]]:
     """The document in ``2 * size`` chunks, two for each rank: one from each end."""
     ends = [length * chunk // (2 * size) for chunk in range(2 * size + 1)]
-    for chunk, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+    for chunk, (start, stop) in enumerate(pairwise(ends)):
         yield min(chunk, 2 * size - 1 - chunk), Piece(document, start, stop)
