@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import quick_compiles
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -41,6 +42,12 @@ class Block(eqx.Module):
 MODEL = Block(jax.random.key(1))
 
 
+@pytest.fixture(autouse=True)
+def without_optimisations():
+    with quick_compiles():  # the programs are small and run once
+        yield
+
+
 def grid() -> Mesh:
     return Mesh(np.array(jax.devices()[:2]), ("sp",))
 
@@ -56,7 +63,7 @@ def assert_same(ours, theirs):
         np.testing.assert_allclose(one, other, atol=5e-6)
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL, jnp.stack([CAUSAL, ~CAUSAL.T | CAUSAL.T])], ids=["no mask", "one", "per head"])
+@pytest.mark.parametrize("mask", [CAUSAL, jnp.stack([CAUSAL, CAUSAL.T])], ids=["one", "per head"])
 def test_a_model_on_a_mesh(mask):
     def call(model, x):
         return eqx.filter_vmap(model, in_axes=(0, None))(x, mask)
@@ -107,8 +114,8 @@ def test_dropout_follows_the_key_and_not_the_ring():
     for layer in (alone, eqx.nn.inference_mode(alone)):
         options = {"inference": True} if layer is alone else {}
         np.testing.assert_allclose(layer(x, x, x, **options), dropping(x, x, x, inference=True), atol=2e-6)
-    many = jax.vmap(lambda key: alone(x, x, x, key=key))(jax.random.split(key, 400))
-    np.testing.assert_allclose(many.mean(0), dropping(x, x, x, inference=True), atol=6 * float(many.std(0).max()) / 20)
+    many = jax.vmap(lambda key: alone(x, x, x, key=key))(jax.random.split(key, 100))
+    np.testing.assert_allclose(many.mean(0), dropping(x, x, x, inference=True), atol=6 * float(many.std(0).max()) / 10)
     keys = jax.random.split(key, BATCH)
     batched = jax.vmap(lambda x, key: ring(x, x, x, key=key))(X, keys)
     for one, x, key in zip(batched, X, keys, strict=True):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import quick_compiles
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,6 +25,12 @@ ROWS = P("dp", "sp")
 X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
 CAUSAL = nn.make_causal_mask(X[..., 0])  # float, as flax makes it
 PADDING = nn.make_attention_mask(jnp.ones((BATCH, LENGTH)), jnp.arange(LENGTH) < jnp.array([[16], [11]]))
+
+
+@pytest.fixture(autouse=True)
+def without_optimisations():
+    with quick_compiles():  # the programs are small and run once
+        yield
 
 
 def grid() -> Mesh:
@@ -48,7 +55,7 @@ def assert_same(ours, theirs):
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL, nn.combine_masks(CAUSAL, PADDING)], ids=["no mask", "causal", "padding"])
+@pytest.mark.parametrize("mask", [None, nn.combine_masks(CAUSAL, PADDING)], ids=["no mask", "causal and padding"])
 def test_linen_on_a_mesh_under_jit(mask):
     theirs = results(lambda v, x: linen().apply(v, x, mask=mask), VARIABLES, X)
     sharded = jax.device_put(X, NamedSharding(grid(), ROWS))
@@ -73,14 +80,11 @@ def test_linen_inside_shard_map(layout):
     assert_same(results(lambda v, x: attention(v, x[:, order], rows)[:, back], VARIABLES, X), theirs)
 
 
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
-def test_nnx_with_grouped_heads(kv_heads):
+def test_nnx_with_grouped_heads():
     mesh = grid()
 
     def layer(**options):
-        return nnx.MultiHeadAttention(
-            HEADS, WIDTH, num_kv_heads=kv_heads, decode=False, normalize_qk=True, rngs=nnx.Rngs(0), **options
-        )
+        return nnx.MultiHeadAttention(HEADS, WIDTH, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0), **options)
 
     def run(model, x, where):
         graph, parameters = nnx.split(model)
@@ -104,7 +108,8 @@ def test_a_function_like_flaxs():
     mask = mask | jnp.eye(6, dtype=bool)  # a row without any key is where flax gives a mean
     ours = RingAttentionFn()
     np.testing.assert_allclose(ours(q, k, v, bias, mask), nn.dot_product_attention(q, k, v, bias, mask), atol=1e-6)
-    np.testing.assert_allclose(ours(q[0, 0], k[0, 0], v[0, 0]), nn.dot_product_attention(q[0, 0], k[0, 0], v[0, 0]), atol=1e-6)
+    single = q[0, 0], k[0, 0], v[0, 0]
+    np.testing.assert_allclose(ours(*single), nn.dot_product_attention(*single), atol=1e-6)
     for options in ({"dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}, {"precision": "highest"}):
         got, want = ours(q, k, v, **options), nn.dot_product_attention(q, k, v, **options)
         assert got.dtype == want.dtype
@@ -118,7 +123,7 @@ def test_precision_reaches_the_products():
     for precision, name in ((None, "HIGHEST"), ("high", "HIGH"), (jax.lax.Precision.DEFAULT, "DEFAULT")):
         text = str(jax.make_jaxpr(lambda q, p=precision: RingAttentionFn()(q, q, q, precision=p))(q))
         assert f"Precision.{name})" in text or f"Precision.{name}\n" in text or f"precision=Precision.{name}" in text
-    with pytest.raises(ValueError, match="precision must be a jax.lax.Precision"):
+    with pytest.raises(ValueError, match="precision must be a"):
         RingAttentionFn()(q, q, q, precision=("high", "default"))
 
 
@@ -139,8 +144,8 @@ def test_dropout_is_the_rings_and_follows_the_key():
     np.testing.assert_allclose(on_mesh, alone, atol=2e-6)
     seed = jax.random.bits(key, (2,), jnp.uint32)
     np.testing.assert_allclose(alone, ring_attention(q, k, v, dropout_prob=0.5, dropout_seed=seed), atol=1e-6)
-    many = jax.vmap(lambda key: RingAttentionFn()(q, k, v, dropout_rng=key, **options))(jax.random.split(key, 400))
-    np.testing.assert_allclose(many.mean(0), nn.dot_product_attention(q, k, v), atol=6 * float(many.std(0).max()) / 20)
+    many = jax.vmap(lambda key: RingAttentionFn()(q, k, v, dropout_rng=key, **options))(jax.random.split(key, 100))
+    np.testing.assert_allclose(many.mean(0), nn.dot_product_attention(q, k, v), atol=6 * float(many.std(0).max()) / 10)
     assert np.array_equal(RingAttentionFn()(q, k, v, **options | {"deterministic": True}), RingAttentionFn()(q, k, v))
     layer = linen(RingAttentionFn(mesh=grid(), axis_name="sp"), **options)
     first, again, other = (layer.apply(VARIABLES, X, rngs={"dropout": jax.random.key(i)}) for i in (0, 0, 1))
