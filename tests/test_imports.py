@@ -16,7 +16,7 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 
 STANDARD_LIBRARY_ONLY = ("jax_core.masks.layout", "jax_core.masks.static")
 # The layers of jax_core from the lowest up: none imports one above it.
-LAYERS = (("config", "varying"), ("masks",), ("kernels",), ("strategies",), ("request",), ("api",), ("integrations",))
+LAYERS = (("config", "keywords", "varying"), ("masks",), ("kernels",), ("strategies",), ("request",), ("api",), ("integrations",))
 # Layers whose folders are alternatives to each other: none imports another, only the files beside them.
 WITH_SIBLINGS = ("kernels", "strategies")
 OUTSIDE = ("testing",)  # the oracle: only tests and benchmarks import it, and it imports nothing but the definition of dropout

@@ -11,7 +11,9 @@ from jax.typing import ArrayLike
 
 from jax_core.api.differentiable import local_attention
 from jax_core.api.mesh import on_mesh, plan_mesh
+from jax_core.api.names import OTHERS
 from jax_core.config import RingAttentionConfig
+from jax_core.keywords import explains
 from jax_core.masks.dropout import seed_words
 from jax_core.masks.static import Window
 from jax_core.request.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
@@ -85,6 +87,7 @@ def ring_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@explains(OTHERS)
 def ring_attention(
     query: ArrayLike,
     key: ArrayLike,
