@@ -170,8 +170,7 @@ class RingAttention(nn.MultiheadAttention):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
 
-    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim))
-    @explains(OF_FORWARD)
+    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim), OF_FORWARD)
     def forward(
         self,
         query: Tensor,
