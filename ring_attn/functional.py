@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
+from jax_core.keywords import explains
+from ring_attn.names import OF_FUNCTION
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
 from torch_bridge.mistakes import doubt_swapped_dims
@@ -74,6 +76,7 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @announced(_where)
+@explains(OF_FUNCTION)
 def ring_attention(
     q: Tensor,
     k: Tensor,
