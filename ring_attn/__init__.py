@@ -5,6 +5,7 @@ from ring_attn.functional import ring_attention
 from ring_attn.gradients import sync_gradients
 from ring_attn.loss import cross_entropy, total_loss
 from ring_attn.module import RingAttention
+from ring_attn.packed import PackedShard, shard_packed
 from ring_attn.ring import Ring
 from ring_attn.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
 from torch_bridge.runtime import PeerFailure, start
@@ -12,6 +13,7 @@ from torch_bridge.runtime import PeerFailure, start
 __all__ = [
     "BwdParams",
     "FwdParams",
+    "PackedShard",
     "PeerFailure",
     "Ring",
     "RingAttention",
@@ -23,6 +25,7 @@ __all__ = [
     "ring_attention",
     "shard",
     "shard_batch",
+    "shard_packed",
     "start",
     "sync_gradients",
     "total_loss",
