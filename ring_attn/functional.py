@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from numbers import Integral, Real
+from operator import index
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -218,8 +219,10 @@ def _plain(value: object) -> object:
     """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, float, str)):
         return value
+    if isinstance(value, int):
+        return index(value)  # where torch.compile traces a length as a symbol, it is a number from here on
     return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 
 
@@ -275,10 +278,15 @@ def _check_integers(numbers: Mapping[str, object]) -> None:
                 raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
 
 
-def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | None:
+def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | Tensor | None:
+    """64 bits; a tensor where its value cannot be read, because torch traces or transforms the call."""
     if seed is None:
-        return int(torch.randint(2**63 - 1, ())) if dropout_prob else None
-    if isinstance(seed, Tensor) and seed.numel() == 1 and not seed.is_floating_point():
+        seed = torch.randint(2**63 - 1, (), device="cpu") if dropout_prob else None
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor) and seed.numel() == 1 and not (seed.is_floating_point() or seed.is_complex()):
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return seed
         seed = int(seed)
     number = _plain(seed)
     if isinstance(number, bool) or not isinstance(number, int) or not -(2**63) <= number < 2**64:
