@@ -211,19 +211,25 @@ def attention(
     from torch_bridge.autograd import differentiable_attention
 
     seed = _seed(options["dropout_prob"], dropout_seed)
+    qkv = _autocast(qkv, qkv["query"].device.type)
     out, lse = differentiable_attention(where, {**qkv, **others}, seed, tuple(names.items()), **options)
     return out.transpose(1, 2) if qkv_format == "bhsd" else out, lse
 
 
 def _plain(value: object) -> object:
-    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank."""
+    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank. Where torch.compile
+    holds a number for variable it is one number from here on: programs are looked up by it."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if value is None or isinstance(value, (bool, float, str)):
+    if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return index(value)  # where torch.compile traces a length as a symbol, it is a number from here on
-    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+        return index(value)
+    if isinstance(value, float):
+        return float.fromhex(value.hex())
+    if isinstance(value, (Integral, torch.SymInt)):
+        return int(value)
+    return float(value) if isinstance(value, (Real, torch.SymFloat)) else value
 
 
 def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str, str]) -> None:
@@ -276,6 +282,15 @@ def _check_integers(numbers: Mapping[str, object]) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
                 raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
+
+
+def _autocast(qkv: dict[str, Tensor], device_type: str) -> dict[str, Tensor]:
+    """Cast as torch casts the inputs of its own attention under ``torch.autocast``: all floats but float64."""
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return qkv
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = {torch.float16, torch.bfloat16, torch.float32}
+    return {name: x.to(dtype) if x.dtype in cast else x for name, x in qkv.items()}
 
 
 def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | Tensor | None:

@@ -3,6 +3,7 @@
 Torch saves plain tensors (the operands, the output, the LSE), so checkpointing and offload hooks work as for any operator.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
 from typing import Any
@@ -87,16 +88,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
-        *operands, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        # Always include query, key and value: what is sent must not depend on which gradients a rank needs.
-        made = sorted({*QKV, *wanted})
-        direct = ctx.program is not None and _unobserved((*operands, dout, dlse))
-        backward = ctx.program.backward if direct else partial(_backward, ctx.call)
-        found = backward(operands, out, lse, dout, dlse, made)
-        gradients = dict(zip(made, found, strict=True))
-        return None, *(gradients[number] if number in wanted else None for number in range(len(operands)))
+        direct = ctx.program is not None and _unobserved((*ctx.saved_tensors, dout, dlse))
+        return _gradients(ctx, dout, dlse, ctx.program.backward if direct else partial(_backward, ctx.call))
 
 
 class _Transformable(torch.autograd.Function):
@@ -111,12 +104,15 @@ class _Transformable(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         call, *operands = inputs
-        ctx.program = None
         _save(ctx, call, operands, *output)
 
     @staticmethod
-    def backward(ctx, *cotangents):
-        return _Attention.backward(ctx, *cotangents)
+    def backward(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
+        def once(operands: Tensors, *results: Any) -> tuple[torch.Tensor, ...]:
+            *tensors, made = results
+            return _Once.apply(ctx.call, len(operands), tuple(made), *operands, *tensors)
+
+        return _gradients(ctx, dout, dlse, once)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -124,6 +120,38 @@ class _Transformable(torch.autograd.Function):
             "ring_attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian): JAX computes its gradients, in reverse "
             "mode and once; use torch.func.grad, vjp or jacrev"
         )
+
+
+class _Once(torch.autograd.Function):
+    """A backward that has none itself: ``once_differentiable`` would give zeros under nested transforms."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: str, count: int, made: tuple[int, ...], *tensors: torch.Tensor | None):
+        return tuple(_backward(call, tensors[:count], *tensors[count:], made))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        raise NotImplementedError("ring_attention can be differentiated once: JAX computes its gradients, and torch sees no further")
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _Transformable.jvp(ctx, *tangents)
+
+
+def _gradients(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None, backward: Callable[..., Sequence[torch.Tensor]]):
+    *operands, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+    # Always include query, key and value: what is sent must not depend on which gradients a rank needs.
+    made = sorted({*QKV, *wanted})
+    gradients = dict(zip(made, backward(operands, out, lse, dout, dlse, made), strict=True))
+    return None, *(gradients[number] if number in wanted else None for number in range(len(operands)))
 
 
 def _save(ctx, call: str, operands: Tensors, out: torch.Tensor, lse: torch.Tensor) -> None:
