@@ -97,15 +97,15 @@ def _make(words: str, forms: Forms, device: torch.device) -> Program:
         program = road_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, Empty(request) if request.empty else program)
     _PROGRAMS[words, forms, device] = made
-    _drop_the_first(call.ring)
+    _drop_the_oldest(call.ring)
     _warn_of_many(words, request)
     return made.program
 
 
-def _drop_the_first(ring: Ring) -> None:
+def _drop_the_oldest(ring: Ring) -> None:
     of_this_ring = [key for key, made in _PROGRAMS.items() if made.request.ring == ring]
-    if len(of_this_ring) > KEPT:
-        del _PROGRAMS[of_this_ring[0]]
+    for key in of_this_ring[:-KEPT]:
+        del _PROGRAMS[key]
 
 
 def _warn_of_many(words: str, request: Request) -> None:
