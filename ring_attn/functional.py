@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from numbers import Integral, Real
+from operator import index
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -239,17 +240,25 @@ def attention(
     from torch_bridge.autograd import differentiable_attention
 
     seed = _seed(options["dropout_prob"], dropout_seed)
+    qkv = _autocast(qkv, qkv["query"].device.type)
     out, lse = differentiable_attention(where, {**qkv, **others}, seed, tuple(names.items()), **options)
     return as_given(out, lse, qkv_format)
 
 
 def _plain(value: object) -> object:
-    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank."""
+    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank. Where torch.compile
+    holds a number for variable it is one number from here on: programs are looked up by it."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, str)):
         return value
-    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+    if isinstance(value, int):
+        return index(value)
+    if isinstance(value, float):
+        return float.fromhex(value.hex())
+    if isinstance(value, (Integral, torch.SymInt)):
+        return int(value)
+    return float(value) if isinstance(value, (Real, torch.SymFloat)) else value
 
 
 def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str, str], dims: int = 4) -> None:
@@ -303,10 +312,24 @@ def _check_integers(numbers: Mapping[str, object]) -> None:
                 raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
 
 
-def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | None:
+def _autocast(qkv: dict[str, Tensor], device_type: str) -> dict[str, Tensor]:
+    """Cast as torch casts the inputs of its own attention under ``torch.autocast``: all floats but float64."""
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return qkv
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = {torch.float16, torch.bfloat16, torch.float32}
+    return {name: x.to(dtype) if x.dtype in cast else x for name, x in qkv.items()}
+
+
+def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | Tensor | None:
+    """64 bits; a tensor where its value cannot be read, because torch traces or transforms the call."""
     if seed is None:
-        return int(torch.randint(2**63 - 1, ())) if dropout_prob else None
-    if isinstance(seed, Tensor) and seed.numel() == 1 and not seed.is_floating_point():
+        seed = torch.randint(2**63 - 1, (), device="cpu") if dropout_prob else None
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor) and seed.numel() == 1 and not (seed.is_floating_point() or seed.is_complex()):
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return seed
         seed = int(seed)
     number = _plain(seed)
     if isinstance(number, bool) or not isinstance(number, int) or not -(2**63) <= number < 2**64:
