@@ -6,6 +6,8 @@ from ring_attn.gradients import sync_gradients
 from ring_attn.loss import cross_entropy, total_loss
 from ring_attn.module import RingAttention
 from ring_attn.ring import Ring
+from ring_attn.routing import context_parallel_sdpa
+from ring_attn.sdpa import sdpa
 from ring_attn.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
 from torch_bridge.runtime import PeerFailure, start
 
@@ -18,9 +20,11 @@ __all__ = [
     "RingAttentionConfig",
     "ShardedBatch",
     "cross_entropy",
+    "context_parallel_sdpa",
     "pad",
     "positions",
     "ring_attention",
+    "sdpa",
     "shard",
     "shard_batch",
     "start",
