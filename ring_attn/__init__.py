@@ -5,6 +5,7 @@ from ring_attn.functional import ring_attention
 from ring_attn.gradients import sync_gradients
 from ring_attn.loss import cross_entropy, total_loss
 from ring_attn.module import RingAttention
+from ring_attn.replace import replace_attention
 from ring_attn.ring import Ring
 from ring_attn.routing import context_parallel_sdpa
 from ring_attn.sdpa import sdpa
@@ -23,6 +24,7 @@ __all__ = [
     "context_parallel_sdpa",
     "pad",
     "positions",
+    "replace_attention",
     "ring_attention",
     "sdpa",
     "shard",

@@ -38,7 +38,8 @@ def replace_attention(
     - ``src_mask``, ``tgt_mask`` and ``memory_mask`` are this process's rows of the whole mask, ``shard(mask, dim=-2)``, with the columns
       of all keys; one made for the local length is refused. A causal model needs none: ``is_causal=True`` is enough.
     - Key padding masks are this process's own, as in ``RingAttention.forward``.
-    - ``memory`` is sharded too. Held whole by every process it gives the same result without a mask, at the price of sending it.
+    - ``memory`` is sharded too. Held whole by every process it gives the same result without a mask, at the price of sending it, and a
+      warning that all ranks hold the same values.
     - ``nn.TransformerEncoder``'s nested tensors, and the fused inference path of its layers, are turned off.
 
     A caller of the attention module itself who leaves ``need_weights`` out gets None for the weights, and asking for them raises: name
