@@ -1,4 +1,6 @@
-"""One rank of the tests of the loss and of the sum of gradients. Run by test_loss.py under torch.distributed.run, on two ranks."""
+"""One rank of the tests of the loss and of the sum of gradients. Run by test_loss.py under torch.distributed.run, on two ranks.
+
+Sequences have few different lengths: each is a program to compile."""
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_attn import Ring, RingAttention, cross_entropy, shard_batch, start, sync_gradients, total_loss
@@ -54,7 +56,7 @@ def assert_equal(ours, whole, loss, ours_total):
 
 
 def check_a_step_is_that_of_one_process():
-    for layout, length, labelled in (("zigzag", 21, 21), ("contiguous", 8, 3), ("striped", 13, 13)):
+    for layout, length, labelled in (("zigzag", 9, 9), ("contiguous", 12, 5)):
         ring, ids = Ring(layout=layout), tokens(length)
         labels = ids.clone()
         labels[:, labelled:] = -100  # on contiguous shards the second rank then has none
@@ -84,7 +86,7 @@ def check_weights_and_num_items():
 
 
 def check_no_label_at_all():
-    ids = tokens(8)
+    ids = tokens(12)
     batch = shard_batch(ids, torch.full_like(ids, -100), layout="zigzag")
     for labels in (batch, batch.labels):
         ours = model(Ring(layout="zigzag"))
@@ -96,7 +98,7 @@ def check_no_label_at_all():
 
 
 def check_accumulation_is_summed_once():
-    ring, parts = Ring(layout="zigzag"), [tokens(9), tokens(14)]
+    ring, parts = Ring(layout="zigzag"), [tokens(9), tokens(12)]
     ours, whole = model(ring), model(Ring("local"))
     whole_batches, batches = [shard_batch(ids, mesh="local") for ids in parts], [ring.shard_batch(ids) for ids in parts]
     items = sum(batch.num_labels for batch in batches)
@@ -153,6 +155,21 @@ def check_what_has_been_reduced_is_refused():
             sync_gradients(reduced, mesh)
 
 
+def check_a_mean_over_the_ring_needs_a_factor():
+    """Where DistributedDataParallel or FSDP reduces over the ring, as docs/training.md says."""
+    ring, ids = Ring(layout="zigzag"), tokens(9)
+    batch = ring.shard_batch(ids)
+    _, whole = expected(shard_batch(ids, mesh="local"))
+    for wrap in (lambda x: DistributedDataParallel(x, find_unused_parameters=True), fully_shard):
+        ours = wrap(model(ring))
+        share = cross_entropy(ours(batch), batch)
+        (share * 2).backward()
+        for own, other in zip(ours.parameters(), whole.parameters(), strict=True):
+            if other.grad is not None:
+                gradient = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
+                torch.testing.assert_close(gradient, other.grad, rtol=1e-12, atol=1e-12)
+
+
 def check_dtensors_beside_the_ring(rank):
     """Their mesh is this process alone, as that of FSDP over a dimension beside the ring's."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "dp"))
@@ -186,6 +203,7 @@ def main():
     check_gradients_of_some_ranks(rank)
     check_disagreement_raises_on_both(rank)
     check_what_has_been_reduced_is_refused()
+    check_a_mean_over_the_ring_needs_a_factor()
     check_dtensors_beside_the_ring(rank)
     check_under_compile()
     dist.barrier()
