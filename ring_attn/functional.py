@@ -10,6 +10,7 @@ from torch import Tensor
 from jax_core.config import RingAttentionConfig
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
+from torch_bridge.mistakes import doubt_swapped_dims
 
 _FORMATS = ("bshd", "bhsd")
 # The argument names to use in errors: the core's name, and this function's.
@@ -206,6 +207,7 @@ def attention(
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
     if qkv_format == "bhsd":
         qkv = {name: x.transpose(1, 2) for name, x in qkv.items()}
+    doubt_swapped_dims(qkv["query"], qkv["key"], qkv_format)
     # Imported here so that importing ring_attn does not load JAX.
     from torch_bridge.autograd import differentiable_attention
 

@@ -20,6 +20,7 @@ from torch_bridge.announced import announced, telling
 from torch_bridge.calls import compare, watch
 from torch_bridge.mesh import MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
+from torch_bridge.mistakes import note_layout
 from torch_bridge.ring import Ring
 from torch_bridge.roads import road_of
 from torch_bridge.runtime import start
@@ -59,6 +60,7 @@ def shard(
     dim = _checked_dim(tensor, dim)
     ring = _ring(mesh, mesh_dim, tensor.device)
     _check_whole_length(tensor.shape[dim], dim, layout, ring.size)
+    note_layout(ring, layout)
     shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
     return ring.split(shards, dim)
 
@@ -160,6 +162,7 @@ def positions(
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     ring = _ring(mesh, mesh_dim, torch.get_default_device() if device is None else torch.device(device))
+    note_layout(ring, layout)
     held = _held(layout, ring, padded_length(layout, ring.size, length) // ring.size)
     return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in held])
 
