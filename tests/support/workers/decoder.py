@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens ``[batch, shard]`` to logits. A pipeline's later stage has no embeddings and takes hidden states, an earlier one no head."""
+    """Tokens ``[batch, shard]`` to logits. As a pipeline's stage it may lack embeddings, and takes hidden states, or the head."""
 
     def __init__(self, ring: Ring | None) -> None:
         super().__init__()

@@ -11,6 +11,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from decoder import (
+    Decoder,
+    assert_same,
+    decoder,
+    gradients,
+    number_of_labels,
+    parameters,
+    rows,
+    summed,
+    whole_step,
+)
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -24,17 +35,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ring_attn
-from decoder import (
-    Decoder,
-    assert_same,
-    decoder,
-    gradients,
-    number_of_labels,
-    parameters,
-    rows,
-    summed,
-    whole_step,
-)
 from ring_attn import Ring
 from torch_bridge import peers
 
