@@ -109,7 +109,7 @@ class RingGQAttention(GQAttention):
         if attention_masks is not None:
             raise NotImplementedError("ring attention takes documents from positions; it got an attention mask")
         documents = self.inner_attention.documents(positions)
-        return super().forward(x_BLD, documents, positions)  # type: ignore[arg-type]
+        return super().forward(x_BLD, documents, positions)
 
 
 class RingAttentionConverter(ModelConfigConverter):
@@ -168,7 +168,7 @@ def _window(inner: Module.Config) -> int | None:
 def _settling(config_class: type[BaseModel.Config]) -> type[BaseModel.Config]:
     """A class of model config that looks, when the trainer hands over its settings, at those that a ring depends on."""
 
-    class Settling(config_class):  # type: ignore[valid-type, misc]
+    class Settling(config_class):
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             config_class.update_from_config(self, config=config, **kwargs)
             layout = _checked_layout(config.parallelism, getattr(config, "training", None))

@@ -19,7 +19,6 @@ from decoder import (
     number_of_labels,
     parameters,
     rows,
-    summed,
     whole_step,
 )
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ring_attn
-from ring_attn import Ring
+from ring_attn import Ring, cross_entropy, sync_gradients
 from torch_bridge import peers
 
 LAYOUT = "zigzag"
@@ -58,12 +57,7 @@ def ring_of(mesh: DeviceMesh) -> Ring:
 def local_loss(model: nn.Module, ring: Ring, part: int = 0, parts: int = 1) -> Tensor:
     """This rank's part of the loss: the parts of all ranks add up to it."""
     batch = rows(ring, part, parts)
-    return summed(model(batch.input_ids), batch.labels) / number_of_labels()
-
-
-def add_up(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, group=group)
+    return cross_entropy(model(batch.input_ids), batch, num_items=number_of_labels())
 
 
 def sharded(model: Decoder, mesh: DeviceMesh, **options: object) -> Decoder:
@@ -76,17 +70,21 @@ def divide_by_one(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums; NCCL does without
 
 
 # Four ranks.
 
 
 def ddp(mesh: DeviceMesh) -> None:
-    """DDP averages over all ranks: the loss is multiplied by their number."""
+    """DDP averages over its ranks: the loss is multiplied by their number. What it has not summed, sync_gradients sums."""
     ring = ring_of(mesh)
-    model = DistributedDataParallel(decoder(ring))
-    (local_loss(model, ring, mesh.get_local_rank("dp"), mesh["dp"].size()) * mesh.size()).backward()
-    assert_same(gradients(model), gradients(expected()))
+    for group, size, over_cp in ((None, mesh.size(), False), (mesh.get_group("dp"), mesh["dp"].size(), True)):
+        model = DistributedDataParallel(decoder(ring), process_group=group)
+        (local_loss(model, ring, mesh.get_local_rank("dp"), mesh["dp"].size()) * size).backward()
+        if over_cp:
+            sync_gradients(model, ring=ring)
+        assert_same(gradients(model), gradients(expected()))
 
 
 def fsdp2(mesh: DeviceMesh) -> None:
@@ -130,13 +128,8 @@ def tensor_parallel(mesh: DeviceMesh, shard: bool) -> None:
         sharded(model, mesh["cp"])
     local_loss(model, ring).mul(mesh["cp"].size() if shard else 1).backward()
     if not shard:
-        add_up_local(model, ring)
+        sync_gradients(model, ring=ring)
     assert_same(gradients(model), gradients(expected()))
-
-
-def add_up_local(model: nn.Module, ring: Ring) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(getattr(parameter.grad, "_local_tensor", parameter.grad), group=ring.group)
 
 
 def stage_of(ring: Ring, stage: int) -> Decoder:
@@ -155,14 +148,12 @@ def pipeline(mesh: DeviceMesh, schedule: type[PipelineScheduleSingle]) -> None:
     ring, stage = ring_of(mesh), mesh.get_local_rank("pp")
     model, batch = stage_of(ring, stage), rows(ring)
     part = PipelineStage(model, stage, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    steps = schedule(
-        part, n_microbatches=4, loss_fn=lambda logits, labels: summed(logits, labels) / number_of_labels(), scale_grads=False
-    )
+    steps = schedule(part, n_microbatches=4, loss_fn=partial(cross_entropy, num_items=number_of_labels()), scale_grads=False)
     if stage == 0:
         steps.step(batch.input_ids)
     else:
         steps.step(target=batch.labels)
-    add_up(model, ring.group)
+    sync_gradients(model, ring=ring)
     assert_same(gradients(model), gradients(expected()), {name for name, _ in model.named_parameters()})
 
 
@@ -180,7 +171,7 @@ def other_collectives(mesh: DeviceMesh) -> None:
     assert counted.item() == mesh.size()
     for model, ring, loss in reversed(list(zip(models, rings, losses, strict=True))):
         loss.backward()
-        add_up(model, ring.group)
+        sync_gradients(model, ring=ring)
         assert_same(gradients(model), gradients(expected()))
 
 
@@ -252,7 +243,7 @@ def checkpointed(mesh: DeviceMesh, forwards: int, **options: object) -> None:
     before = ring_forwards(ring)
     local_loss(model, ring).backward()
     assert ring_forwards(ring) - before == forwards, ring_forwards(ring) - before
-    add_up(model, ring.group)
+    sync_gradients(model, ring=ring)
     assert_same(gradients(model), gradients(expected()))
 
 
@@ -277,7 +268,7 @@ def saved_elsewhere(mesh: DeviceMesh) -> None:
         with hooks:
             loss = local_loss(model, ring)
         loss.backward()
-        add_up(model, ring.group)
+        sync_gradients(model, ring=ring)
         assert_same(gradients(model), gradients(expected()))
     assert len(taken) > 20
 
@@ -296,7 +287,7 @@ def scaled(mesh: DeviceMesh) -> None:
                 local = model.head.weight.grad
                 getattr(local, "_local_tensor", local).view(-1)[0] = torch.inf
             if not sharding:
-                add_up(model, ring.group)
+                sync_gradients(model, ring=ring)
             scaler.unscale_(optimizer)
             if not overflow:
                 assert_same(gradients(model), gradients(expected()))

@@ -1,6 +1,6 @@
 """torchtitan's own trainer on CPU: its debug Llama 3, in one process with its own masks, or over several with a ring.
 
-torchtitan knows accelerators only. What stands in for one is in :func:`on_cpu`; the rest, from config to optimizer, is its own.
+torchtitan knows accelerators only: cpu_for_torchtitan.py stands in for one. The rest, from config to optimizer, is its own.
 
     torchtitan_worker.py FILE NAME...
 
@@ -12,19 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import cpu_for_torchtitan  # noqa: F401  before torchtitan
 import torch
-import torch._utils
-
-torch._utils._get_available_device_type = lambda: "cpu"  # before torchtitan looks
-
-import torchtitan.components.metrics as metrics
-import torchtitan.distributed.utils as titan_utils
-import torchtitan.models.common.attention as titan_attention
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import create_mask
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -33,35 +27,11 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.tools.utils import device_module
 from torchtitan.trainer import Trainer
 
 from ring_attn.integrations import torchtitan as ours
 
 STEPS, ROWS, LENGTH, VOCABULARY = 10, 4, 64, 2048
-
-
-class NoMemory:
-    """Stands for the monitor of an accelerator's memory."""
-
-    device_name = "CPU"
-
-    def get_peak_stats(self) -> metrics.DeviceMemStats:
-        return metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
-
-    def reset_peak_stats(self) -> None:
-        pass
-
-
-def on_cpu() -> None:
-    assert device_module is torch.cpu
-    import torchtitan.models.llama3.parallelize as par
-
-    old = par.resolve_fsdp_mesh
-    par.resolve_fsdp_mesh = lambda dims: old(dims) if dims.spmd_backend == "full_dtensor" else (dims.get_mesh("loss"), None)
-    metrics.build_device_memory_monitor = NoMemory
-    titan_utils.set_pg_timeouts = lambda **_: None  # its barrier names a device, which gloo refuses
-    titan_attention._compiled_create_block_mask = create_block_mask
 
 
 class DenseAttention(FlexAttention):
@@ -71,7 +41,9 @@ class DenseAttention(FlexAttention):
     class Config(FlexAttention.Config):
         pass
 
-    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, scale: float | None = None, **_: Any):  # type: ignore[override]
+    def forward(
+        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, scale: float | None = None, **_: Any
+    ):  # type: ignore[override]
         mask = create_mask(attention_masks.mask_mod, q_BLNH.shape[0], 1, *attention_masks.seq_lengths, device="cpu")
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
@@ -173,30 +145,31 @@ def train(made: Trainer.Config) -> list[tuple[float, float]]:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     seen: list[tuple[float, float]] = []
     log = trainer.metrics_processor.log
-    trainer.metrics_processor.log = lambda step, loss, most, norm, **more: (seen.append((loss, norm)), log(step, loss, most, norm, **more))
+    trainer.metrics_processor.log = lambda step, loss, most, norm, **more: (
+        seen.append((loss, norm)),
+        log(step, loss, most, norm, **more),
+    )
     trainer.train()
     trainer.close()
     return seen
 
 
+CP = "context_parallel_degree"
 RUNS: dict[str, dict[str, Any]] = {
     "one process": dict(ring=False),
-    "dp 4": dict(ring=False, spmd_backend="full_dtensor"),
-    "spmd cp 4": dict(ring=True, context_parallel_degree=4),
-    "cp 4": dict(ring=True, spmd_backend="full_dtensor", context_parallel_degree=4),
-    "dp 2 x cp 2": dict(ring=True, spmd_backend="full_dtensor", context_parallel_degree=2, context_parallel_load_balancer=None),
-    "cp 2 x tp 2": dict(ring=True, spmd_backend="full_dtensor", context_parallel_degree=2, tensor_parallel_degree=2),
-    "pp 2 x cp 2": dict(ring=True, spmd_backend="full_dtensor", context_parallel_degree=2, pipeline_parallel_degree=2, pipeline_parallel_schedule="1F1B"),
+    "cp 4": dict(ring=True, **{CP: 4}),
+    "dp 2 x cp 2": dict(ring=True, **{CP: 2}, context_parallel_load_balancer=None),
+    "pp 2 x cp 2": dict(ring=True, **{CP: 2}, pipeline_parallel_degree=2, pipeline_parallel_schedule="1F1B"),
+    "cp 2 x tp 2": dict(ring=True, **{CP: 2}, tensor_parallel_degree=2, spmd_backend="full_dtensor"),
 }
 
 
 def main() -> None:
-    on_cpu()
     torch.distributed.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start
     file, *names = sys.argv[1:]
     found = {name: train(config(folder=file + ".outputs", **RUNS[name])) for name in names}
-    if torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # of a pipeline, it knows the loss
         torch.save(found, file)
     torch.distributed.destroy_process_group()
 
