@@ -134,7 +134,6 @@ def main() -> None:
     options = parser.parse_args()
     import faulthandler
 
-    faulthandler.dump_traceback_later(60, exit=True)
     team = Team(timeout=300)
     mesh = init_device_mesh(team.device.type, (team.size,), mesh_dim_names=("cp",))
     runtime.start(device=team.device)
