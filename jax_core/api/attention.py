@@ -27,6 +27,7 @@ class _Static(TypedDict, total=False):
     mask_mod: MaskMod | None
     chunk_size: int | None
     causal: bool
+    bottom_right: bool
     logits_soft_cap: float | None
     softmax_scale: float | None
     dropout_prob: float
@@ -106,6 +107,7 @@ def ring_attention(
     sliding_window: Window = None,
     chunk_size: int | None = None,
     causal: bool = False,
+    bottom_right: bool = False,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -149,7 +151,8 @@ def ring_attention(
             side is enough when queries and keys have equal length.
         sliding_window: ``q - left <= k <= q + right``; an int sets both sides, -1 or None means no bound.
         chunk_size: Llama-4's chunked attention, which is causal: ``k <= q`` within ``q // chunk_size == k // chunk_size``.
-        causal: ``k <= q`` by position; with unequal lengths query 0 is at position 0 (pass position ids to move it).
+        causal: ``k <= q`` by position; with unequal lengths query 0 is at position 0.
+        bottom_right: the last query is at the last key's position instead, in causal masks and windows.
         logits_soft_cap: ``cap * tanh(x / cap)``, applied to the scaled logits.
         softmax_scale: None means ``1 / sqrt(dim)``.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``; adds ``-slope * abs(q - k)``.
@@ -202,6 +205,7 @@ def ring_attention(
         sliding_window=sliding_window,
         chunk_size=chunk_size,
         causal=causal,
+        bottom_right=bottom_right,
         logits_soft_cap=logits_soft_cap,
         softmax_scale=softmax_scale,
         alibi_slopes=alibi_slopes,
