@@ -56,9 +56,27 @@ class AttentionOptions(TypedDict, total=False):
     cfg: RingAttentionConfig | None
 
 
-def _where(*tensors: object, mesh: MeshLike = None, mesh_dim: str | int | None = None, **_: object) -> Any:
+def _where(
+    *tensors: object, mesh: MeshLike = None, mesh_dim: str | int | None = None, qkv_format: str = "bshd", **others: object
+) -> Any:
     """Mesh and mesh dimension of a call; None where it is so wrong that a mesh may be among its positional arguments."""
-    return (mesh, mesh_dim) if len(tensors) <= 3 else None
+    if len(tensors) > 3:
+        return None
+    query = tensors[0] if tensors else others.get("q")
+    if mesh is not None or not is_dtensor(query):
+        return mesh, mesh_dim
+    from ring_attn.dtensor import where_sharded
+
+    return where_sharded(query, dim=2 if qkv_format == "bhsd" else 1)
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether it is a DTensor. Loads ``torch.distributed.tensor``, which takes a second, only for what may be one."""
+    if type(x) in (Tensor, torch.nn.Parameter) or not isinstance(x, Tensor) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
 
 
 @overload
@@ -207,12 +225,14 @@ def attention(
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
     if qkv_format == "bhsd":
         qkv = {name: x.transpose(1, 2) for name, x in qkv.items()}
-    # Imported here so that importing ring_attn does not load JAX.
-    from torch_bridge.autograd import differentiable_attention
-
     seed = _seed(options["dropout_prob"], dropout_seed)
     qkv = _autocast(qkv, qkv["query"].device.type)
-    out, lse = differentiable_attention(where, {**qkv, **others}, seed, tuple(names.items()), **options)
+    # Imported here so that importing ring_attn does not load JAX.
+    if any(map(is_dtensor, qkv.values())):
+        from ring_attn.dtensor import attention_of_dtensors as run
+    else:
+        from torch_bridge.autograd import differentiable_attention as run
+    out, lse = run(where, {**qkv, **others}, seed, tuple(names.items()), **options)
     return out.transpose(1, 2) if qkv_format == "bhsd" else out, lse
 
 

@@ -137,7 +137,9 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *cotangents):
-        raise NotImplementedError("ring_attention can be differentiated once: JAX computes its gradients, and torch sees no further")
+        raise NotImplementedError(
+            "ring_attention can be differentiated once: JAX computes its gradients, and torch sees no further"
+        )
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -178,7 +180,9 @@ def _own_operators(call: str, operands: Tensors) -> Operators | None:
     operators = road_of(query.device).OPERATORS
     if operators is None:
         return None
-    number = _number_of_operators(call, tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands), query.device)
+    number = _number_of_operators(
+        call, tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands), query.device
+    )
     return None if number is None else Operators(partial(operators.forward, number), partial(operators.backward, number))
 
 

@@ -45,9 +45,7 @@ def backward(
     """Gives a gradient for each entry, also of an operand that is not mapped."""
     dims, results = in_dims[0], (out, lse, dout, dlse)
     if _depends_on_the_place(operands, call) or dims[_SINKS] is not None or _SINKS in wanted:
-        each = [
-            op(_entry(operands, dims, number), *_entry(results, in_dims[1:5], number), wanted, call) for number in range(size)
-        ]
+        each = [op(_entry(operands, dims, number), *_entry(results, in_dims[1:5], number), wanted, call) for number in range(size)]
         return [torch.stack(gradients) for gradients in zip(*each, strict=True)], [0] * len(wanted)
     batch = _shape(out, in_dims[1])[0]
     joined = [None if x is None else _joined(x, dim, size, batch) for x, dim in zip(results, in_dims[1:5], strict=True)]

@@ -67,7 +67,9 @@ def test_every_number_may_be_a_symbol():
     """With ``dynamic=True`` torch holds all sizes and floats for variable, those of the options too."""
 
     def attention(q, k, v):
-        return ring_attention(q * 2, k, v, mesh="local", sliding_window=(q.shape[1] // 2, 0), scale=q.shape[-1] ** -0.5, dropout_p=0.0)
+        return ring_attention(
+            q * 2, k, v, mesh="local", sliding_window=(q.shape[1] // 2, 0), scale=q.shape[-1] ** -0.5, dropout_p=0.0
+        )
 
     compiled, _ = in_one_graph(attention, dynamic=True)
     for length in (4, 6):
