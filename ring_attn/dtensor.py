@@ -100,7 +100,7 @@ def _roles(query: DTensor, name: str) -> Roles:
             roles.append(_ROLES[placement.dim])
         else:
             raise ValueError(
-                f"{name} must be replicated, or sharded over batch, sequence or heads; got {placement} on mesh dimension "
+                f"{name} must be replicated, or sharded over batch, sequence or heads; got {placement!r} on mesh dimension "
                 f"{_named(query.device_mesh, dim)}; call .redistribute() before"
             )
     if roles.count(_SEQUENCE) > 1:
@@ -119,8 +119,8 @@ def _ring(where: Where, split: Split) -> Where:
         here: Where = mesh, roles.index(_SEQUENCE)
         if where[0] is not None and resolve(*where) != resolve(*here):
             raise ValueError(
-                f"the sequence is sharded over mesh dimension {_named(mesh, roles.index(_SEQUENCE))}, a {resolve(*here)}, but mesh= "
-                f"is a {resolve(*where)}; leave mesh out, or give that dimension"
+                f"the sequence is sharded over mesh dimension {_named(mesh, roles.index(_SEQUENCE))}, a {resolve(*here)}, but "
+                f"mesh= is a {resolve(*where)}; leave mesh out, or give that dimension"
             )
         return here
     if where[0] is None:
@@ -180,8 +180,8 @@ def _check_placements(split: Split, word: str, x: DTensor, needed: list[Placemen
     for dim, (role, place, need) in enumerate(zip(split.roles, x.placements, needed, strict=True)):
         if place != need and not (isinstance(place, Replicate) and role != _SEQUENCE):
             raise ValueError(
-                f"{word} must be {need} on mesh dimension {_named(split.mesh, dim)}, over which {role or 'nothing'} of the queries "
-                f"is sharded; got {place}; call .redistribute() before"
+                f"{word} must be {need!r} on mesh dimension {_named(split.mesh, dim)}, which splits {role or 'nothing'} of the "
+                f"queries; got {place!r}; call .redistribute() before"
             )
     for axis in {need.dim for need in needed if isinstance(need, Shard)}:
         over = [split.mesh.size(dim) for dim, need in enumerate(needed) if need == Shard(axis)]

@@ -7,9 +7,9 @@ import torch
 
 from jax_core.request.options import Options
 from torch_bridge import dlpack_road, torch_tpu
-from torch_bridge.programs import renamed
 from torch_bridge.mesh import Ring
 from torch_bridge.operands import gather
+from torch_bridge.programs import renamed
 from torch_bridge.request import ARRAYS, Form, Request, forms_of
 from torch_bridge.ring import tensors_per_sequence
 from torch_bridge.roads import road_of

@@ -78,7 +78,7 @@ def renamed(tensors: dict) -> dict:
 
 
 def qkv(*placements):
-    return dict.fromkeys("qkv", list(placements))
+    return {name: list(placements) for name in "qkv"}
 
 
 CASES = {
@@ -141,7 +141,7 @@ def check_refusals(mesh: DeviceMesh) -> None:
         raise AssertionError("Partial was taken")
     refused("got Shard(dim=3) on mesh dimension 'heads'; call .redistribute()", mesh, qkv(SEQUENCE, Shard(3)))
     refused("sharded over one mesh dimension", mesh, qkv(SEQUENCE, SEQUENCE))
-    refused("k must be S(1)", mesh, qkv(SEQUENCE, HEADS) | {"k": [WHOLE, HEADS]})
+    refused("k must be Shard(dim=1)", mesh, qkv(SEQUENCE, HEADS) | {"k": [WHOLE, HEADS]})
     refused("must all be DTensors or none; k is none", mesh, qkv(SEQUENCE, HEADS) | {"k": None})
     refused("mesh= is a ring of global ranks", mesh, qkv(SEQUENCE, HEADS), mesh=mesh, mesh_dim="heads")
     refused("the sequence of these DTensors is not sharded", mesh, qkv(WHOLE, HEADS), mesh=mesh, mesh_dim="ring")
