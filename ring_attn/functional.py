@@ -128,7 +128,9 @@ def ring_attention(
     LSE is a differentiable output.
 
     Every rank of the ring calls it with its shards, which have the same shapes on all ranks; K/V are sent around the ring. The
-    first call in a job with several processes starts JAX on all of them, so every process of the job must make one.
+    first call in a job with several processes starts JAX on all of them, so every process of the job must make one. Under
+    ``torch.autocast`` q, k and v are cast as those of torch's own attention. With DTensors the ring is the mesh dimension that the
+    sequence is sharded over (docs/torch.md).
 
     Args:
         q: ``[batch, seq, heads, dim]`` (``bshd``) or ``[batch, heads, seq, dim]`` (``bhsd``); float16, bfloat16, float32, float64.

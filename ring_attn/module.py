@@ -61,6 +61,7 @@ class RingAttention(nn.MultiheadAttention):
       ``torch.manual_seed`` and activation checkpointing replay it). Processes with the same seed drop what one process would.
     - The fused inference path of ``nn.TransformerEncoderLayer`` would attend to the local shard only; ``_qkv_same_embed_dim``,
       which is always False here, disables it. Nested tensors are refused.
+    - ``ring_attn.parallel.HeadParallel`` splits the heads, beside the ring; the projections are then separate (docs/torch.md).
     - A copy shares the mesh. A mesh cannot be pickled: after unpickling, set ``module.mesh``, or ``forward`` raises (None and
       "local" are kept).
 

@@ -152,6 +152,19 @@ def check_refusals(mesh: DeviceMesh) -> None:
     refused("dimension 2 of k, of size 2, must divide over the 4 processes", four, qkv(HEADS))
 
 
+def check_a_compiled_model(mesh: DeviceMesh) -> None:
+    """Lengths that change, in one graph; the ranks meet in each new program."""
+    torch.manual_seed(0)
+    module = ring_attn.RingAttention(16, 4, batch_first=True, mesh=mesh, mesh_dim="ring", causal=True, sinks=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for length in (8, 6, 4):
+        x, padding = normal(1, length, 16).float().requires_grad_(), torch.arange(length)[None] >= length - 1
+        ours, theirs = (run(x, x, x, key_padding_mask=padding)[0] for run in (compiled, module))
+        torch.testing.assert_close(ours, theirs)
+        wanted = [x, *module.parameters()]
+        torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), wanted) for out in (ours, theirs)))
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     ring_attn.start()
@@ -162,6 +175,7 @@ def main() -> None:
             print(f"ok {name}", flush=True)
     check_layouts(mesh)
     check_refusals(mesh)
+    check_a_compiled_model(mesh)
     torch._dynamo.reset()
     compiled = torch.compile(ring_attention, backend="aot_eager", fullgraph=True)
     run(mesh, compiled, *CASES["ring x heads, split"])
