@@ -2,7 +2,8 @@
 ring; over one that heads or batch are sharded over nothing is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_bridge.autograd import differentiable_attention
 from torch_bridge.mesh import MeshLike, resolve
 
+Whole = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Where = tuple[MeshLike, str | int | None]
 _BATCH, _SEQUENCE, _HEADS = "batch", "sequence", "heads"
 _ROLES = (_BATCH, _SEQUENCE, _HEADS, "head dim")  # of the dimensions of query, key and value
@@ -26,11 +27,10 @@ class Split(NamedTuple):
 
     mesh: DeviceMesh
     roles: Roles
-    heads: int
-    batch: int
+    heads: int  # of the queries
 
-    def sizes(self, role: str) -> list[int]:
-        return [self.mesh.size(dim) for dim, found in enumerate(self.roles) if found == role]
+    def parts(self, role: str) -> int:
+        return prod(self.mesh.size(dim) for dim, found in enumerate(self.roles) if found == role)
 
     def first(self, role: str, whole: int) -> int:
         """The first index of the dimension that this process holds."""
@@ -42,36 +42,38 @@ class Split(NamedTuple):
         return place * whole
 
 
-def attention_of_dtensors(
-    where: Where, tensors: dict[str, Tensor | None], dropout_seed: Any, names: tuple[tuple[str, str], ...], **options: Any
-) -> tuple[Tensor, Tensor]:
-    """As :func:`torch_bridge.autograd.differentiable_attention`, of DTensors.
+def local_parts(
+    where: Where, names: dict[str, str], qkv: dict[str, Tensor], others: dict[str, Tensor | None], options: dict[str, Any]
+) -> tuple[Where, dict[str, Tensor], dict[str, Tensor | None], Whole]:
+    """The ring, and this process's parts of the tensors of a call with DTensors; and what makes DTensors of its results.
 
     The placements of the query decide. Keys and values have the same; where they are replicated, and heads or batch of the query
     are not, this process's part is taken. So are the other operands, by the dimensions that they have; a plain tensor is taken for
     replicated, but for its queries or keys, which are this process's. Raises ValueError for placements that do not fit, and for
     shards of different sizes, NotImplementedError for a mask builder over sharded heads.
     """
-    query, value = tensors["query"], tensors["value"]
-    words = dict(names)
-    for name in ("query", "key", "value"):
-        if not isinstance(tensors[name], DTensor):
-            raise ValueError(f"{_listed(words)} must all be DTensors or none; {words.get(name, name)} is none: DTensor.from_local")
-    assert isinstance(query, DTensor) and value is not None
-    split = Split(query.device_mesh, _roles(query, words.get("query", "query")), query.shape[2], query.shape[0])
-    if options["mask_builder"] is not None and split.sizes(_HEADS):
+    for name, x in qkv.items():
+        if not isinstance(x, DTensor):
+            listed = ", ".join(names.get(name, name) for name in qkv)
+            raise ValueError(f"{listed} must all be DTensors or none; {names.get(name, name)} is none: DTensor.from_local")
+    query = qkv["query"]
+    assert isinstance(query, DTensor)
+    split = Split(query.device_mesh, _roles(query, names.get("query", "query")), query.shape[2])
+    if options["mask_builder"] is not None and _HEADS in split.roles:
         raise NotImplementedError("mask_builder is called for all heads, which are sharded here; use mask_mod, mask or bias")
-    local = {name: _local(split, name, words.get(name, name), x) for name, x in tensors.items()}
-    local["softmax_aux"] = _for_each_head(split, local["softmax_aux"], tensors["softmax_aux"])
-    if (options["dropout_prob"] or options["mask_mod"] is not None) and (split.sizes(_BATCH) or split.sizes(_HEADS)):
-        first = [split.first(_BATCH, split.batch), split.first(_HEADS, split.heads)]
-        local["origin"] = torch.tensor(first, dtype=torch.int32, device=query.device)
-    out, lse = differentiable_attention(_ring(where, split), local, dropout_seed, names, **options)
+    local = {name: _part(split, name, names.get(name, name), x) for name, x in qkv.items()}
+    parts = {name: x if x is None else _part(split, name, names.get(name, name), x) for name, x in others.items()}
+    parts["softmax_aux"] = _for_each_head(split, parts["softmax_aux"], others["softmax_aux"])
+    if (options["dropout_prob"] or options["mask_mod"] is not None) and {_BATCH, _HEADS} & {*split.roles}:
+        first = [split.first(_BATCH, query.shape[0]), split.first(_HEADS, query.shape[2])]
+        parts["origin"] = torch.tensor(first, dtype=torch.int32, device=query.device)
     batch, length, heads, _ = query.shape
-    return (
-        _whole(split, out, (batch, length, heads, value.shape[-1]), (_BATCH, _SEQUENCE, _HEADS)),
-        _whole(split, lse, (batch, heads, length), (_BATCH, _HEADS, _SEQUENCE)),
-    )
+    out_shape, lse_shape = (batch, length, heads, qkv["value"].shape[-1]), (batch, heads, length)
+
+    def whole(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return _whole(split, out, out_shape, _ROLES[:3]), _whole(split, lse, lse_shape, (_BATCH, _HEADS, _SEQUENCE))
+
+    return _ring(where, split), local, parts, whole
 
 
 def like_dtensor(tensor: Tensor, like: DTensor) -> Tensor:
@@ -85,10 +87,6 @@ def where_sharded(query: DTensor, dim: int) -> Where:
     """The mesh dimension over which the query's dimension ``dim``, its sequence, is sharded; no ring if it is over none."""
     found = [index for index, placement in enumerate(query.placements) if placement == Shard(dim)]
     return (query.device_mesh, found[0]) if found else ("local", None)
-
-
-def _listed(words: dict[str, str]) -> str:
-    return ", ".join(words.get(name, name) for name in ("query", "key", "value"))
 
 
 def _roles(query: DTensor, name: str) -> Roles:
@@ -156,10 +154,8 @@ def _axes(split: Split, name: str, shape: Sequence[int]) -> dict[str, int]:
     return {role: axis for role, axis in axes.items() if axis >= 0 and not (broadcasts and shape[axis] == 1)}
 
 
-def _local(split: Split, name: str, word: str, x: Tensor | None) -> Tensor | None:
+def _part(split: Split, name: str, word: str, x: Tensor) -> Tensor:
     """This process's part of an operand, whose gradient goes back as what it is of the whole one's."""
-    if x is None:
-        return None
     axes = _axes(split, name, x.shape)
     needed: list[Placement] = [Replicate() if role not in axes else Shard(axes[role]) for role in split.roles]  # type: ignore[index]
     if not isinstance(x, DTensor):
@@ -184,8 +180,7 @@ def _check_placements(split: Split, word: str, x: DTensor, needed: list[Placemen
                 f"queries; got {place!r}; call .redistribute() before"
             )
     for axis in {need.dim for need in needed if isinstance(need, Shard)}:
-        over = [split.mesh.size(dim) for dim, need in enumerate(needed) if need == Shard(axis)]
-        parts = torch.Size(over).numel()
+        parts = prod(split.mesh.size(dim) for dim, need in enumerate(needed) if need == Shard(axis))
         if x.shape[axis] % parts:
             raise ValueError(
                 f"dimension {axis} of {word}, of size {x.shape[axis]}, must divide over the {parts} processes that it is sharded "
@@ -197,10 +192,10 @@ def _for_each_head(split: Split, sinks: Tensor | None, whole: Tensor | None) -> 
     """Sinks that all heads share, said for each head: there may be as many of them as this process has heads."""
     if sinks is None or whole is None or _axes(split, "softmax_aux", whole.shape):
         return sinks
-    return sinks.expand(split.heads // torch.Size(split.sizes(_HEADS)).numel(), -1)
+    return sinks.expand(split.heads // split.parts(_HEADS), -1)
 
 
 def _whole(split: Split, local: Tensor, shape: tuple[int, ...], axes: tuple[str, ...]) -> DTensor:
     placements = [Replicate() if role is None else Shard(axes.index(role)) for role in split.roles]
-    strides = [torch.Size(shape[axis + 1 :]).numel() for axis in range(len(shape))]
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return DTensor.from_local(local, split.mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jax_core.config import RingAttentionConfig
+from jax_core.keywords import explains
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_inputs, check_sizes
 from ring_attn.functional import NAMES, attention, check_dense, is_dtensor
 from ring_attn.masks import Masks, joined_segments, split_mask
+from ring_attn.names import OF_FORWARD, OF_MODULE
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
@@ -75,6 +77,7 @@ class RingAttention(nn.MultiheadAttention):
     sinks: nn.Parameter | None
     alibi_slopes: Tensor | None
 
+    @explains(OF_MODULE)
     def __init__(
         self,
         embed_dim: int,
@@ -198,6 +201,7 @@ class RingAttention(nn.MultiheadAttention):
                 nn.init.xavier_normal_(extra)
 
     @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim))
+    @explains(OF_FORWARD)
     def forward(
         self,
         query: Tensor,

@@ -16,6 +16,7 @@ from torch_bridge.ring import Ring, Tensors
 
 ARRAYS = Operands._fields[: Operands._fields.index("rank")]  # the operands that torch passes, in this order
 QKV = (0, 1, 2)  # the indices of query, key and value
+VALUE = 2
 
 Where = tuple[MeshLike, str | int | None]  # mesh and mesh dimension
 Forms = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]  # what a Request's forms are made of
