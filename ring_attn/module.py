@@ -12,7 +12,7 @@ from jax_core.config import RingAttentionConfig
 from jax_core.keywords import explains
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_inputs, check_sizes
-from ring_attn.functional import NAMES, attention, check_dense, is_dtensor
+from ring_attn.functional import NAMES, attention, check_dense
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.names import OF_FORWARD, OF_MODULE
 from ring_attn.ring import Ring, one_ring
@@ -175,17 +175,14 @@ class RingAttention(nn.MultiheadAttention):
         return [self.embed_dim, kv_dim, kv_dim]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes packed projections for separate ones and the reverse, and whole tensors for parameters that are DTensors."""
+        """Takes packed projections for separate ones and the reverse."""
         packed, separate = f"{prefix}in_proj_weight", [prefix + name for name in _SEPARATE]
-        if self.in_proj_weight is None and packed in state_dict:
+        one_width = self.kdim == self.vdim == self.embed_dim
+        if one_width and self.in_proj_weight is None and packed in state_dict:
             state_dict.update(zip(separate, state_dict.pop(packed).split(self._rows()), strict=True))
         elif self.in_proj_weight is not None and all(name in state_dict for name in separate):
-            state_dict[packed] = torch.cat([state_dict.pop(name) for name in separate])
-        for name, own in self.named_parameters(recurse=False):
-            if is_dtensor(own) and prefix + name in state_dict:
-                from ring_attn.dtensor import like_dtensor  # loads torch.distributed.tensor, and JAX
-
-                state_dict[prefix + name] = like_dtensor(state_dict[prefix + name], own)
+            if len({state_dict[name].shape[1:] for name in separate}) == 1:  # else torch says what does not fit
+                state_dict[packed] = torch.cat([state_dict.pop(name) for name in separate])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _reset_parameters(self) -> None:

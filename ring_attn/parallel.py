@@ -63,6 +63,7 @@ class HeadParallel(ParallelStyle):
             owner, _, own = name.rpartition(".")
             split = distribute_tensor(parameter.detach(), device_mesh, [placement])
             module.get_submodule(owner).register_parameter(own, nn.Parameter(split, parameter.requires_grad))
+        module.register_load_state_dict_pre_hook(_split_whole_tensors)
         module.register_forward_pre_hook(lambda _, args, kwargs: self._inputs(device_mesh, args, kwargs), with_kwargs=True)
         module.register_forward_hook(lambda _, args, result: (self._output(result[0]), result[1]))
         return module
@@ -80,6 +81,14 @@ class HeadParallel(ParallelStyle):
     def _output(self, out: DTensor) -> Tensor:
         laid = out.redistribute(placements=[self.output_layouts])
         return laid.to_local() if self.use_local_output else laid
+
+
+def _split_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, own in module.named_parameters():
+        given = state_dict.get(prefix + name)
+        if isinstance(given, Tensor) and not isinstance(given, DTensor) and isinstance(own, DTensor):
+            # Every process has the whole tensor, so none need send it.
+            state_dict[prefix + name] = distribute_tensor(given, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:
