@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ring_attn.module import RingAttention
+from ring_attn.projections import separate
 
 # Where a parameter is split. All others are replicated: in_proj_bias holds the rows of three projections, which are split apart.
 _SPLIT = {
@@ -57,7 +58,7 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
         assert isinstance(module, RingAttention)
-        module.separate_projections()
+        separate(module)
         for name, parameter in list(module.named_parameters()):
             placement = Shard(_SPLIT[name]) if name in _SPLIT else Replicate()
             owner, _, own = name.rpartition(".")
