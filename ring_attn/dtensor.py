@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_bridge.mesh import MeshLike, resolve
@@ -74,13 +74,6 @@ def local_parts(
         return _whole(split, out, out_shape, _ROLES[:3]), _whole(split, lse, lse_shape, (_BATCH, _HEADS, _SEQUENCE))
 
     return _ring(where, split), local, parts, whole
-
-
-def like_dtensor(tensor: Tensor, like: DTensor) -> Tensor:
-    """A whole tensor, which all processes hold, placed as ``like`` is."""
-    return (
-        tensor if isinstance(tensor, DTensor) else distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-    )
 
 
 def where_sharded(query: DTensor, dim: int) -> Where:

@@ -12,9 +12,10 @@ from jax_core.config import RingAttentionConfig
 from jax_core.keywords import explains
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_inputs, check_sizes
-from ring_attn.functional import NAMES, attention, check_dense, is_dtensor
+from ring_attn.functional import NAMES, attention, check_dense
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.names import OF_FORWARD, OF_MODULE
+from ring_attn.projections import repack, rows
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
@@ -25,7 +26,6 @@ from torch_bridge.roads import road_of
 # Errors use the module's argument names.
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}
 _LOST_MESH = "a mesh that was not pickled"
-_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _Ids = tuple[Tensor | None, Tensor | None]  # segment ids of the queries and of the keys
 
 
@@ -160,32 +160,8 @@ class RingAttention(nn.MultiheadAttention):
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
         self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
-    def separate_projections(self) -> None:
-        """Holds the projections of queries, keys and values as ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``, as for a
-        ``kdim`` or ``vdim`` of their own, and no longer as ``in_proj_weight``. The result is the same."""
-        packed = self.in_proj_weight
-        if packed is not None:
-            for name, rows in zip(_SEPARATE, packed.detach().split(self._rows()), strict=True):
-                self.register_parameter(name, nn.Parameter(rows.clone(), packed.requires_grad))
-            self.register_parameter("in_proj_weight", None)
-
-    def _rows(self) -> list[int]:
-        """The rows of queries, keys and values in a packed projection."""
-        kv_dim = self.num_kv_heads * self.head_dim
-        return [self.embed_dim, kv_dim, kv_dim]
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes packed projections for separate ones and the reverse, and whole tensors for parameters that are DTensors."""
-        packed, separate = f"{prefix}in_proj_weight", [prefix + name for name in _SEPARATE]
-        if self.in_proj_weight is None and packed in state_dict:
-            state_dict.update(zip(separate, state_dict.pop(packed).split(self._rows()), strict=True))
-        elif self.in_proj_weight is not None and all(name in state_dict for name in separate):
-            state_dict[packed] = torch.cat([state_dict.pop(name) for name in separate])
-        for name, own in self.named_parameters(recurse=False):
-            if is_dtensor(own) and prefix + name in state_dict:
-                from ring_attn.dtensor import like_dtensor  # loads torch.distributed.tensor, and JAX
-
-                state_dict[prefix + name] = like_dtensor(state_dict[prefix + name], own)
+        repack(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _reset_parameters(self) -> None:
@@ -295,13 +271,13 @@ class RingAttention(nn.MultiheadAttention):
         return tensor if self.batch_first or tensor.ndim != 3 else tensor.transpose(0, 1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self._rows()
+        sizes = rows(self)
         if self.in_proj_weight is not None and query is key and key is value:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(rows, -1)
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, -1)
         else:
             separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = separate if self.in_proj_weight is None else self.in_proj_weight.split(rows)
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(rows)
+            weights = separate if self.in_proj_weight is None else self.in_proj_weight.split(sizes)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
             q, k, v = (F.linear(*args) for args in zip((query, key, value), weights, biases, strict=True))
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         return q, k, v

@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ring_attn.module import RingAttention
+from ring_attn.projections import separate
 
 # Where a parameter is split. All others are replicated: in_proj_bias holds the rows of three projections, which are split apart.
 _SPLIT = {
@@ -57,12 +58,13 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
         assert isinstance(module, RingAttention)
-        module.separate_projections()
+        separate(module)
         for name, parameter in list(module.named_parameters()):
             placement = Shard(_SPLIT[name]) if name in _SPLIT else Replicate()
             owner, _, own = name.rpartition(".")
             split = distribute_tensor(parameter.detach(), device_mesh, [placement])
             module.get_submodule(owner).register_parameter(own, nn.Parameter(split, parameter.requires_grad))
+        module.register_load_state_dict_pre_hook(_split_whole_tensors)
         module.register_forward_pre_hook(lambda _, args, kwargs: self._inputs(device_mesh, args, kwargs), with_kwargs=True)
         module.register_forward_hook(lambda _, args, result: (self._output(result[0]), result[1]))
         return module
@@ -80,6 +82,14 @@ class HeadParallel(ParallelStyle):
     def _output(self, out: DTensor) -> Tensor:
         laid = out.redistribute(placements=[self.output_layouts])
         return laid.to_local() if self.use_local_output else laid
+
+
+def _split_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, own in module.named_parameters():
+        given = state_dict.get(prefix + name)
+        if isinstance(given, Tensor) and not isinstance(given, DTensor) and isinstance(own, DTensor):
+            # Every process has the whole tensor, so none need send it.
+            state_dict[prefix + name] = distribute_tensor(given, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -128,7 +128,8 @@ def check(words: str, tensors: Tensors) -> None:
     call, query = call_of(words), tensors[0]
     assert query is not None
     with telling(call.ring, query.device), _in_words_of_the_caller(call.names):
-        check_operands(Operands(*tensors[: len(ARRAYS)]), call.options.layout, tensors_per_sequence(call.ring))
+        forms: Any = tensors[: len(ARRAYS)]
+        check_operands(Operands(*forms), call.options.layout, tensors_per_sequence(call.ring))
 
 
 @contextmanager

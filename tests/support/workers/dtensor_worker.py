@@ -118,10 +118,10 @@ def check_layouts(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(out.full_tensor().transpose(1, 2), shard(exact, **ring))
 
 
-def refused(message: str, mesh: DeviceMesh, placements: dict[str, list], kind=ValueError, **options) -> None:
+def refused(message: str, over: DeviceMesh, placements: dict[str, list], kind=ValueError, **options) -> None:
     tensors = whole()
     given = {
-        name: distribute_tensor(tensors[name], mesh, places) if places else tensors[name] for name, places in placements.items()
+        name: distribute_tensor(tensors[name], over, places) if places else tensors[name] for name, places in placements.items()
     }
     try:
         ring_attention(**given, **options)
