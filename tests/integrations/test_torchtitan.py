@@ -6,7 +6,7 @@ from launch import torchrun
 
 pytestmark = pytest.mark.slow
 
-STEPS = {"cp 4": 10, "dp 2 x cp 2": 10, "cp 2 x tp 2": 3}
+STEPS = {"dp 2 x cp 2": 10, "cp 4": 2, "cp 2 x tp 2": 2}
 
 
 @pytest.fixture(scope="module")
