@@ -27,7 +27,7 @@ def _inner(name: str) -> CodeType | None:
     """The code of the functions that a factory of ``masking_utils`` makes; None where this version has no such factory."""
     factory = getattr(masks, name, None)
     codes = () if factory is None else factory.__code__.co_consts
-    return next((code for code in codes if inspect.iscode(code)), None)
+    return next((code for code in codes if inspect.iscode(code) and not code.co_name.startswith("<")), None)
 
 
 _FACTORIES = (
