@@ -103,8 +103,8 @@ def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence)
     offsets = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
     if (length, arguments["kv_length"]) != (queries.local, keys.local) or any(offsets):
         raise NotImplementedError(
-            f"the model makes a mask of {length} queries at {offsets[0]} and {arguments['kv_length']} keys at {offsets[1]}, but this "
-            f"rank's shards have {queries.local} and {keys.local} at 0: a K/V cache, or a part of the sequence, cannot be sharded"
+            f"the model makes a mask of {length} queries at {offsets[0]} and {arguments['kv_length']} keys at {offsets[1]}, but "
+            f"this rank has {queries.local} and {keys.local} at 0: a K/V cache, or a part of the sequence, cannot be sharded"
         )
 
 
@@ -200,8 +200,8 @@ def _named(module: nn.Module) -> str:
 def _no_mask(module: nn.Module, mask: Any) -> str:
     if isinstance(mask, Tensor):
         what = (
-            f"got the attention mask {list(mask.shape)} as a tensor, which covers this rank's tokens only; give a mask [batch, seq] of "
-            "1 and 0 to cp.shard, or and_mask_function and or_mask_function where the model takes them"
+            f"got the attention mask {list(mask.shape)} as a tensor, which covers this rank's tokens only; give a mask "
+            "[batch, seq] of 1 and 0 to cp.shard, or and_mask_function and or_mask_function where the model takes them"
         )
     else:
         what = "got no mask from transformers' mask functions, so it is not known what it may attend to"

@@ -82,4 +82,3 @@ def _all_of(predicates: tuple[Predicate, ...]) -> Predicate:
 
 def _smaller(one: int | None, other: int) -> int:
     return other if one is None else min(one, other)
-

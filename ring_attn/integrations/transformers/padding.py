@@ -12,9 +12,9 @@ from ring_attn.ring import Ring
 
 
 def mean_of_values(query: Tensor, key: Tensor, value: Tensor, scale: float, keys: Sequence) -> Tensor:
-    """For every query ``[batch, local, heads, dim]`` the mean of the values of the whole sequence, with the gradient of a softmax whose
-    weights are all equal: around equal weights it is linear in the scores, so a sum over the keys is all that ranks need to exchange.
-    A soft cap's part in that gradient is left out."""
+    """For every query ``[batch, local, heads, dim]`` the mean of the values of the whole sequence, with the gradient of a softmax
+    whose weights are all equal: around equal weights it is linear in the scores, so a sum over the keys is all that ranks need to
+    exchange. A soft cap's part in that gradient is left out."""
     real = keys.ring.positions(keys.length, device=key.device) < keys.length
     key, value = (x.masked_fill(~real[:, None, None], 0) for x in (key, value))
     mean = _total(value.sum(1), keys) / keys.length  # [batch, kv heads, value dim]

@@ -72,9 +72,7 @@ class Plan:
             by_ids = hasattr(module, "create_position_ids_from_input_ids")
             by_mask = isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
             if by_ids or (by_mask and mask is not None and not bool((mask != 0).all())):
-                raise ValueError(
-                    f"{name} counts positions by the tokens it sees, which are one rank's; give position_ids for the batch"
-                )
+                raise ValueError(f"{name} counts positions by the tokens it sees, which are one rank's; give position_ids too")
 
 
 def plan_of(model: Any) -> Plan:
@@ -116,9 +114,7 @@ def _check_layers(model: Any, config: Any) -> None:
             )
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
-            raise NotImplementedError(
-                f"{name} would leave out other layers on other ranks, which then wait for each other; set it to 0"
-            )
+            raise NotImplementedError(f"{name} would leave out other layers on other ranks, which then wait forever; set it to 0")
 
 
 def _check_parameters(model: Any, parameters: frozenset[str], encoder_decoder: bool) -> None:

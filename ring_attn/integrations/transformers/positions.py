@@ -11,7 +11,7 @@ from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.ring import Ring
 
 
-def at_global_positions(module: nn.Module, query: Tensor, ring: Ring) -> Tensor:
+def at_global_positions(module: Any, query: Tensor, ring: Ring) -> Tensor:
     """Queries ``[batch, local, heads, dim]`` whose temperature a layer chose by their index (Llama 4's layers without rotary
     positions do), with that of their positions."""
     if ring.size == 1 or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):

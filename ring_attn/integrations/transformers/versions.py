@@ -51,7 +51,7 @@ def origin(function: Callable[..., Any]) -> str | None:
     """The name of the mask function of transformers, or of the factory that made it; None for any other."""
     if function in _PLAIN:
         return _PLAIN[function]
-    return _MADE_BY.get(getattr(function, "__code__", None))
+    return _MADE_BY.get(getattr(function, "__code__", None))  # type: ignore[arg-type]
 
 
 def captured(function: Callable[..., Any]) -> dict[str, Any]:

@@ -62,7 +62,13 @@ def flash() -> dict[str, Tensor]:
     packed = tiny.packed(10, 5, 12)
     ends = torch.tensor([0, 10, 15, 27], dtype=torch.int32)
     lengths = {"max_length_q": 12, "max_length_k": 12}
-    return {**packed, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "seq_idx": torch.tensor([[0] * 10 + [1] * 5 + [2] * 12]), **lengths}
+    return {
+        **packed,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "seq_idx": torch.tensor([[0] * 10 + [1] * 5 + [2] * 12]),
+        **lengths,
+    }
 
 
 def cases(size: int) -> dict[str, Case]:
