@@ -1,4 +1,4 @@
-"""What transformers' "eager" attention gives a query that sees no key, as padding before the first token does: the mean of all values.
+"""What transformers' "eager" attention gives a query that sees no key, as padding before the first token: the mean of all values.
 
 It adds the lowest number of the dtype to every score, so the scores vanish beside it, while their gradients do not. It matters only
 because the last such token predicts the first token, and that label counts in the model's loss. With "sdpa" the output is 0.

@@ -23,7 +23,7 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """``whole_encoder``: the name of the encoder's input where it is no sequence of tokens, so that every rank encodes all of it."""
+    """``whole_encoder``: the name of the encoder's input where that is no sequence of tokens: every rank encodes all of it."""
 
     model: Any
     config: Any
@@ -80,8 +80,8 @@ def plan_of(model: Any) -> Plan:
     kind, config = type(model).__name__, model.config.get_text_config()
     if not uses_the_interface(model):
         raise NotImplementedError(
-            f"the layers of {kind} do not look their attention up in transformers' AttentionInterface in this version of transformers, so "
-            "they cannot be given another; a newer version may have it"
+            f"the layers of {kind} do not look their attention up in the AttentionInterface of this version of transformers, so they "
+            "cannot be given another; a newer version may have it"
         )
     check_layer_types(config)
     head = _head(model)
@@ -107,7 +107,7 @@ def _head(model: Any) -> str | None:
 
 
 def _check_layers(model: Any, config: Any) -> None:
-    for name, module in model.named_modules():
+    for name, _ in model.named_modules():
         if name.split(".")[-1] == "pooler":
             raise NotImplementedError(
                 f"{name} reads the first token, which one rank has; make the model without it (add_pooling_layer=False)"

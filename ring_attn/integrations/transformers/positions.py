@@ -60,8 +60,8 @@ def bias_of_all_keys(module: nn.Module, bias: Tensor | None, keys: Sequence) -> 
     if not bias.any():
         return None
     raise NotImplementedError(
-        f"the position bias {list(bias.shape)} of {type(module).__name__} covers this rank's keys only; over a ring it must cover all "
-        f"{keys.padded}"
+        f"the position bias {list(bias.shape)} of {type(module).__name__} covers this rank's keys only; over a ring it must "
+        f"cover all {keys.padded}"
     )
 
 
