@@ -113,7 +113,7 @@ examples: $(STAMP)
 examples-integrations: $(INTEGRATIONS_VENV)/.installed
 	for example in finetune_transformers packed_sft; do \
 		OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-			examples/$$example.py --small || exit 1; \
+			examples/$$example.py --context 255 --steps 2 || exit 1; \
 	done
 
 env: $(STAMP)

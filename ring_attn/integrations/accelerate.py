@@ -1,0 +1,97 @@
+"""accelerate, transformers' ``Trainer`` and what is built on it (TRL): a ``ParallelismConfig`` that puts a model on a ring.
+
+    args = TrainingArguments(..., parallelism_config=RingParallelism(model))       # or SFTConfig, with packing=True
+    Trainer(model, args, train_dataset=...).train()
+
+    accelerator = Accelerator(parallelism_config=RingParallelism(model))           # a loop of one's own
+
+Every rank of a ring gets the same batch from the data loader, and the model takes the whole of it: a hook shards it on the way in.
+"""
+
+import os
+from typing import Any
+
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn.integrations.whole_batch import WholeBatches
+
+
+class RingParallelism(ParallelismConfig):
+    """A ``ParallelismConfig`` whose context parallelism is a ring, for ``model``, a transformers model.
+
+    ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
+    "striped" or "contiguous". Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
+
+    With ``cp_size`` above 1, and as soon as an ``Accelerator`` was made with it, ``model`` called with labels takes whole batches, the
+    same on all ranks of a ring, and holds ``cp_size`` of them at a time: see :class:`WholeBatches` for what it takes and returns.
+    DDP, FSDP2 and gradient clipping need nothing more, as every rank's gradients average to those of the whole batch.
+
+    ``cp_enabled`` stays False: it is what makes accelerate and the Trainer set up torch's own context parallelism, which takes
+    causal SDPA only.
+
+    Raises NotImplementedError for what was not tried (tensor parallelism, FSDP1, DeepSpeed, Megatron, XLA), and ValueError where the
+    sizes do not make up the number of processes.
+    """
+
+    def __init__(self, model: nn.Module, cp_size: int | None = None, *, layout: str = "zigzag", **options: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be the model that will be trained, got {type(model).__name__}; load it first")
+        if "cp_handler" in options or "cp_backend" in options:
+            raise ValueError("cp_handler and cp_backend configure torch's context parallelism; RingParallelism is another one")
+        super().__init__(cp_size=cp_size, **options)
+        if cp_size is None and "PARALLELISM_CONFIG_CP_SIZE" not in os.environ:
+            self._set_size("cp", max(1, int(os.environ.get("WORLD_SIZE", "1")) // self.total_size))
+        if self.tp_size > 1:
+            raise NotImplementedError("tensor parallelism beside a ring was not tried with accelerate; leave tp_size at 1")
+        self.cp_backend = "ring_attn"
+        self.layout = layout
+        self._model: nn.Module | None = model
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False: accelerate is not to set up torch's context parallelism."""
+        return False
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        return [*super().non_dp_dim_names, *self._cp_dim_names]
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        return [*super().dp_shard_cp_dim_names, *self._cp_dim_names]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        return [*super().dp_cp_dim_names, *self._cp_dim_names]
+
+    @property
+    def _cp_dim_names(self) -> list[str]:
+        return ["cp"] if self.cp_size > 1 else []
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        mesh = super().build_device_mesh(device_type) if self.active_mesh_dims else None
+        if mesh is not None and self.cp_size > 1:
+            WholeBatches(self._model, mesh["cp"], self.layout)
+        return mesh
+
+    def to_json(self) -> dict[str, Any]:
+        return {**{f"{name}_size": size for name, size in self._sizes.items()}, "cp_backend": "ring_attn", "layout": self.layout}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The Trainer pickles its arguments beside each checkpoint: neither the weights nor the processes belong there.
+        return {**self.__dict__, "_model": None, "device_mesh": None}
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        # In the place of accelerate's own checks, which know of torch's context parallelism only: with FSDP2, on GPUs.
+        if self.total_size != accelerator.num_processes:
+            raise ValueError(
+                f"the sizes must make up the number of processes, {accelerator.num_processes}, got "
+                + ", ".join(f"{name}_size={size}" for name, size in self._sizes.items())
+            )
+        kind = accelerator.distributed_type
+        untried = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+        if kind in untried or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+            raise NotImplementedError(f"RingParallelism was tried with DDP and FSDP2, not with {kind} of this configuration")
