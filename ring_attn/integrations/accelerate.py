@@ -16,7 +16,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.integrations.whole_batch import WholeBatches
+from ring_attn.integrations.whole_batches import WholeBatches
+from ring_attn.ring import Ring
 
 
 class RingParallelism(ParallelismConfig):
@@ -46,8 +47,10 @@ class RingParallelism(ParallelismConfig):
             self._set_size("cp", max(1, int(os.environ.get("WORLD_SIZE", "1")) // self.total_size))
         if self.tp_size > 1:
             raise NotImplementedError("tensor parallelism beside a ring was not tried with accelerate; leave tp_size at 1")
+        if self.cp_size < 1:
+            raise ValueError(f"cp_size must be at least 1, got {self.cp_size}")
         self.cp_backend = "ring_attn"
-        self.layout = layout
+        self.layout = Ring(layout=layout).layout
         self._model: nn.Module | None = model
 
     @property

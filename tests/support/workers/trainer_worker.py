@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def trained(folder: str) -> dict[str, Any]:
 
 def packed(folder: str) -> dict[str, Any]:
     model = tiny_llama()
-    more = dict(per_device_train_batch_size=1, packing=True, max_length=50, gradient_checkpointing=True)
+    more = dict(per_device_train_batch_size=1, packing=True, max_length=50, gradient_checkpointing=True, bf16=False)
     args = SFTConfig(**arguments(folder, **more), parallelism_config=RingParallelism(model))
     data = dict(train_dataset=documents(80), eval_dataset=documents(10, seed=2))
     return measured(SFTTrainer(model, args, processing_class=tokenizer(), **data))
@@ -126,12 +127,47 @@ def looped(folder: str) -> dict[str, Any]:
     return {"loss": losses, "norm": norms}
 
 
+def refused(expected: type[Exception], words: str, call: Callable[[], object]) -> str:
+    """A measurement for the test: whether the call raises what it should."""
+    try:
+        call()
+    except expected as error:
+        return "refused" if words in str(error) else f"{type(error).__name__}: {error}"
+    return "ran"
+
+
+def refusals(folder: str) -> dict[str, Any]:
+    model = tiny_llama()
+    rank = int(os.environ["RANK"])
+    parallel = RingParallelism(model)
+
+    def trainer(metrics: Callable[..., Any] | None = None, **more: Any) -> Trainer:
+        args = TrainingArguments(**arguments(folder, **more), parallelism_config=parallel)
+        data = dict(train_dataset=documents(20), eval_dataset=documents(4), data_collator=DataCollatorForSeq2Seq(tokenizer()))
+        return Trainer(model, args, compute_metrics=metrics, **data)
+
+    smoothing = trainer(label_smoothing_factor=0.1)
+    metrics = trainer(metrics=lambda predictions: {})
+    ids = torch.randint(VOCABULARY, (1, 10), generator=torch.Generator().manual_seed(rank))
+    return {
+        "label smoothing": refused(NotImplementedError, "has no labels", smoothing.train),
+        "metrics of logits": refused(TypeError, "StaysSharded", metrics.evaluate),
+        "predictions": refused(TypeError, "StaysSharded", lambda: metrics.predict(documents(4))),
+        "logits": refused(NotImplementedError, "are sharded", lambda: model(ids.zero_(), labels=ids.zero_()).logits.argmax(-1)),
+        "different batches": refused(ValueError, "different batches", lambda: model(ids + rank, labels=ids)),
+        "a second ring": refused(ValueError, "ring", lambda: RingParallelism(model).build_device_mesh("cpu")),
+    }
+
+
+CASES = {"trained": trained, "packed": packed, "looped": looped, "refusals": refusals}
+
+
 def main() -> None:
     out, *names = sys.argv[1:]
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            results[name] = {"trained": trained, "packed": packed, "looped": looped}[name](folder)
+            results[name] = CASES[name](folder)
             AcceleratorState._reset_state()  # it keeps the first mesh of a process for all that follow
             GradientState._reset_state()
     if os.environ.get("RANK", "0") == "0":
