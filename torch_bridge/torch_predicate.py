@@ -184,7 +184,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     **{f"bitwise_{name}": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor", "not")},
     **{f"logical_{name}": getattr(jnp, f"logical_{name}") for name in ("and", "or", "xor", "not")},
     **{name: getattr(jnp, name) for name in ("abs", "minimum", "maximum", "where", "floor_divide", "remainder", "sign")},
-    **{name: _cast for name in ("alias", "clone", "detach", "lift_fresh_copy", "_to_copy", "scalar_tensor")},
+    **dict.fromkeys(("alias", "clone", "detach", "lift_fresh_copy", "_to_copy", "scalar_tensor"), _cast),
     "add": lambda a, b, alpha=1: a + b * alpha,
     "sub": lambda a, b, alpha=1: a - b * alpha,
     "rsub": lambda a, b, alpha=1: b - a * alpha,

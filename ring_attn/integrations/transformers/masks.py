@@ -6,9 +6,15 @@ static masks express become ``causal``, ``sliding_window`` and ``chunk_size``; a
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 from typing import Any
 
-from ring_attn.integrations.transformers.versions import captured, origin
+import torch
+from torch import Tensor
+
+from ring_attn.integrations.transformers.sequence import Sequence
+from ring_attn.integrations.transformers.versions import captured, chunked, origin
 
 Predicate = Callable[..., Any]
 
@@ -21,7 +27,16 @@ class Rule:
     left: int | None = None
     right: int | None = None
     chunk: int | None = None
+    counts_from_first: bool = False  # chunks count from each entry's first token that is not padding
     predicates: tuple[Predicate, ...] = ()
+    complete: bool = False  # whether padding and documents are among the predicates
+
+    def with_predicate(self, predicate: Predicate) -> "Rule":
+        return replace(self, predicates=(*self.predicates, predicate), chunk=None)
+
+    def all_predicates(self) -> Predicate:
+        """Their conjunction."""
+        return self.predicates[0] if len(self.predicates) == 1 else _all_of(self.predicates)
 
 
 def translate(mask_function: Predicate) -> Rule:
@@ -54,10 +69,42 @@ def _joined(rule: Rule, part: Predicate) -> Rule:
             window = captured(part)["sliding_window"]
             return replace(rule, left=_smaller(rule.left, window), right=_smaller(rule.right, window))
         case "chunked_overlay" if rule.chunk is None:
-            return replace(rule, chunk=captured(part)["chunk_size"])
+            held = captured(part)
+            return replace(rule, chunk=held["chunk_size"], counts_from_first="left_padding" in held)
         case _:
             return replace(rule, predicates=(*rule.predicates, part))
 
 
+def _all_of(predicates: tuple[Predicate, ...]) -> Predicate:
+    def all_of(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return reduce(and_, (predicate(batch, head, query, key) for predicate in predicates))
+
+    all_of.__qualname__ = " and ".join(predicate.__qualname__ for predicate in predicates)
+    return all_of
+
+
 def _smaller(one: int | None, other: int) -> int:
     return other if one is None else min(one, other)
+
+
+def uniform_before_the_first_token(rule: Rule, sequence: Sequence) -> Rule:
+    """The rule, but padding before the first token sees all keys alike, as transformers' "eager" attention has it: there a row whose
+    keys are all masked becomes the mean of the values, and its prediction of the first token counts in the loss."""
+    assert sequence.left is not None
+    first, length, documents, hidden = sequence.left, sequence.length, sequence.documents, sequence.hidden
+    if rule.chunk is not None:
+        rule = rule.with_predicate(chunked(rule.chunk, first if rule.counts_from_first else torch.zeros_like(first)))
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = key <= query
+        if rule.left is not None:
+            found = found & (query - key <= rule.left)
+        if hidden is not None:
+            found = found & ~hidden[batch, key]
+        if documents is not None:
+            found = found & (documents[batch, query] == documents[batch, key])
+        for predicate in rule.predicates:
+            found = found & predicate(batch, head, query, key)
+        return found | ((query < first[batch]) & (key < length))
+
+    return Rule(predicates=(seen,), complete=True)

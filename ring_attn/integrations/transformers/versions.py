@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 try:
-    from transformers import AttentionInterface, PreTrainedModel
+    from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
     from transformers import masking_utils as masks
     from transformers.masking_utils import AttentionMaskInterface
 except ImportError as error:
@@ -20,7 +20,7 @@ except ImportError as error:
         "installed"
     ) from error
 
-__all__ = ["AttentionInterface", "AttentionMaskInterface", "PreTrainedModel"]
+__all__ = ["AttentionInterface", "AttentionMaskInterface", "PreTrainedModel", "PretrainedConfig"]
 
 
 def _inner(name: str) -> CodeType | None:
@@ -38,6 +38,8 @@ _FACTORIES = (
     "chunked_overlay",
 )
 _MADE_BY = {code: name for name in _FACTORIES if (code := _inner(name)) is not None}
+# Newer versions count windows and chunks from the start of a document that position ids tell.
+counts_within_documents = hasattr(masks, "remap_positions_for_packed_sequence")
 _PLAIN = {
     function: name
     for name in ("causal_mask_function", "bidirectional_mask_function")
