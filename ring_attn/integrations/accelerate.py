@@ -52,6 +52,13 @@ class RingParallelism(ParallelismConfig):
         self.cp_backend = "ring_attn"
         self.layout = Ring(layout=layout).layout
         self._model: nn.Module | None = model
+        self._whole_batches: WholeBatches | None = None
+
+    def remove(self) -> None:
+        """Makes the model what it was before: it takes batches without labels again, and another ``RingParallelism``."""
+        if self._whole_batches is not None:
+            self._whole_batches.remove()
+            self._whole_batches = None
 
     @property
     def cp_enabled(self) -> bool:
@@ -77,7 +84,8 @@ class RingParallelism(ParallelismConfig):
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         mesh = super().build_device_mesh(device_type) if self.active_mesh_dims else None
         if mesh is not None and self.cp_size > 1:
-            WholeBatches(self._model, mesh["cp"], self.layout)
+            assert self._model is not None  # only a copy from a pickle lacks it
+            self._whole_batches = WholeBatches(self._model, mesh["cp"], self.layout)
         return mesh
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +93,7 @@ class RingParallelism(ParallelismConfig):
 
     def __getstate__(self) -> dict[str, Any]:
         # The Trainer pickles its arguments beside each checkpoint: neither the weights nor the processes belong there.
-        return {**self.__dict__, "_model": None, "device_mesh": None}
+        return {**self.__dict__, "_model": None, "_whole_batches": None, "device_mesh": None}
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         # In the place of accelerate's own checks, which know of torch's context parallelism only: with FSDP2, on GPUs.

@@ -30,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
 def assert_same(measured: dict[str, Any], expected: dict[str, Any]) -> None:
     assert len(expected["loss"]) >= 20
     for name, values in expected.items():
-        assert measured[name] == pytest.approx(values, rel=2e-5), name
+        assert measured[name] == pytest.approx(values, rel=2e-5) if name != "generated" else measured[name] == values, name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
