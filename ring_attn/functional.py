@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from numbers import Integral, Real
+from operator import index
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
+from jax_core.keywords import explains
+from ring_attn.formats import as_given, batch_first, check_format, dims_of
+from ring_attn.names import OF_FUNCTION
+from ring_attn.packed_ids import Packing, with_documents, with_positions
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
+from torch_bridge.mistakes import doubt_swapped_dims
 
-_FORMATS = ("bshd", "bhsd")
 # The argument names to use in errors: the core's name, and this function's.
 NAMES = {
     "query": "q",
@@ -32,7 +37,12 @@ class AttentionOptions(TypedDict, total=False):
     mesh_dim: str | int | None
     layout: str
     qkv_format: str
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
     causal: bool
+    bottom_right: bool
     scale: float | None
     sliding_window: int | tuple[int | None, int | None] | None
     chunk_size: int | None
@@ -73,6 +83,7 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @announced(_where)
+@explains(OF_FUNCTION)
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -82,7 +93,12 @@ def ring_attention(
     mesh_dim: str | int | None = None,
     layout: str = "contiguous",
     qkv_format: str = "bshd",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     causal: bool = False,
+    bottom_right: bool = False,
     scale: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     chunk_size: int | None = None,
@@ -112,14 +128,21 @@ def ring_attention(
     first call in a job with several processes starts JAX on all of them, so every process of the job must make one.
 
     Args:
-        q: ``[batch, seq, heads, dim]`` (``bshd``) or ``[batch, heads, seq, dim]`` (``bhsd``); float16, bfloat16, float32, float64.
+        q: ``[batch, seq, heads, dim]`` (``bshd``); float16, bfloat16, float32, float64. With ``qkv_format`` "bhsd" and "sbhd" in
+            that order; with "thd" ``[tokens, heads, dim]``: packed documents, without a batch dimension.
         k, v: likewise, with ``kv_heads`` that divide ``heads``; v may have its own head dim. Their length may differ from q's.
         mesh: the ring: a ``DeviceMesh`` (1-D, or n-D with ``mesh_dim`` naming the dimension), a ``ProcessGroup``, None for the
             default process group (a ring of one if ``torch.distributed`` is not initialised), or "local": no ring, the whole
             sequence is on this rank. On an XLA device: a torch-xla mesh, and tensors are whole (docs/torch_xla.md).
         layout: "contiguous", "zigzag" or "striped": which positions this rank holds (``ring_attn.shard``).
+        cu_seqlens_q, cu_seqlens_k: with "thd", ints ``[documents + 1]``: where the documents of the whole sequence begin and end,
+            not of this shard; the same on every rank. Tokens after the last are padding. The keys' may be left out if they are
+            the queries'. Positions then count from each document's start. None: one document. max_seqlen_q, max_seqlen_k: nothing
+            needs them; a document that is longer is an error.
         causal: key position <= query position. Positions are those in the whole sequence; with fewer queries than keys, query 0
             is at position 0.
+        bottom_right: the last query (of each document) is at the last key's position instead, as in flash-attn; also for windows,
+            chunks, ALiBi and ``mask_mod``. Lengths count with their padding, but not with padding beyond ``cu_seqlens``.
         scale: factor on the scores, ``1 / sqrt(dim)`` by default. softcap: ``softcap * tanh(x / softcap)`` of the scaled scores.
         sliding_window: ``q - left <= k <= q + right``, an int for both sides, -1 or None for no bound.
         chunk_size: Llama-4's chunked attention (causal within a chunk).
@@ -136,8 +159,8 @@ def ring_attention(
         dropout_p: probability that an attention weight is dropped. dropout_seed: an int (any 64 bits) or a one-element tensor; None
             draws it from torch's default generator. The pattern depends only on seed, batch, head and positions: with the same seed
             on all ranks it is the same for every ring and layout.
-        return_lse: also return ``lse [batch, heads, seq]`` (whatever ``qkv_format``), natural logarithm, float32 (float64 for
-            float64 inputs), ``-inf`` where a row saw no key. Differentiable.
+        return_lse: also return ``lse [batch, heads, seq]`` (whatever ``qkv_format``, but for "thd" ``[heads, tokens]``), natural
+            logarithm, float32 (float64 for float64 inputs), ``-inf`` where a row saw no key. Differentiable.
         fused_backward: True computes dQ, dK and dV in one sweep over the scores: faster if memory is slow, but with Triton no
             longer bit-reproducible.
         platform, strategy, cfg: the kernel, how it is distributed over the ring ("ring", "fused"), and its settings, as in
@@ -168,7 +191,9 @@ def ring_attention(
         ),
         dropout_seed=dropout_seed,
         qkv_format=qkv_format,
+        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         causal=causal,
+        bottom_right=bottom_right,
         sliding_window=sliding_window,
         chunk_size=chunk_size,
         logits_soft_cap=softcap,
@@ -194,36 +219,49 @@ def attention(
     *,
     dropout_seed: int | Tensor | None,
     qkv_format: str = "bshd",
+    packing: Packing | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``, with the core's argument names. ``names``: the caller's names for them, where they differ, used in errors."""
-    _check_tensors({**qkv, **others}, qkv["query"], names)
+    check_format(qkv_format)
+    _check_tensors({**qkv, **others}, qkv["query"], names, dims_of(qkv_format))
     options = {name: _plain(value) for name, value in options.items()}
     _check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
     _check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
     _check_settings(options["cfg"], options["mask_builder"])
-    if qkv_format not in _FORMATS:
-        raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
-    if qkv_format == "bhsd":
-        qkv = {name: x.transpose(1, 2) for name, x in qkv.items()}
+    qkv = {name: batch_first(x, qkv_format) for name, x in qkv.items()}
+    if qkv_format != "thd":
+        doubt_swapped_dims(qkv["query"], qkv["key"], qkv_format)
+    if packing is not None and packing.given:
+        others, options = with_documents(where, packing, qkv_format, qkv, others, options)
+    elif options.get("bottom_right"):
+        others, options = with_positions(where, qkv, others, options)
     # Imported here so that importing ring_attn does not load JAX.
     from torch_bridge.autograd import differentiable_attention
 
     seed = _seed(options["dropout_prob"], dropout_seed)
+    qkv = _autocast(qkv, qkv["query"].device.type)
     out, lse = differentiable_attention(where, {**qkv, **others}, seed, tuple(names.items()), **options)
-    return out.transpose(1, 2) if qkv_format == "bhsd" else out, lse
+    return as_given(out, lse, qkv_format)
 
 
 def _plain(value: object) -> object:
-    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank."""
+    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank. Where torch.compile
+    holds a number for variable it is one number from here on: programs are looked up by it."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, str)):
         return value
-    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+    if isinstance(value, int):
+        return index(value)
+    if isinstance(value, float):
+        return float.fromhex(value.hex())
+    if isinstance(value, (Integral, torch.SymInt)):
+        return int(value)
+    return float(value) if isinstance(value, (Real, torch.SymFloat)) else value
 
 
-def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str, str]) -> None:
+def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str, str], dims: int = 4) -> None:
     for argument, x in tensors.items():
         if x is None:
             continue
@@ -231,10 +269,9 @@ def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         check_dense(name, x)
-        if argument in ("query", "key", "value") and x.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions (batch, seq, heads, dim in the order of qkv_format), got {list(x.shape)}"
-            )
+        if argument in ("query", "key", "value") and x.dim() != dims:
+            order = "batch, seq, heads, dim in the order of qkv_format" if dims == 4 else "tokens, heads, dim"
+            raise ValueError(f"{name} must have {dims} dimensions ({order}), got {list(x.shape)}")
         if x.device != query.device:
             raise ValueError(
                 f"all tensors must be on one device: {q} is on {query.device}, {name} on {x.device}; move it with .to()"
@@ -275,10 +312,24 @@ def _check_integers(numbers: Mapping[str, object]) -> None:
                 raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
 
 
-def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | None:
+def _autocast(qkv: dict[str, Tensor], device_type: str) -> dict[str, Tensor]:
+    """Cast as torch casts the inputs of its own attention under ``torch.autocast``: all floats but float64."""
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return qkv
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = {torch.float16, torch.bfloat16, torch.float32}
+    return {name: x.to(dtype) if x.dtype in cast else x for name, x in qkv.items()}
+
+
+def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | Tensor | None:
+    """64 bits; a tensor where its value cannot be read, because torch traces or transforms the call."""
     if seed is None:
-        return int(torch.randint(2**63 - 1, ())) if dropout_prob else None
-    if isinstance(seed, Tensor) and seed.numel() == 1 and not seed.is_floating_point():
+        seed = torch.randint(2**63 - 1, (), device="cpu") if dropout_prob else None
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor) and seed.numel() == 1 and not (seed.is_floating_point() or seed.is_complex()):
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return seed
         seed = int(seed)
     number = _plain(seed)
     if isinstance(number, bool) or not isinstance(number, int) or not -(2**63) <= number < 2**64:

@@ -21,6 +21,7 @@ from torch_bridge.announced import announced, telling
 from torch_bridge.calls import watch
 from torch_bridge.mesh import MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
+from torch_bridge.mistakes import note_layout
 from torch_bridge.ring import Ring
 from torch_bridge.roads import road_of
 
@@ -61,6 +62,7 @@ def shard(
     dim = _checked_dim(tensor, dim)
     ring = _ring(mesh, mesh_dim, tensor.device)
     _check_whole_length(tensor.shape[dim], dim, layout, ring.size)
+    note_layout(ring, layout)
     shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
     return ring.split(shards, dim)
 
@@ -161,6 +163,7 @@ def positions(
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     ring = _ring(mesh, mesh_dim, torch.get_default_device() if device is None else torch.device(device))
+    note_layout(ring, layout)
     held = _held(layout, ring, padded_length(layout, ring.size, length) // ring.size)
     return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in held])
 
@@ -187,7 +190,8 @@ def shard_batch(
     - ``labels``: shifted here, before sharding, because the token that follows a shard's last one is on another rank: the
       label of position i is ``labels[i + 1]``, and that of the last position is ``ignore_index``. None takes ``input_ids``. Do not
       shift again in the loss. With ``shift_labels=False`` they must be given, already shifted.
-    - ``segment_ids``: equal ids attend to each other, negative ones are padding. None: one segment.
+    - ``segment_ids``: equal ids attend to each other, negative ones are padding. None: one segment, or one for each restart of
+      ``position_ids`` at 0.
     - ``attention_mask``: ``[batch, seq]`` of 1 (real) and 0 (padding, on either side), as tokenizers give it: 0 sets the
       segment id to -1.
     - ``position_ids``: also ``[seq]`` or ``[1, seq]``. None counts from 0 through the whole sequence, segments included.
@@ -203,7 +207,7 @@ def shard_batch(
     _check_batch(input_ids, labels, position_ids, segment_ids, attention_mask)
     if labels is None and not shift_labels:
         raise ValueError("shift_labels=False says that the labels are shifted already, but labels is None; pass the shifted labels")
-    segments = _segments(input_ids, segment_ids, attention_mask)
+    segments = _segments(input_ids, segment_ids, attention_mask, position_ids)
     labels = _visible_labels(input_ids if labels is None else labels, segments, ignore_index, shift_labels)
     held: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
 
@@ -350,12 +354,23 @@ def _check_integers(tensor: Tensor, name: str, allow_bool: bool = False) -> None
         raise ValueError(f"{name} must hold integers (int64), got {tensor.dtype}")
 
 
-def _segments(input_ids: Tensor, segment_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-    segments = torch.zeros_like(input_ids, dtype=torch.int64) if segment_ids is None else segment_ids.long()
+def _segments(
+    input_ids: Tensor, segment_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None = None
+) -> Tensor:
+    if segment_ids is not None:
+        segments = segment_ids.long()
+    elif position_ids is not None:
+        starts = position_ids.expand(input_ids.shape) == 0  # of the documents of a packed batch
+        segments = starts.long().cumsum(1) - starts[:, :1].long()
+    else:
+        segments = torch.zeros_like(input_ids, dtype=torch.int64)
     if attention_mask is None:
         return segments
     if not ((attention_mask == 0) | (attention_mask == 1)).all():
-        raise ValueError("attention_mask must hold 1 (a real token) and 0 (padding) only; for packed sequences pass segment_ids")
+        raise ValueError(
+            "attention_mask must hold 1 (a real token) and 0 (padding) only; for packed sequences "
+            "pass segment_ids, or the batch to ring_attn.shard_packed"
+        )
     return segments.masked_fill(attention_mask == 0, -1)
 
 

@@ -8,7 +8,8 @@ broken-connection error, which :class:`watch` turns into a :class:`PeerFailure`.
 
 import re
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 import torch
@@ -65,6 +66,15 @@ def _known(error: Exception) -> Exception:
     return error
 
 
+@contextmanager
+def known_to_all() -> Iterator[None]:
+    """Errors raised in this block are raised on all ranks of the ring alike, so nobody has to be told."""
+    try:
+        yield
+    except Exception as error:
+        raise _known(error) from None
+
+
 def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
     """Wait until every rank of the ring has come here, and raise ValueError on all of them, with each one's ``call`` in it, unless
     all calls are equal; ``must`` says what has to hold. ValueError too where a rank has failed instead, PeerFailure where one has
@@ -91,19 +101,33 @@ def _resolve(ring: Ring, call: str, must: str = _SAME_AFTER_FAILURE) -> None:
         peers.forget_failures(ring.ranks, peers.state.calls[ring.ranks].number)
 
 
+def exchange(ring: Ring, what: str, text: str) -> list[str] | None:
+    """Wait until every rank of the ring has come here with its text about ``what``; all texts in ring order, or None if they are
+    equal. Raises what :func:`compare` raises where a rank has failed, died or does not come."""
+    if ring.size == 1:
+        return None
+    _resolve(ring, what)
+    with watch(ring, _COMPARISON, what) as waiting:
+        return _exchanged(ring, text, waiting)
+
+
 def _compare(ring: Ring, call: str, must: str) -> None:
     with watch(ring, _COMPARISON, call) as waiting:
-        key = (ring.ranks, waiting.number)
-        peers.send({"compare": {"ring": ring.ranks, "number": waiting.number, "call": call}})
-        with peers.state.news:
-            peers.state.news.wait_for(lambda: key in peers.state.compared or peers.state.cut_off or waiting.hopeless())
-        if key not in peers.state.compared:
-            waiting.check()
-            raise PeerFailure(waiting.describe("the connection to the coordinator process beside global rank 0 has ended"))
-        calls = peers.state.compared.pop(key)
+        calls = _exchanged(ring, call, waiting)
         if calls is not None:
             got = "; ".join(f"ring rank {rank}: {other}" for rank, other in enumerate(calls))
             raise _known(ValueError(f"{must}; got {got}"))
+
+
+def _exchanged(ring: Ring, text: str, waiting: "watch") -> list[str] | None:
+    key = (ring.ranks, waiting.number)
+    peers.send({"compare": {"ring": ring.ranks, "number": waiting.number, "call": text}})
+    with peers.state.news:
+        peers.state.news.wait_for(lambda: key in peers.state.compared or peers.state.cut_off or waiting.hopeless())
+    if key not in peers.state.compared:
+        waiting.check()
+        raise PeerFailure(waiting.describe("the connection to the coordinator process beside global rank 0 has ended"))
+    return peers.state.compared.pop(key)
 
 
 class watch:

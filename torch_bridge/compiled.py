@@ -14,7 +14,8 @@ from torch_bridge.calls import compare, watch
 from torch_bridge.crossing import Compiled, Crossing, Join, crossing
 from torch_bridge.dlpack import keeping_device, precision_scope
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, joiner, sharding
-from torch_bridge.request import Form, LocalAttention, Request, specify
+from torch_bridge.mistakes import look_at_shards
+from torch_bridge.request import VALUE, Form, LocalAttention, Request, specify
 from torch_bridge.ring import Tensors
 from torch_bridge.runtime import start
 
@@ -27,7 +28,7 @@ _MUST_AGREE = (
 ONE_ROTATION = {"xla_gpu_collective_permute_combine_threshold_bytes": str(2**40)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Program:
     """One attention, ready to run on this process's shards, which are given in the order of the request's forms."""
 
@@ -39,8 +40,11 @@ class Program:
     compiled_forward: Compiled
     compiled_backward: Callable[[tuple[int, ...]], Compiled]  # for each set of wanted gradients
     operators: None = None
+    looked: bool = False  # whether the ranks have compared what they hold
 
     def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.looked:
+            self._look(operands)
         out, lse = self._run("forward", self.compiled_forward, operands)
         return out, lse
 
@@ -54,6 +58,13 @@ class Program:
         wanted: Sequence[int],
     ) -> list[torch.Tensor]:
         return self._run("backward", self.compiled_backward(tuple(wanted)), (*operands, out, lse, dout, dlse))
+
+    def _look(self, operands: Tensors) -> None:
+        value = operands[VALUE]
+        assert value is not None
+        if self.ring.size > 1:
+            look_at_shards(self.ring, self.request.options.layout, value)
+        self.looked = True
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
         query = tensors[0]

@@ -3,6 +3,7 @@
 Resolving a ring needs only torch; the functions that return JAX objects import JAX.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ class XlaMesh(Protocol):
 
     def get_logical_mesh(self) -> "np.ndarray": ...
 
+
+# Variables that launchers set in each process that they start: how many these are.
+_LAUNCHED = {"torchrun": "WORLD_SIZE", "mpirun": "OMPI_COMM_WORLD_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
 
 MeshLike: TypeAlias = "DeviceMesh | dist.ProcessGroup | XlaMesh | str | None"
 
@@ -76,9 +80,23 @@ def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
         )
     if isinstance(mesh, str) and mesh == "local":
         return _alone()
-    if mesh is None:
-        return _of_group(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else _alone()
-    return _of_group(mesh)
+    if mesh is not None:
+        return _of_group(mesh)
+    if dist.is_available() and dist.is_initialized():
+        return _of_group(dist.group.WORLD)
+    _check_started_alone()
+    return _alone()
+
+
+def _check_started_alone() -> None:
+    """Without a process group, each of several processes would attend to its own part alone."""
+    for launcher, count in _LAUNCHED.items():
+        if int(os.environ.get(count, "1")) > 1:
+            raise ValueError(
+                f"mesh=None needs a process group: {launcher} started {os.environ[count]} processes ({count}), but "
+                "torch.distributed is not initialised in this one. Call torch.distributed.init_process_group first, or pass "
+                'mesh="local" if every process has a whole sequence of its own'
+            )
 
 
 def _is_device_mesh(mesh: object) -> "TypeGuard[DeviceMesh]":

@@ -5,12 +5,15 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 from jax import Array
+from jax.lax import Precision
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_core.api.differentiable import local_attention
 from jax_core.api.mesh import on_mesh, plan_mesh
+from jax_core.api.names import OTHERS
 from jax_core.config import RingAttentionConfig
+from jax_core.keywords import explains
 from jax_core.masks.dropout import seed_words
 from jax_core.masks.static import Window
 from jax_core.request.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
@@ -24,11 +27,13 @@ class _Static(TypedDict, total=False):
     mask_mod: MaskMod | None
     chunk_size: int | None
     causal: bool
+    bottom_right: bool
     logits_soft_cap: float | None
     softmax_scale: float | None
     dropout_prob: float
     layout: str
     fused_backward: bool
+    precision: Precision | str | None
     platform: str | None
     strategy: str
     cfg: RingAttentionConfig | None
@@ -83,6 +88,7 @@ def ring_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@explains(OTHERS)
 def ring_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -101,6 +107,7 @@ def ring_attention(
     sliding_window: Window = None,
     chunk_size: int | None = None,
     causal: bool = False,
+    bottom_right: bool = False,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -110,6 +117,7 @@ def ring_attention(
     layout: str = "contiguous",
     return_lse: bool = False,
     fused_backward: bool = False,
+    precision: Precision | str | None = None,
     platform: str | None = None,
     strategy: str = "auto",
     cfg: RingAttentionConfig | None = None,
@@ -143,7 +151,8 @@ def ring_attention(
             side is enough when queries and keys have equal length.
         sliding_window: ``q - left <= k <= q + right``; an int sets both sides, -1 or None means no bound.
         chunk_size: Llama-4's chunked attention, which is causal: ``k <= q`` within ``q // chunk_size == k // chunk_size``.
-        causal: ``k <= q`` by position; with unequal lengths query 0 is at position 0 (pass position ids to move it).
+        causal: ``k <= q`` by position; with unequal lengths query 0 is at position 0.
+        bottom_right: the last query is at the last key's position instead, in causal masks and windows.
         logits_soft_cap: ``cap * tanh(x / cap)``, applied to the scaled logits.
         softmax_scale: None means ``1 / sqrt(dim)``.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``; adds ``-slope * abs(q - k)``.
@@ -156,6 +165,7 @@ def ring_attention(
         return_lse: also return the logarithm of the softmax's denominator.
         fused_backward: True requires a kernel that computes dQ, dK and dV in one sweep over the scores (xla does), and is an error
             with one that cannot; False leaves the choice to the kernel.
+        precision: of the matrix products, a ``jax.lax.Precision`` or its name; None means the highest.
         platform: "xla", "triton", "cuda", "pallas", or "auto"/None to choose. A named one runs, or the error says why it cannot.
         strategy: "ring" (K/V travel between kernel calls), "fused" (TPUs only: one kernel sends K/V while it computes), or
             "auto": fused if ``mesh`` shows that the ring's devices are neighbours on the TPU torus, no platform is named, and
@@ -195,6 +205,7 @@ def ring_attention(
         sliding_window=sliding_window,
         chunk_size=chunk_size,
         causal=causal,
+        bottom_right=bottom_right,
         logits_soft_cap=logits_soft_cap,
         softmax_scale=softmax_scale,
         alibi_slopes=alibi_slopes,
@@ -204,6 +215,7 @@ def ring_attention(
         layout=layout,
         return_lse=return_lse,
         fused_backward=fused_backward,
+        precision=precision,
         platform=platform,
         strategy=strategy,
         cfg=cfg,
@@ -272,10 +284,20 @@ def _request(
         dropout_seed=None if dropout_seed is None else seed_words(dropout_seed),
     )
     operands, axis_name = _open_mask_info(mask_info, operands, axis_name)
+    _check_precision(static.get("precision"))
     window = sliding_window
     if isinstance(window, list):  # lists cannot be hashed
         window = tuple(window)  # type: ignore[assignment]  # its length is checked later
     return Options(sliding_window=window, lse_gradient=return_lse, **static), operands, axis_name
+
+
+def _check_precision(precision: object) -> None:
+    try:
+        Precision(precision) if precision is not None else None
+    except ValueError:
+        raise ValueError(
+            f"precision must be a jax.lax.Precision or its name, one for all products, or None; got {precision!r}"
+        ) from None
 
 
 def _array(x: ArrayLike | None) -> Array | None:

@@ -58,19 +58,81 @@ class BlockSparsity(NamedTuple):
 
 def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras) -> BlockSparsity:
     """Considers the static mask, segment ids and position ids; boolean masks and mask functions may hide more."""
-    q_low, q_high = _bounds(positions(extras.q_position_ids, q_runs), q)
-    k_low, k_high = _bounds(positions(extras.kv_position_ids, k_runs), k)
-    q_bounds = Run(q_low[:, :, None], (q_high - q_low)[:, :, None], 2)  # a run with these ends
-    k_bounds = Run(k_low[:, None, :], (k_high - k_low)[:, None, :], 2)
-    visible, whole = ~empty(scores.mask, q_bounds, k_bounds), full(scores.mask, q_bounds, k_bounds)
-    if extras.q_segment_ids is not None and extras.kv_segment_ids is not None:
-        (a, b), (c, d) = _bounds(extras.q_segment_ids, q), _bounds(extras.kv_segment_ids, k)
-        a, b, c, d = a[:, :, None], b[:, :, None], c[:, None, :], d[:, None, :]
-        visible = visible & (b >= 0) & (d >= 0) & (a <= d) & (c <= b)
-        whole = whole & (a == b) & (c == d) & (a == c) & (a >= 0)
+    sides = (extras.q_position_ids, extras.q_segment_ids, q_runs, q), (extras.kv_position_ids, extras.kv_segment_ids, k_runs, k)
+    queries, keys = (
+        Side(
+            _in_rows(positions(position, runs), layout),
+            None if segment is None else _in_rows(segment, layout),
+        )
+        for position, segment, runs, layout in sides
+    )
+    visible = any_visible(scores.mask, queries, keys)
+    (q_pos, q_seg), (k_pos, k_seg) = (_bounds(side, axis) for side, axis in ((queries, 2), (keys, 1)))
+    whole = full(scores.mask, _ends(q_pos), _ends(k_pos))
+    if q_seg is not None and k_seg is not None:
+        whole = whole & (q_seg.low == q_seg.high) & (k_seg.low == k_seg.high) & (q_seg.low == k_seg.low) & (q_seg.low >= 0)
     whole = whole & (_whole_blocks(q)[:, None] & _whole_blocks(k)[None, :])
     visible, whole = jnp.broadcast_arrays(visible, whole)
     return BlockSparsity(visible, whole & visible)
+
+
+class Side(NamedTuple):
+    """One side's positions and segment ids (or None), in blocks: ``[batch|1, blocks, block]`` each."""
+
+    position: Array
+    segment: Array | None
+
+
+class _Bounds(NamedTuple):
+    """The least and the greatest of some values."""
+
+    low: Array
+    high: Array
+
+
+def any_visible(mask: Mask, q: Side, k: Side) -> Array:
+    """Which pairs of blocks may have a visible pair, ``[batch|1, query blocks, key blocks]``.
+
+    Without segments two blocks are judged by their bounds. With segments these say too little: a block with the end of one document
+    and the start of another has wide bounds. So every query is held against the bounds of a block of keys, and every key against
+    those of a block of queries. If one of the two blocks holds consecutive segments, this is as exact as positions are.
+    """
+    q_blocks, k_blocks = _bounds(q, 2), _bounds(k, 1)
+    if q.segment is None or k.segment is None:
+        return _overlap(mask, q_blocks, k_blocks)
+    by_query = _overlap(mask, _each(q, 2), k_blocks)
+    by_query = by_query.reshape(-1, *q.segment.shape[1:], k.segment.shape[1]).any(2)
+    by_key = _overlap(mask, q_blocks, _each(k, 1))
+    by_key = by_key.reshape(-1, q.segment.shape[1], *k.segment.shape[1:]).any(3)
+    return by_query & by_key
+
+
+def _overlap(mask: Mask, q: tuple[_Bounds, _Bounds | None], k: tuple[_Bounds, _Bounds | None]) -> Array:
+    (q_position, q_segment), (k_position, k_segment) = q, k
+    seen = ~empty(mask, _ends(q_position), _ends(k_position))
+    if q_segment is None or k_segment is None:
+        return seen
+    real = (q_segment.high >= 0) & (k_segment.high >= 0)
+    return seen & real & (q_segment.low <= k_segment.high) & (k_segment.low <= q_segment.high)
+
+
+def _ends(bounds: _Bounds) -> Run:
+    """A run with these ends, which are all that static masks read of it."""
+    return Run(bounds.low, bounds.high - bounds.low, 2)
+
+
+def _bounds(side: Side, axis: int) -> tuple[_Bounds, _Bounds | None]:
+    """Those of every block's positions and segments, with a new dimension at ``axis`` for the other side's blocks."""
+    position, segment = (
+        None if x is None else _Bounds(jnp.expand_dims(x.min(2), axis), jnp.expand_dims(x.max(2), axis)) for x in side
+    )
+    assert position is not None
+    return position, segment
+
+
+def _each(side: Side, axis: int) -> tuple[_Bounds, _Bounds | None]:
+    """Those of every single place."""
+    return _bounds(Side(*(None if x is None else x.reshape(x.shape[0], -1, 1) for x in side)), axis)  # type: ignore[arg-type]
 
 
 def starts(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
@@ -149,10 +211,9 @@ def dense_mask(
     return seen
 
 
-def _bounds(ids: Array, where: BlockLayout) -> tuple[Array, Array]:
-    """``[rows, length]`` ids -> the minimum and the maximum of every block, ``[rows, blocks]`` each."""
-    blocks = in_blocks(ids, 1, where).reshape(ids.shape[0], where.blocks, where.block)
-    return blocks.min(-1), blocks.max(-1)
+def _in_rows(ids: Array, where: BlockLayout) -> Array:
+    """``[rows, length] -> [rows, blocks, block]``"""
+    return in_blocks(ids, 1, where).reshape(ids.shape[0], where.blocks, where.block)
 
 
 def _whole_blocks(where: BlockLayout) -> Array:

@@ -19,6 +19,7 @@ class Mask:
     ``causal``: ``k <= q``. ``left``/``right``: a sliding window ``q - left <= k <= q + right`` (None: no bound on that side).
     ``chunk``: Llama-4's chunked attention, causal within ``q // chunk == k // chunk``.
     Positions are absolute: with fewer queries than keys, query 0 is at position 0 unless position ids say otherwise.
+    A side may be negative where queries are counted from the last key (:func:`moved`).
     ``any_position``: positions are ids, which may be any value of their integer type, so that a difference of two may overflow it.
     Without ids they are not negative and below ``2**30``.
     """
@@ -43,6 +44,14 @@ def make_mask(causal: bool = False, window: Window = None, chunk: int | None = N
     if causal and right is not None:
         right = None  # k <= q is the tighter bound
     return Mask(causal=causal, left=left, right=right, chunk=chunk if chunk is not None and chunk <= _FARTHEST else None)
+
+
+def moved(mask: Mask, by: int) -> Mask:
+    """The same mask for queries whose positions count ``by`` too few. ``mask`` has no chunk, and its positions are no ids."""
+    assert mask.chunk is None and not mask.any_position
+    left = None if mask.left is None else mask.left - by
+    right = by if mask.causal else None if mask.right is None else mask.right + by
+    return Mask(causal=right == 0, left=left, right=None if right == 0 else right)
 
 
 def check_reach(window, chunk: int | None) -> None:
@@ -77,7 +86,8 @@ def both(a: Mask, b: Mask) -> Mask | None:
     left, right = (
         min((side for side in sides if side is not None), default=None) for sides in ((a.left, b.left), (a.right, b.right))
     )
-    return Mask(causal=causal, left=left, right=None if causal else right, chunk=a.chunk or b.chunk)
+    redundant = causal and (right is None or right >= 0)  # k <= q is the tighter bound
+    return Mask(causal=causal, left=left, right=None if redundant else right, chunk=a.chunk or b.chunk)
 
 
 def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an annotation

@@ -33,6 +33,7 @@ class Options:
     """The static arguments of ``ring_attention``, with the same names; hashable if the mask functions are."""
 
     causal: bool = False
+    bottom_right: bool = False  # the last query is at the last key's position, not the first at the first's
     sliding_window: Window = None
     chunk_size: int | None = None
     logits_soft_cap: float | None = None

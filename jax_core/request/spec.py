@@ -15,7 +15,7 @@ from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
-from jax_core.masks.static import Mask, both, check_reach, make_mask
+from jax_core.masks.static import Mask, both, check_reach, make_mask, moved
 from jax_core.request.checks import check_operands
 from jax_core.request.choice import choose
 from jax_core.request.features import features
@@ -101,6 +101,8 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
         if getattr(options, name) is not None and not callable(getattr(options, name)):
             raise ValueError(f"{name} must be a function, got {getattr(options, name)!r}")
     mask = make_mask(options.causal, options.sliding_window, options.chunk_size)
+    if options.bottom_right:
+        mask = _from_the_last_key(mask, options, operands, place)
     made = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
     if options.mask_builder is not None:
         static = operands.q_position_ids is None  # a builder's mask goes by the index in the sequence
@@ -114,6 +116,20 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
         check_reach(options.sliding_window, options.chunk_size)
         mask = replace(mask, any_position=True)
     return mask, options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
+
+
+def _from_the_last_key(mask: Mask, options: Options, operands: Operands, place: Placement) -> Mask:
+    """The mask for queries of which the last is at the last key's position."""
+    if operands.q_position_ids is not None:
+        raise ValueError("bottom_right says where the queries are, and so do q_position_ids; give one of the two")
+    by = (operands.key.shape[1] - operands.query.shape[1]) * place.size
+    functions = options.mask_mod is not None or any(predicate.over == "position" for predicate in options.predicates)
+    if by and (mask.chunk is not None or functions or operands.alibi_slopes is not None):
+        raise NotImplementedError(
+            "bottom_right moves a causal mask and a sliding window; for chunk_size, mask_mod and alibi_slopes pass q_position_ids "
+            f"(those of the layout plus {by}) and kv_position_ids instead"
+        )
+    return moved(mask, by) if by else mask
 
 
 def _built(mask_builder: Callable, operands: Operands, place: Placement, static: bool) -> Built:

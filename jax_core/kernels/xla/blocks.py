@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.config import FwdParams
+from jax_core.kernels.blocks import Side, any_visible
 from jax_core.kernels.contract import Extras, Runs, Scores
-from jax_core.masks.layout import Run
-from jax_core.masks.static import empty
 from jax_core.varying import vary, varying_axes
 
 
@@ -99,29 +98,13 @@ def _positions(runs: Runs, size: int, position_ids: Array | None, segment_ids: A
 
 
 def _empty(scores: Scores, q: BlockPositions, k: BlockPositions) -> Array:
-    """``[n, m]``: whether the bounds of positions and segments show that a pair of blocks has no visible pair."""
-    q_run, k_run = _bounds(q.position), _bounds(k.position)
-    none = empty(scores.mask, _expand(q_run, 1), _expand(k_run, 0))
-    if q.segment is not None and k.segment is not None:
-        (q_low, q_high), (k_low, k_high) = _range(q.segment), _range(k.segment)
-        none = none | (q_high < 0)[:, None] | (q_high[:, None] < k_low) | (k_high < q_low[:, None])
+    """``[n, m]``: whether positions and segments show that a pair of blocks has no visible pair in any batch entry."""
+    queries, keys = (
+        Side(jnp.swapaxes(side.position, 0, 1), None if side.segment is None else jnp.swapaxes(side.segment, 0, 1))
+        for side in (q, k)
+    )
+    none = ~any_visible(scores.mask, queries, keys).any(0)
     return jnp.broadcast_to(none, (q.place.shape[0], k.place.shape[0]))
-
-
-def _bounds(position: Array) -> Run:
-    """Each block's first and last position as a run, whose last is ``start + stride * (length - 1)``: all that
-    :func:`jax_core.masks.static.empty` reads."""
-    low, high = _range(position)
-    return Run(low, high - low, 2)
-
-
-def _expand(bounds: Run, axis: int) -> Run:
-    return Run(jnp.expand_dims(bounds.start, axis), jnp.expand_dims(bounds.stride, axis), bounds.length)
-
-
-def _range(x: Array) -> tuple[Array, Array]:
-    """``[n, b, q] -> ([n], [n])``: the minimum and the maximum of each block."""
-    return x.min((1, 2)), x.max((1, 2))
 
 
 def _split(x: Array, axis: int, size: int, fill: float | None = None) -> Array:

@@ -1,0 +1,130 @@
+"""Documents given by ``cu_seqlens``, and queries counted from the last key, as segment and position ids of this rank's shards."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jax_core.masks.layout import runs
+from torch_bridge.mesh import MeshLike
+from torch_bridge.ring import tensors_per_sequence
+from torch_bridge.roads import road_of
+
+Where = tuple[MeshLike, str | int | None]
+Tensors = dict[str, Tensor]
+Others = dict[str, Tensor | None]
+_IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The arguments of a packed call, as flash-attn names them."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in vars(self).values())
+
+
+def with_documents(
+    where: Where, packing: Packing, qkv_format: str, qkv: Tensors, others: Others, options: dict[str, Any]
+) -> tuple[Others, dict[str, Any]]:
+    """The arrays and options of a call with the documents as ids. Where queries and keys have the same documents their positions
+    stay those of the layout, which need no arrays, unless something goes by the distance from a document's start."""
+    cu_q, cu_k = packing.cu_seqlens_q, packing.cu_seqlens_k
+    twice = [name for name in _IDS if others[name] is not None]
+    if qkv_format != "thd" or cu_q is None or twice:
+        raise ValueError(
+            'cu_seqlens_q (and cu_seqlens_k, max_seqlen_q, max_seqlen_k) say where the documents of qkv_format="thd" are, instead '
+            f"of ids; got qkv_format={qkv_format!r}, cu_seqlens_q={'none' if cu_q is None else 'given'} and ids {twice or 'none'}"
+        )
+    query, key = qkv["query"], qkv["key"]
+    same = cu_k is None or cu_k is cu_q
+    if same and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"cu_seqlens_k must be given where queries and keys differ in length; got {query.shape[1]} and {key.shape[1]} tokens"
+        )
+    cu_k = cu_q if cu_k is None else cu_k
+    if cu_k.shape != cu_q.shape:
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {list(cu_q.shape)} and {list(cu_k.shape)}")
+    per_sequence = _tensors_per_sequence(where, query.device)
+    longest = packing.max_seqlen_q, packing.max_seqlen_q if same and packing.max_seqlen_k is None else packing.max_seqlen_k
+    check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0])
+    if not same or longest[0] != longest[1]:
+        check_cumulative("cu_seqlens_k", cu_k, key.shape[1] * per_sequence, query.device, longest[1])
+    q_index, k_index = (_index(where, options["layout"], x) for x in (query, key))
+    q_document, k_document = documents_of(q_index, cu_q), documents_of(k_index, cu_k)
+    ids = dict(q_segment_ids=_or_padding(q_document, cu_q), kv_segment_ids=_or_padding(k_document, cu_k))
+    relative = options["chunk_size"] is not None or options["mask_mod"] is not None
+    if not same or relative:
+        shift = (cu_k - cu_q).roll(-1) if options["bottom_right"] else cu_k - cu_q
+        starts = cu_k if relative else torch.zeros_like(cu_k)
+        ids["q_position_ids"] = q_index + (shift - starts)[q_document]
+        ids["kv_position_ids"] = k_index - starts[k_document]
+    return {**others, **ids}, {**options, "bottom_right": False}
+
+
+def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
+    """The same for queries counted from the last key, where a static mask cannot say it."""
+    if options["chunk_size"] is None and options["mask_mod"] is None and others["alibi_slopes"] is None:
+        return others, options
+    if others["q_position_ids"] is not None or others["kv_position_ids"] is not None:
+        raise ValueError("bottom_right says where the queries are, and so do position ids; give one of the two")
+    query, key = qkv["query"], qkv["key"]
+    by = (key.shape[1] - query.shape[1]) * _tensors_per_sequence(where, query.device)
+    if not by:
+        return others, {**options, "bottom_right": False}
+    q_index, k_index = (_index(where, options["layout"], x) for x in (query, key))
+    return {**others, "q_position_ids": q_index + by, "kv_position_ids": k_index}, {**options, "bottom_right": False}
+
+
+def documents_of(index: Tensor, ends: Tensor) -> Tensor:
+    """The number of the document of each place; that of padding is the number of documents."""
+    return torch.searchsorted(ends, index.to(ends.dtype), right=True) - 1
+
+
+def _or_padding(document: Tensor, ends: Tensor) -> Tensor:
+    return document.masked_fill(document == len(ends) - 1, -1)
+
+
+def check_cumulative(name: str, ends: Tensor, total: int, device: torch.device, longest: int | None = None) -> None:
+    """ValueError for what is no ``cu_seqlens`` of ``total`` tokens. On a GPU the values are checked when the device gets there, so
+    that the host need not wait."""
+    if not isinstance(ends, Tensor) or ends.ndim != 1 or not len(ends) or ends.is_floating_point() or ends.dtype == torch.bool:
+        raise ValueError(f"{name} must be a tensor of ints [documents + 1], got {ends!r}")
+    if ends.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}, got {ends.device}")
+    lengths = ends.diff()
+    good = (ends[0] == 0) & (ends[-1] <= total) & (lengths >= 0).all()
+    if longest is not None:
+        good = good & (lengths <= longest).all()
+    must = f"{name} must ascend from 0 to at most the {total} tokens of the whole sequence"
+    must += "" if longest is None else f", in steps of at most {name.replace('cu_', 'max_').replace('seqlens', 'seqlen')}={longest}"
+    if device.type == "cuda" or torch.compiler.is_compiling():
+        torch._assert_async(good, must)
+    elif not bool(good):
+        raise ValueError(f"{must}; got {ends.tolist()}")
+
+
+@torch.compiler.assume_constant_result
+def _tensors_per_sequence(where: Where, device: torch.device) -> int:
+    return tensors_per_sequence(road_of(device).resolve(*where))
+
+
+@torch.compiler.assume_constant_result
+def _held(where: Where, layout: str, device: torch.device, length: int) -> tuple[tuple[int, int, int], ...]:
+    """The positions that this process's tensor holds, as arguments of ``arange``."""
+    ring = road_of(device).resolve(*where)
+    held = [run for rank in ring.held for run in runs(layout, rank, ring.size, length // len(ring.held))]
+    return tuple((run.start, run.start + run.stride * run.length, run.stride) for run in held)
+
+
+def _index(where: Where, layout: str, x: Tensor) -> Tensor:
+    """``[seq]``: where the rows of a shard are in the whole sequence."""
+    parts = [torch.arange(*run, dtype=torch.int32, device=x.device) for run in _held(where, layout, x.device, x.shape[1])]
+    return torch.cat(parts)

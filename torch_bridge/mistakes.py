@@ -1,0 +1,103 @@
+"""Calls that are valid but probably not meant: a warning, once each, or a ValueError with ``RING_ATTN_STRICT=1``.
+
+A ring can compute with shards that hold the wrong tokens, and every number is then wrong in silence. What each rank holds is
+therefore told to the others when a program runs for the first time.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections import defaultdict
+from functools import cache
+from typing import Any, TypedDict
+
+import torch
+
+from torch_bridge.calls import exchange, known_to_all
+from torch_bridge.mesh import Ring
+
+_SAMPLES = 64  # positions of a shard that its fingerprint reads
+_MANY_HEADS = 128  # what no known model exceeds by much
+
+
+class Holding(TypedDict):
+    """What one rank tells the others: the layout of the call, the layouts that it has sharded in, and its values' fingerprint."""
+
+    layout: str
+    sharded: list[str]
+    values: str
+
+
+# By the global ranks of a ring: the layouts in which this process has taken shards or positions for it.
+_sharded: defaultdict[tuple[int, ...], set[str]] = defaultdict(set)
+
+
+def note_layout(ring: Any, layout: str) -> None:
+    """Remember that this process has taken its shard for ``ring`` in ``layout``."""
+    if isinstance(ring, Ring) and ring.size > 1:
+        _sharded[ring.ranks].add(layout)
+
+
+def look_at_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
+    """Compare what the ranks of a ring hold. A ring call: all ranks make it, and all of them object or none."""
+    own = Holding(layout=layout, sharded=sorted(_sharded[ring.ranks]), values=fingerprint(value))
+    told = exchange(ring, "what each rank holds", json.dumps(own))
+    doubt = doubtful([json.loads(text) for text in told] if told else [own] * ring.size)
+    if doubt:
+        with known_to_all():
+            object_to(f"{doubt} ({ring})")
+
+
+def doubtful(ranks: list[Holding]) -> str | None:
+    """What is probably wrong with what the ranks of a ring hold, or None."""
+    sharded = [rank["sharded"] for rank in ranks]
+    if any(layouts != sharded[0] for layouts in sharded):
+        each = "; ".join(f"ring rank {number}: {', '.join(layouts) or 'none'}" for number, layouts in enumerate(sharded))
+        return f"the ranks of this ring took their shards in different layouts: {each}; use one ring_attn.Ring for all"
+    layout = ranks[0]["layout"]
+    if sharded[0] and layout not in sharded[0]:
+        return (
+            f"the sequence was sharded as {', '.join(sharded[0])} but attention was called with layout={layout!r}, so masks and "
+            "positions are wrong; give both the same layout, or use one ring_attn.Ring for both"
+        )
+    values = {rank["values"] for rank in ranks}
+    if len(values) == 1 and values != {""}:
+        return (
+            "every rank of the ring holds the same values, as if each had the whole sequence; each must have its own part: "
+            'ring_attn.shard or shard_batch takes it. If every process is to attend to its own sequence alone, pass mesh="local"'
+        )
+    return None
+
+
+def fingerprint(value: torch.Tensor) -> str:
+    """A hash of some values ``[batch, seq, heads, dim]`` of the first head; empty if they are the same at all positions."""
+    step = max(1, value.shape[1] // _SAMPLES)
+    some = value.detach()[:, ::step, :1].float().cpu()
+    if some.numel() == 0 or bool((some == some[:, :1]).all()):
+        return ""
+    return hashlib.sha256(some.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def doubt_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) -> None:
+    """Object to ``[batch, seq, heads, dim]`` tensors whose heads look like positions. The format is the one they were given in."""
+    if torch.compiler.is_compiling():
+        return
+    if all(x.shape[2] >= _MANY_HEADS and x.shape[2] >= 4 * max(1, x.shape[1]) for x in (query, key)):
+        other = "bhsd" if qkv_format == "bshd" else "bshd"
+        object_to(
+            f"with qkv_format={qkv_format!r} the queries have {query.shape[1]} positions and {query.shape[2]} heads; if it is the "
+            f"other way round, pass qkv_format={other!r}"
+        )
+
+
+def object_to(doubt: str) -> None:
+    """Raise ValueError under ``RING_ATTN_STRICT=1``, or else warn, once for each text."""
+    if os.environ.get("RING_ATTN_STRICT", "0") not in ("", "0"):
+        raise ValueError(f"{doubt}. (RING_ATTN_STRICT is set; without it this is a warning.)")
+    _warn_once(doubt)
+
+
+@cache
+def _warn_once(doubt: str) -> None:
+    warnings.warn(f"{doubt}. RING_ATTN_STRICT=1 makes this an error.", RuntimeWarning, stacklevel=2)
