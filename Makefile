@@ -86,7 +86,7 @@ test-xla: $(XLA_VENV)/.installed
 integrations: $(INTEGRATIONS_VENV)/.installed
 
 test-integrations: $(INTEGRATIONS_VENV)/.installed $(OLDER_TRANSFORMERS_AT:%=%/.installed)
-	$(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) tests/integrations $(PYTEST_FLAGS)
+	$(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup tests/integrations $(PYTEST_FLAGS)
 	for older in $(OLDER_TRANSFORMERS_AT); do \
 		PYTHONPATH=$(CURDIR)/$$older $(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) -m versions tests/integrations $(PYTEST_FLAGS) || exit 1; \
 	done

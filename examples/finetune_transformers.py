@@ -35,8 +35,8 @@ else:
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=options.context, **sizes))
     tokens = text.tolist()
-starts = range(0, len(tokens) - options.context + 1, options.context)
-data = [{"input_ids": tokens[start : start + options.context], "labels": tokens[start : start + options.context]} for start in starts]
+rows = [tokens[start : start + options.context] for start in range(0, len(tokens) - options.context + 1, options.context)]
+data = [{"input_ids": row, "labels": row} for row in rows]
 
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(

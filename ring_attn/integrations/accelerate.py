@@ -26,15 +26,14 @@ class RingParallelism(ParallelismConfig):
     ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
     "striped" or "contiguous". Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
 
-    With ``cp_size`` above 1, and as soon as an ``Accelerator`` was made with it, ``model`` called with labels takes whole batches, the
-    same on all ranks of a ring, and holds ``cp_size`` of them at a time: see :class:`WholeBatches` for what it takes and returns.
-    DDP, FSDP2 and gradient clipping need nothing more, as every rank's gradients average to those of the whole batch.
+    Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
+    included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
+    mean of the ranks' gradients is the whole batch's gradient.
 
-    ``cp_enabled`` stays False: it is what makes accelerate and the Trainer set up torch's own context parallelism, which takes
-    causal SDPA only.
+    ``cp_enabled`` stays False: it makes accelerate and the Trainer set up torch's own context parallelism, for causal SDPA only.
 
-    Raises NotImplementedError for what was not tried (tensor parallelism, FSDP1, DeepSpeed, Megatron, XLA), and ValueError where the
-    sizes do not make up the number of processes.
+    Raises ValueError for sizes that do not make up the number of processes, and NotImplementedError for what was not tried: tensor
+    parallelism, FSDP1, DeepSpeed, Megatron and XLA under accelerate.
     """
 
     def __init__(self, model: nn.Module, cp_size: int | None = None, *, layout: str = "zigzag", **options: Any) -> None:

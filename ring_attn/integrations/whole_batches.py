@@ -11,13 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.integrations.transformers import context_parallel
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
 _FUSED = "fused_lm_head"  # how TRL asks the model for one number a token in the place of logits
 _ASKED_BY_SFT = {"log_probs", "entropy", "is_top1"}
 _ASKED_BY_TRL = {*_ASKED_BY_SFT, "mean_logits", "log_sum_sq_probs"}
 
 
 class _Call(NamedTuple):
-    """A forward under way: the whole sequences' length, whether labels were counted for it, and what TRL's language model head gets."""
+    """A forward under way: the whole sequences' length, whether the caller counted the labels, what TRL's head gets."""
 
     length: int
     counted: bool
@@ -29,9 +31,9 @@ class WholeBatches:
 
     In: what :meth:`ContextParallel.shard` takes, ``labels`` included. Out:
 
-    - ``loss``: that of the whole batch, the mean over its labels, the same on all ranks of the ring. With ``num_items_in_batch``, the
-      count of the labels of all batches of a step, each once: the batch's sum divided by it and by the ring's size, a share that adds up
-      over all ranks, as the Trainer expects.
+    - ``loss``: that of the whole batch, the mean over its labels, the same on all ranks of the ring. With ``num_items_in_batch``,
+      the count of the labels of all batches of a step, each once: the batch's sum divided by it and by the ring's size, a share
+      that adds up over all ranks, as the Trainer expects.
     - gradients, whose mean over the ring (DDP's, FSDP's) is that of the loss; with ``num_items_in_batch``, whose sum is.
     - logits, hidden states and all else that is sharded: not to be had, as they would be taken for the whole batch's.
     - for TRL's SFTTrainer, one number a token: whole, ``[batch, seq]``, where no gradient is wanted; else those of the shard.
@@ -57,7 +59,7 @@ class WholeBatches:
         self._parallel.remove()
 
     @torch.compiler.disable
-    def _shard(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
+    def _shard(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         self._call = None
         if self._parallel.off:
             return None
@@ -74,7 +76,7 @@ class WholeBatches:
         self._call = _Call(labels.shape[1], counted, late)
         return (), batch
 
-    def _give_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _give_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """TRL's head scores the labels by itself; it gets them here, after the hook by which other models get no labels."""
         if self._call is None or not self._call.fused:
             return args, kwargs
@@ -86,7 +88,7 @@ class WholeBatches:
             return output
         call, self._call = self._call, None
         if not isinstance(output, MutableMapping):
-            raise NotImplementedError("return_dict=False: a model on a ring tells its outputs apart by name; leave return_dict at True")
+            raise NotImplementedError("return_dict=False: on a ring outputs are told apart by name; leave return_dict at True")
         answer = self._of_tokens(call, output) if call.fused else {"loss": self._averaged(call, output["loss"])}
         for name, value in output.items():
             sharded = name not in answer and isinstance(value, Tensor | tuple)
@@ -126,9 +128,9 @@ class StaysSharded:
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise NotImplementedError(
-            f"the model's {self._name} are sharded over the ring and never whole on a rank: a loss or metric made from them outside of the "
-            "model (compute_metrics, predict, compute_loss_func, label smoothing) cannot be had. For a loop of your own on shards: "
-            "ring_attn.integrations.transformers.context_parallel"
+            f"the model's {self._name} are sharded over the ring and never whole on a rank: a loss or metric made from them outside "
+            "of the model (compute_metrics, predict, compute_loss_func, label smoothing) cannot be had. For a loop of your own on "
+            "shards: ring_attn.integrations.transformers.context_parallel"
         )
 
     def __reduce__(self) -> NoReturn:
@@ -143,14 +145,14 @@ def _checksum(ids: Tensor) -> Tensor:
 
 _NO_LABELS = (
     "a model on a ring computes its loss itself, and this batch has no labels: a loss made from logits outside of the model (label "
-    "smoothing, compute_loss_func, preferences) would need all logits on each rank. Have the model compute the loss, or call it with shards in "
-    "a loop of your own: ring_attn.integrations.transformers.context_parallel. To generate: model.generate"
+    "smoothing, compute_loss_func, preferences) would need all logits on each rank. Have the model compute the loss, or call it "
+    "with shards in a loop of your own: ring_attn.integrations.transformers.context_parallel. To generate: model.generate"
 )
 _NO_ROUTERS = (
     "TRL's auxiliary loss of a mixture of experts is made of the router logits of all tokens, and a rank has those of its own; set "
     "router_aux_loss_coef=0.0 in the SFTConfig, or train with transformers' Trainer"
 )
 _ONLY_SFT = (
-    "of TRL's trainers, the SFTTrainer works on a ring: the others make their loss from sums over whole sequences, and a rank has its own "
-    "tokens only"
+    "of TRL's trainers, the SFTTrainer works on a ring: the others make their loss from sums over whole sequences, and a rank has "
+    "its own tokens only"
 )

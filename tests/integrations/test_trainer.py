@@ -47,7 +47,10 @@ def test_a_loop_with_accelerate(runs):
     assert_same(runs[2]["looped"], runs[1]["looped"])
 
 
-@pytest.mark.parametrize("case", ["label smoothing", "metrics of logits", "predictions", "logits", "different batches", "a second ring"])
+REFUSED = ("label smoothing", "metrics of logits", "predictions", "logits", "different batches", "a second ring")
+
+
+@pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused(runs, case: str):
     """In words, on all ranks: the worker compares them with what it expects."""
     assert runs[2]["refusals"][case] == "refused"

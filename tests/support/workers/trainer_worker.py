@@ -57,11 +57,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def documents(count: int, seed: int = 1) -> Dataset:
-    """Token sequences of 5 to 29 tokens; a prompt of a third has no labels, so shards and batches hold different numbers of them."""
+    """Token sequences of 5 to 29 tokens. A prompt of a third has no labels, so shards and batches have different numbers of them."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 30, (count,), generator=generator).tolist()
     rows = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
     return Dataset.from_dict({"input_ids": rows, "labels": [[-100] * (len(row) // 3) + row[len(row) // 3 :] for row in rows]})
+
+
+def collator() -> DataCollatorForSeq2Seq:
+    """Pads to 15 or 30 tokens, which no layout can split as they are: few lengths, each of which is a program to compile."""
+    return DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=15)
 
 
 def arguments(folder: str, **more: Any) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def trained(folder: str) -> dict[str, Any]:
     parallel = RingParallelism(model, RING, dp_shard_size=RANKS // RING)
     args = TrainingArguments(**arguments(folder, **more), parallelism_config=parallel)
     data = dict(train_dataset=documents(STEPS * 4 * 3), eval_dataset=documents(10, seed=2))
-    trainer = Trainer(model, args, data_collator=DataCollatorForSeq2Seq(tokenizer()), **data)
+    trainer = Trainer(model, args, data_collator=collator(), **data)
     measurements = measured(trainer)
     trainer.save_model(folder)
     trainer.accelerator.wait_for_everyone()
@@ -121,8 +126,7 @@ def looped(folder: str) -> dict[str, Any]:
     model = tiny_llama()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=RingParallelism(model, layout="striped"))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    collator = DataCollatorForSeq2Seq(tokenizer())
-    loader = torch.utils.data.DataLoader(documents(2 * STEPS * 3), batch_size=3, collate_fn=collator)
+    loader = torch.utils.data.DataLoader(documents(2 * STEPS * 3), batch_size=3, collate_fn=collator())
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, norms = [], []
     for batch in loader:
@@ -153,7 +157,7 @@ def refusals(folder: str) -> dict[str, Any]:
 
     def trainer(metrics: Callable[..., Any] | None = None, **more: Any) -> Trainer:
         args = TrainingArguments(**arguments(folder, **more), parallelism_config=parallel)
-        data = dict(train_dataset=documents(20), eval_dataset=documents(4), data_collator=DataCollatorForSeq2Seq(tokenizer()))
+        data = dict(train_dataset=documents(20), eval_dataset=documents(4), data_collator=collator())
         return Trainer(model, args, compute_metrics=metrics, **data)
 
     smoothing = trainer(label_smoothing_factor=0.1)
