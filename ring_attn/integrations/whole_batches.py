@@ -115,7 +115,7 @@ class WholeBatches:
         dist.all_gather(everywhere, mine, group=self._ring.group)
         if any(other.item() != mine.item() for other in everywhere):
             raise ValueError(
-                "the ranks of a ring hold different batches, and each must hold the same: let the Accelerator that has the "
+                "the ranks of a ring hold different batches, and each must hold the same: let the Accelerator with the "
                 "RingParallelism prepare the data loader, or sample by data-parallel ranks, not by processes"
             )
 
@@ -128,7 +128,7 @@ class StaysSharded:
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise NotImplementedError(
-            f"the model's {self._name} are sharded over the ring and never whole on a rank: a loss or metric made from them outside "
+            f"the model's {self._name} are sharded over the ring, never whole on a rank: a loss or metric made from them outside "
             "of the model (compute_metrics, predict, compute_loss_func, label smoothing) cannot be had. For a loop of your own on "
             "shards: ring_attn.integrations.transformers.context_parallel"
         )

@@ -57,7 +57,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def documents(count: int, seed: int = 1) -> Dataset:
-    """Token sequences of 5 to 29 tokens. A prompt of a third has no labels, so shards and batches have different numbers of them."""
+    """Token sequences of 5 to 29 tokens. A prompt of a third has no labels, so shards and batches differ in their number."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 30, (count,), generator=generator).tolist()
     rows = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
@@ -106,12 +106,13 @@ def trained(folder: str) -> dict[str, Any]:
     data = dict(train_dataset=documents(STEPS * 4 * 3), eval_dataset=documents(10, seed=2))
     trainer = Trainer(model, args, data_collator=collator(), **data)
     measurements = measured(trainer)
-    trainer.save_model(folder)
-    trainer.accelerator.wait_for_everyone()
     ids = torch.tensor([data["eval_dataset"][0]["input_ids"]])
-    with torch.no_grad():
-        reloaded = MistralForCausalLM.from_pretrained(folder)(ids, labels=ids).loss.item()
-    return {**measurements, "reloaded": reloaded, "generated": model.generate(ids, max_new_tokens=4, do_sample=False).tolist()}
+    measurements["generated"] = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+    trainer.save_model(folder)
+    if trainer.is_world_process_zero():  # the one that saves
+        with torch.no_grad():
+            measurements["reloaded"] = MistralForCausalLM.from_pretrained(folder)(ids, labels=ids).loss.item()
+    return measurements
 
 
 def packed(folder: str) -> dict[str, Any]:
