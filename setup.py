@@ -19,8 +19,8 @@ EXTRAS = {
     # torch-xla 2.9 loads beside torch 2.9 only, so it has an environment of its own and no extra: `make xla`.
     # Each tried at both ends; transformers also between, with 4.57.6. 4.53 is its first release with an interface for masks.
     "transformers": ["transformers>=4.53,<5.24"],
-    "accelerate": ["accelerate>=1.12,<1.16", "transformers>=4.57.6,<5.24"],
-    "trl": ["trl>=1.16,<1.17", "accelerate>=1.12,<1.16"],
+    "accelerate": ["accelerate>=1.15,<1.16", "transformers>=5.23,<5.24"],
+    "trl": ["trl>=1.16,<1.17", "accelerate>=1.15,<1.16", "transformers>=5.23,<5.24"],
     "diffusers": ["diffusers>=0.42,<0.43"],
     "flax": ["flax>=0.12.8,<0.13"],
     "equinox": ["equinox>=0.13.8,<0.14"],

@@ -13,6 +13,7 @@ from typing import Any
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DistributedType
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -81,6 +82,7 @@ class RingParallelism(ParallelismConfig):
         return ["cp"] if self.cp_size > 1 else []
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        self._check_processes(dist.get_world_size() if dist.is_initialized() else 1)
         mesh = super().build_device_mesh(device_type) if self.active_mesh_dims else None
         if mesh is not None and self.cp_size > 1:
             assert self._model is not None  # only a copy from a pickle lacks it
@@ -96,12 +98,15 @@ class RingParallelism(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         # In the place of accelerate's own checks, which know of torch's context parallelism only: with FSDP2, on GPUs.
-        if self.total_size != accelerator.num_processes:
-            raise ValueError(
-                f"the sizes must make up the number of processes, {accelerator.num_processes}, got "
-                + ", ".join(f"{name}_size={size}" for name, size in self._sizes.items())
-            )
         kind = accelerator.distributed_type
         untried = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
         if kind in untried or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
-            raise NotImplementedError(f"RingParallelism was tried with DDP and FSDP2, not with {kind} of this configuration")
+            raise NotImplementedError(f"RingParallelism is for DDP and FSDP2; {kind} in this configuration was not tried")
+
+    def _check_processes(self, processes: int) -> None:
+        if self.total_size != processes:
+            sizes = ", ".join(f"{name}_size={size}" for name, size in self._sizes.items())
+            raise ValueError(
+                f"the sizes must make up the number of processes that the launcher started, {processes}, got {sizes}: start as many "
+                "with torchrun or accelerate launch, or leave cp_size out"
+            )

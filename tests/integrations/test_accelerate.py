@@ -6,9 +6,16 @@ import pickle
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from ring_attn.integrations.accelerate import RingParallelism
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_before() -> None:
+    """accelerate keeps the first configuration of a process for all that follow."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -84,5 +91,5 @@ def test_the_model_comes_first():
 
 def test_too_few_processes(model):
     """One process, where two are asked for."""
-    with pytest.raises(ValueError, match="launch"):
+    with pytest.raises(ValueError, match="launcher started, 1, got dp_replicate_size=1.*cp_size=2"):
         Accelerator(cpu=True, parallelism_config=RingParallelism(model, 2))
