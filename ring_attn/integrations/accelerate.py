@@ -11,9 +11,9 @@ Every rank of a ring gets the same batch from the data loader, and the model tak
 import os
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DistributedType
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -107,6 +107,6 @@ class RingParallelism(ParallelismConfig):
         if self.total_size != processes:
             sizes = ", ".join(f"{name}_size={size}" for name, size in self._sizes.items())
             raise ValueError(
-                f"the sizes must make up the number of processes that the launcher started, {processes}, got {sizes}: start as many "
-                "with torchrun or accelerate launch, or leave cp_size out"
+                f"the sizes must make up the number of processes that were started, {processes}, got {sizes}: start that many with "
+                "torchrun or accelerate launch, or leave cp_size out"
             )

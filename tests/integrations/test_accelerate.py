@@ -91,5 +91,5 @@ def test_the_model_comes_first():
 
 def test_too_few_processes(model):
     """One process, where two are asked for."""
-    with pytest.raises(ValueError, match="launcher started, 1, got dp_replicate_size=1.*cp_size=2"):
+    with pytest.raises(ValueError, match="started, 1, got dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=2"):
         Accelerator(cpu=True, parallelism_config=RingParallelism(model, 2))
