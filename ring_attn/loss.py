@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ring_attn.reduction import agree, sum_over_ring
+from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import ShardedBatch
 from torch_bridge.announced import announced, telling
@@ -31,7 +31,7 @@ def _where(
     alone = alone or (len(arguments) > 1 and isinstance(arguments[1], ShardedBatch) and options.get("weights") is None)
     if alone and ring is None and mesh is None:
         return None
-    return (ring.mesh, ring.mesh_dim) if isinstance(ring, Ring) else (mesh, mesh_dim)
+    return where(ring=ring, mesh=mesh, mesh_dim=mesh_dim)
 
 
 @announced(_where)
@@ -92,11 +92,7 @@ def cross_entropy(
     return losses.sum() / _divisor(num_items)
 
 
-@announced(
-    lambda *arguments, ring=None, mesh=None, mesh_dim=None: (
-        (ring.mesh, ring.mesh_dim) if ring else (arguments[1] if len(arguments) > 1 else mesh, mesh_dim)
-    )
-)
+@announced(where)
 def total_loss(loss: Tensor, mesh: MeshLike = None, *, mesh_dim: str | int | None = None, ring: Ring | None = None) -> Tensor:
     """The sum of all ranks' shares of a loss, on every rank: the number to show. It has no gradient; call ``backward()`` on the
     share. Collective: every rank of the ring calls it, with a loss of one shape and dtype.

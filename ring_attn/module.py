@@ -12,7 +12,7 @@ from jax_core.config import RingAttentionConfig
 from jax_core.keywords import explains
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_inputs, check_sizes
-from ring_attn.functional import NAMES, attention, check_dense
+from ring_attn.functional import NAMES, attention, check_dense, is_dtensor
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.names import OF_FORWARD, OF_MODULE
 from ring_attn.ring import Ring, one_ring
@@ -25,6 +25,7 @@ from torch_bridge.roads import road_of
 # Errors use the module's argument names.
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}
 _LOST_MESH = "a mesh that was not pickled"
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _Ids = tuple[Tensor | None, Tensor | None]  # segment ids of the queries and of the keys
 
 
@@ -62,6 +63,7 @@ class RingAttention(nn.MultiheadAttention):
       ``torch.manual_seed`` and activation checkpointing replay it). Processes with the same seed drop what one process would.
     - The fused inference path of ``nn.TransformerEncoderLayer`` would attend to the local shard only; ``_qkv_same_embed_dim``,
       which is always False here, disables it. Nested tensors are refused.
+    - ``ring_attn.parallel.HeadParallel`` splits the heads, beside the ring; the projections are then separate (docs/torch.md).
     - A copy shares the mesh. A mesh cannot be pickled: after unpickling, set ``module.mesh``, or ``forward`` raises (None and
       "local" are kept).
 
@@ -158,6 +160,34 @@ class RingAttention(nn.MultiheadAttention):
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
         self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
+    def separate_projections(self) -> None:
+        """Holds the projections of queries, keys and values as ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``, as for a
+        ``kdim`` or ``vdim`` of their own, and no longer as ``in_proj_weight``. The result is the same."""
+        packed = self.in_proj_weight
+        if packed is not None:
+            for name, rows in zip(_SEPARATE, packed.detach().split(self._rows()), strict=True):
+                self.register_parameter(name, nn.Parameter(rows.clone(), packed.requires_grad))
+            self.register_parameter("in_proj_weight", None)
+
+    def _rows(self) -> list[int]:
+        """The rows of queries, keys and values in a packed projection."""
+        kv_dim = self.num_kv_heads * self.head_dim
+        return [self.embed_dim, kv_dim, kv_dim]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes packed projections for separate ones and the reverse, and whole tensors for parameters that are DTensors."""
+        packed, separate = f"{prefix}in_proj_weight", [prefix + name for name in _SEPARATE]
+        if self.in_proj_weight is None and packed in state_dict:
+            state_dict.update(zip(separate, state_dict.pop(packed).split(self._rows()), strict=True))
+        elif self.in_proj_weight is not None and all(name in state_dict for name in separate):
+            state_dict[packed] = torch.cat([state_dict.pop(name) for name in separate])
+        for name, own in self.named_parameters(recurse=False):
+            if is_dtensor(own) and prefix + name in state_dict:
+                from ring_attn.dtensor import like_dtensor  # loads torch.distributed.tensor, and JAX
+
+                state_dict[prefix + name] = like_dtensor(state_dict[prefix + name], own)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _reset_parameters(self) -> None:
         """The initial values of ``nn.MultiheadAttention``, drawn in the same order, so that one seed gives both the same values."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
@@ -170,8 +200,7 @@ class RingAttention(nn.MultiheadAttention):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
 
-    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim))
-    @explains(OF_FORWARD)
+    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim), OF_FORWARD)
     def forward(
         self,
         query: Tensor,
@@ -266,8 +295,7 @@ class RingAttention(nn.MultiheadAttention):
         return tensor if self.batch_first or tensor.ndim != 3 else tensor.transpose(0, 1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kv_dim = self.num_kv_heads * self.head_dim
-        rows = [self.embed_dim, kv_dim, kv_dim]
+        rows = self._rows()
         if self.in_proj_weight is not None and query is key and key is value:
             q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(rows, -1)
         else:

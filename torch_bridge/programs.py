@@ -70,8 +70,8 @@ def _process() -> str:
 def call_of(words: str) -> Call:
     if words not in _CALLS:
         raise ValueError(
-            f"no call of ring_attention in this process is the one in this graph ({words}), which another process has exported; call "
-            "ring_attention here once with the same options and ring before the graph, or export it again"
+            f"no call of ring_attention in this process is the one in this graph, which another process has exported ({words}); "
+            "call ring_attention here once with the same options and ring before the graph, or export it again"
         )
     return _CALLS[words]
 

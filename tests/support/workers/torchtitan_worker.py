@@ -31,7 +31,7 @@ from torchtitan.trainer import Trainer
 
 from ring_attn.integrations import torchtitan as ours
 
-STEPS, ROWS, LENGTH, VOCABULARY = 10, 4, 64, 2048
+STEPS, ROWS, LENGTH, VOCABULARY = 10, 4, 32, 2048
 
 
 class DenseAttention(FlexAttention):
@@ -134,9 +134,10 @@ def same_weights(part: nn.Module) -> None:
             parameter.copy_(values)
 
 
-def train(made: Trainer.Config) -> list[tuple[float, float]]:
+def train(made: Trainer.Config, steps: int) -> list[tuple[float, float]]:
     """The global loss and gradient norm of every step."""
     trainer = made.build()
+    trainer.should_continue_training = lambda: trainer.step < steps
     for part in trainer.model_parts:
         same_weights(part)
         for module in part.modules():
@@ -144,10 +145,12 @@ def train(made: Trainer.Config) -> list[tuple[float, float]]:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     seen: list[tuple[float, float]] = []
     log = trainer.metrics_processor.log
-    trainer.metrics_processor.log = lambda step, loss, most, norm, **more: (
-        seen.append((loss, norm)),
-        log(step, loss, most, norm, **more),
-    )
+
+    def noted(step: int, loss: float, most: float, norm: float, **more: Any) -> None:
+        seen.append((loss, norm))
+        log(step, loss, most, norm, **more)
+
+    trainer.metrics_processor.log = noted
     trainer.train()
     trainer.close()
     return seen
@@ -158,7 +161,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "one process": dict(ring=False),
     "cp 4": dict(ring=True, **{CP: 4}),
     "dp 2 x cp 2": dict(ring=True, **{CP: 2}, context_parallel_load_balancer=None),
-    "cp 2 x tp 2": dict(ring=True, **{CP: 2}, tensor_parallel_degree=2, spmd_backend="full_dtensor"),
+    "cp 2 x tp 2": dict(ring=True, **{CP: 2}, tensor_parallel_degree=2, spmd_backend="full_dtensor", steps=3),
 }
 
 
@@ -166,7 +169,10 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start
     file, *names = sys.argv[1:]
-    found = {name: train(config(folder=file + ".outputs", **RUNS[name])) for name in names}
+    found = {}
+    for name in names:
+        run = {"steps": STEPS, **RUNS[name]}
+        found[name] = train(steps=run.pop("steps"), made=config(folder=file + ".outputs", **run))
     if torch.distributed.get_rank() == 0:
         torch.save(found, file)
     torch.distributed.destroy_process_group()
