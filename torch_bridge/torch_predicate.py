@@ -113,7 +113,7 @@ def _check_indices(name: str, live: Iterable[fx.Node], constants: dict[fx.Node, 
             continue
         source: Any = node.args[0]
         shape = (constants[source] if source in constants else source.meta["val"]).shape
-        for dim, index in enumerate(node.args[1]):  # type: ignore[arg-type, var-annotated]
+        for dim, index in enumerate(node.args[1]):  # type: ignore[arg-type]
             needed = needs.get(index, 0)
             if index is None or shape[dim] < needed:
                 raise NotImplementedError(
@@ -131,7 +131,7 @@ def _step(name: str, node: fx.Node, numbers: dict[fx.Node, _Value]) -> _Step:
         raise NotImplementedError(
             f"the mask function {name} uses {node.target}, which is not translated to JAX; known are {', '.join(sorted(_OPERATORS))}"
         )
-    arguments, settings = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)  # type: ignore[arg-type]
+    arguments, settings = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
     kept = {key: _plain(value) for key, value in settings.items() if key not in _OF_TORCH_ALONE}
     return _Step(_name(node), _plain(arguments), tuple(sorted(kept.items())))
 

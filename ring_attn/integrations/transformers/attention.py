@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.calls import CALL, Call
-from ring_attn.integrations.transformers.masks import Rule, translate, uniform_before_the_first_token
+from ring_attn.integrations.transformers.masks import Rule, translate
+from ring_attn.integrations.transformers.padding import mean_of_values
 from ring_attn.integrations.transformers.positions import at_global_positions, bias_of_all_keys
 from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.integrations.transformers.versions import (
@@ -53,11 +54,11 @@ class WholeMask:
 class RingMask:
     """A mask of sharded sequences: the options of ``ring_attention``. No dataclass: FSDP takes those apart.
 
-    ``silent``: bool ``[batch, local]``, queries whose scores are all equal, or None.
+    ``averaging``: bool ``[batch, local]``, queries that see nothing and get the mean of all values, or None.
     """
 
-    def __init__(self, ring: Ring, keys: Sequence, options: dict[str, Any], silent: Tensor | None) -> None:
-        self.ring, self.keys, self.options, self.silent = ring, keys, options, silent
+    def __init__(self, ring: Ring, keys: Sequence, options: dict[str, Any], averaging: Tensor | None) -> None:
+        self.ring, self.keys, self.options, self.averaging = ring, keys, options, averaging
 
     def __getitem__(self, index: object) -> Any:
         raise NotImplementedError("this layer cuts its mask into parts, which a mask over a ring does not allow")
@@ -90,12 +91,10 @@ def _ring_mask(call: Call, arguments: dict[str, Any]) -> RingMask:
     cross = call.part == "decoder" and "encoder" in call.sharded.sequences and not rule.causal
     keys = call.sharded.sequences["encoder"] if cross else own
     _check_lengths(arguments, own, keys)
-    device = arguments.get("device") or own.device
-    silent = None
-    if not cross and call.previous == "eager" and own.unfounded is not None and rule.causal:
-        rule, silent = uniform_before_the_first_token(rule, own), call.ring.shard(own.unfounded)
-    options = _options(rule, own, keys)
-    return RingMask(call.ring, keys, {name: _on(device, value) for name, value in options.items()}, silent)
+    averaging = None
+    if own.unfounded is not None and call.previous == "eager" and rule.causal:
+        averaging = call.ring.shard(own.unfounded)
+    return RingMask(call.ring, keys, _options(rule, own, keys), averaging)
 
 
 def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence) -> None:
@@ -104,8 +103,8 @@ def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence)
     offsets = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
     if (length, arguments["kv_length"]) != (queries.local, keys.local) or any(offsets):
         raise NotImplementedError(
-            f"the model makes a mask of {length} queries at {offsets[0]} and {arguments['kv_length']} keys at {offsets[1]}, but this "
-            f"rank's shards have {queries.local} and {keys.local} at 0: a K/V cache, or a part of the sequence, cannot be sharded"
+            f"the model makes a mask of {length} queries at {offsets[0]} and {arguments['kv_length']} keys at {offsets[1]}, but "
+            f"this rank has {queries.local} and {keys.local} at 0: a K/V cache, or a part of the sequence, cannot be sharded"
         )
 
 
@@ -124,8 +123,7 @@ def _options(rule: Rule, queries: Sequence, keys: Sequence) -> dict[str, Any]:
         options |= {"chunk_size": rule.chunk, "q_position_ids": queries.positions, "kv_position_ids": queries.positions}
     if rule.predicates:
         options["mask_mod"] = _mask_mod(rule, queries, keys)
-    if not rule.complete:
-        options["q_segment_ids"], options["kv_segment_ids"] = queries.segments_with(keys, rule.causal)
+    options["q_segment_ids"], options["kv_segment_ids"] = queries.segments_with(keys, rule.causal)
     return options
 
 
@@ -134,10 +132,6 @@ def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., An
     from torch_bridge.torch_predicate import Lengths, traced
 
     return traced(rule.all_predicates(), Lengths(queries.batch, queries.length, keys.length))
-
-
-def _on(device: torch.device | str, value: Any) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def attention_function(
@@ -173,19 +167,21 @@ def _on_ring(
     _check_others(module, others)
     query, key, value = (x.transpose(1, 2) for x in qkv)
     query = at_global_positions(module, query, mask.ring)
-    if mask.silent is not None and s_aux is None:
-        query = query.masked_fill(mask.silent.to(query.device)[:, :, None, None], 0)
-    return mask.ring.attention(
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = mask.ring.attention(
         query,
         key,
         value,
-        scale=scaling,
+        scale=scale,
         softcap=softcap,
         sinks=s_aux,
         dropout_p=dropout,
         bias=bias_of_all_keys(module, position_bias, mask.keys),
         **mask.options,
     )
+    if mask.averaging is None or s_aux is not None:  # a sink takes all the weight where nothing is seen
+        return out
+    return torch.where(mask.averaging[:, :, None, None], mean_of_values(query, key, value, scale, mask.keys), out)
 
 
 def _check_others(module: nn.Module, others: dict[str, Any]) -> None:
@@ -204,8 +200,8 @@ def _named(module: nn.Module) -> str:
 def _no_mask(module: nn.Module, mask: Any) -> str:
     if isinstance(mask, Tensor):
         what = (
-            f"got the attention mask {list(mask.shape)} as a tensor, which covers this rank's tokens only; give a mask [batch, seq] of "
-            "1 and 0 to cp.shard, or and_mask_function and or_mask_function where the model takes them"
+            f"got the attention mask {list(mask.shape)} as a tensor, which covers this rank's tokens only; give a mask "
+            "[batch, seq] of 1 and 0 to cp.shard, or and_mask_function and or_mask_function where the model takes them"
         )
     else:
         what = "got no mask from transformers' mask functions, so it is not known what it may attend to"

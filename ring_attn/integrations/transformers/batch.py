@@ -94,6 +94,7 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
     plan.check_positions(positions, mask)
     sequence = describe(ring, tokens, mask, documents, positions, labels)
     own[name] = sequence.shard(tokens, plan.pad_id if name == names.ids else 0)
+    own[name].ring_attn_shard = True  # for generate, which may be given this tensor alone
     if plan.takes(names.mask):  # what it says is in the sequence; without one transformers would look for documents in position ids
         own[names.mask] = torch.ones(sequence.batch, sequence.local, dtype=torch.bool, device=tokens.device)
     own_positions = _positions(sequence, positions)
@@ -127,7 +128,7 @@ def _others(plan: Plan, sequence: Sequence, given: Mapping[str, Any]) -> dict[st
             raise NotImplementedError(f"{name} cannot be sharded: {REFUSED[name]}")
         elif name not in REFUSED:
             raise ValueError(
-                f"the batch holds {name!r}, and how it is sharded is not known; take it out, or shard it yourself (cp.ring.shard) and "
-                "give it to the model beside the batch"
+                f"the batch holds {name!r}, and how it is sharded is not known; take it out, or shard it yourself "
+                "(cp.ring.shard) and give it to the model beside the batch"
             )
     return own

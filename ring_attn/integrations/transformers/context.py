@@ -46,9 +46,9 @@ class ContextParallel:
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole batch, the same on every rank, as any data collator makes it. No communication.
 
-        Sequences are padded and sharded; ``position_ids`` are global; ``labels`` (and ``shift_labels``, the same) are shifted first;
-        ``num_items_in_batch`` is the number of labels of the whole ring, unless the batch has it (of all micro-batches, say). Padding,
-        documents and what only masks read are kept whole, for the masks. Give it to the model: ``model(**batch)``.
+        Sequences are padded and sharded; ``position_ids`` are global; ``labels`` (and ``shift_labels``, the same) are shifted
+        first; ``num_items_in_batch`` is the number of labels of the whole ring, unless the batch has it (of all micro-batches,
+        say). Padding, documents and what only masks read are kept whole, for the masks. For the model: ``model(**batch)``.
 
         Raises ValueError for an entry that is not known, NotImplementedError for one that cannot be honoured, each by name.
         """
@@ -61,17 +61,19 @@ class ContextParallel:
         return self._outer(**(batch if MARK in batch else self.shard(batch)))
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of a model's outputs, or of its logits, for a batch that :meth:`shard` made: the mean over all labels of the ring,
-        with this rank's part of the gradient. ``model(**batch).loss`` is the same. Collective."""
+        """The loss of a model's outputs, or of its logits, for a batch that :meth:`shard` made: the mean over all labels of the
+        ring, with this rank's part of the gradient. ``model(**batch).loss`` is the same. Collective."""
         sharded = batch.get(MARK)
         if not isinstance(sharded, Sharded) or "labels" not in batch:
             raise ValueError("cp.loss needs the batch that cp.shard made, with labels")
         return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded)
 
     def reduce_gradients(self) -> None:
-        """Sums the gradients of the parameters over the ring, once, after the last ``backward()`` before the optimizer's step:
-        :func:`ring_attn.sync_gradients`, which refuses FSDP and DDP over ranks of the ring: they take a mean over them already, so there
-        ``(outputs.loss * ranks of that mean).backward()`` is all."""
+        """Sums the gradients of the parameters over the ring, once, after the last ``backward()`` before the optimizer's step.
+
+        It is :func:`ring_attn.sync_gradients`, which refuses FSDP and DDP over ranks of the ring: they take a mean over them
+        already, so there ``(outputs.loss * ranks of that mean).backward()`` is all.
+        """
         sync_gradients(self._outer, ring=self.ring)
 
     def remove(self) -> None:
@@ -137,8 +139,8 @@ class ContextParallel:
             return None
         if call.attended < self.plan.layers:
             raise NotImplementedError(
-                f"{call.attended} attentions of {type(self.model).__name__} went through the ring, but it has {self.plan.layers} layers: "
-                "the others attended to this rank's tokens alone, or carry a state along the sequence"
+                f"{call.attended} attentions of {type(self.model).__name__} went through the ring, but it has {self.plan.layers} "
+                "layers: the others attended to this rank's tokens alone, or carry a state along the sequence"
             )
         return output if labels is None else with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded))
 
@@ -163,8 +165,8 @@ def context_parallel(
         model: a transformers model, or one that wraps it (PEFT, DistributedDataParallel, FSDP).
         mesh, mesh_dim, layout, or ring: as for :func:`ring_attn.ring_attention`.
 
-    Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers model
-    and for one that is context-parallel already.
+    Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
+    model and for one that is context-parallel already.
     """
     return ContextParallel(model, one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout))
 

@@ -35,8 +35,8 @@ def _check_mask(mask: Tensor | None, shape: torch.Size) -> None:
         return
     if mask.ndim != 2:
         raise NotImplementedError(
-            f"the attention mask {list(mask.shape)} is one for pairs of tokens, which no rank can hold; give a mask [batch, seq] of 1 and "
-            "0, documents by position_ids, or the model's and_mask_function and or_mask_function"
+            f"the attention mask {list(mask.shape)} is one for pairs of tokens, which no rank can hold; give a mask [batch, seq] "
+            "of 1 and 0, documents by position_ids, or the model's and_mask_function and or_mask_function"
         )
     if mask.shape != shape:
         raise ValueError(f"the attention mask {list(mask.shape)} must be that of the whole sequence, {list(shape)}")

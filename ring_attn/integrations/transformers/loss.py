@@ -27,8 +27,8 @@ def _balance(plan: Plan, ring: Ring, routers: tuple[Tensor, ...], sharded: Shard
     coefficient = getattr(model, "router_aux_loss_coef", None)
     if balance is None or coefficient is None:
         raise NotImplementedError(
-            f"output_router_logits: how {type(model).__name__} makes a loss of its router logits is not known, and over a ring it must be "
-            "made of all ranks' tokens; leave it out"
+            f"output_router_logits: how {type(model).__name__} makes a loss of its router logits is not known, and over a ring it "
+            "must be made of all ranks' tokens; leave it out"
         )
     sequence = sharded.sequences["decoder"]
     mask = None if sequence.hidden is None else ~sequence.hidden[:, : sequence.length]

@@ -10,11 +10,9 @@ from functools import reduce
 from operator import and_
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ring_attn.integrations.transformers.sequence import Sequence
-from ring_attn.integrations.transformers.versions import captured, chunked, origin
+from ring_attn.integrations.transformers.versions import captured, origin
 
 Predicate = Callable[..., Any]
 
@@ -29,7 +27,6 @@ class Rule:
     chunk: int | None = None
     counts_from_first: bool = False  # chunks count from each entry's first token that is not padding
     predicates: tuple[Predicate, ...] = ()
-    complete: bool = False  # whether padding and documents are among the predicates
 
     def with_predicate(self, predicate: Predicate) -> "Rule":
         return replace(self, predicates=(*self.predicates, predicate), chunk=None)
@@ -85,26 +82,3 @@ def _all_of(predicates: tuple[Predicate, ...]) -> Predicate:
 
 def _smaller(one: int | None, other: int) -> int:
     return other if one is None else min(one, other)
-
-
-def uniform_before_the_first_token(rule: Rule, sequence: Sequence) -> Rule:
-    """The rule, but padding before the first token sees all keys alike, as transformers' "eager" attention has it: there a row whose
-    keys are all masked becomes the mean of the values, and its prediction of the first token counts in the loss."""
-    assert sequence.left is not None
-    first, length, documents, hidden = sequence.left, sequence.length, sequence.documents, sequence.hidden
-    if rule.chunk is not None:
-        rule = rule.with_predicate(chunked(rule.chunk, first if rule.counts_from_first else torch.zeros_like(first)))
-
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = key <= query
-        if rule.left is not None:
-            found = found & (query - key <= rule.left)
-        if hidden is not None:
-            found = found & ~hidden[batch, key]
-        if documents is not None:
-            found = found & (documents[batch, query] == documents[batch, key])
-        for predicate in rule.predicates:
-            found = found & predicate(batch, head, query, key)
-        return found | ((query < first[batch]) & (key < length))
-
-    return Rule(predicates=(seen,), complete=True)

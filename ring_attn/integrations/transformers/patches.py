@@ -1,4 +1,4 @@
-"""What is changed in a model, and how it is undone: configurations, layers with a bias of positions, rotary embeddings, ``generate``."""
+"""What is changed in a model, and undone: configurations, layers with a bias of positions, rotary embeddings, ``generate``."""
 
 import copy
 from collections.abc import Iterator
@@ -105,8 +105,8 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 def _kept_whole(model: Any) -> dict[nn.Module, None]:
-    """The modules that attend to whole sequences on every rank: those of an encoder of features, and the decoder's layers that attend
-    to what it returned."""
+    """The modules that attend to whole sequences on every rank: those of an encoder of features, and the decoder's layers that
+    attend to what it returned."""
     encoder = list(model.get_encoder().modules())
     cross = [module for module in model.get_decoder().modules() if getattr(module, "is_causal", True) is False]
     return dict.fromkeys(encoder + cross)

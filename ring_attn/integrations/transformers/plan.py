@@ -23,7 +23,7 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """``whole_encoder``: the name of the encoder's input where it is no sequence of tokens, so that every rank encodes all of it."""
+    """``whole_encoder``: the name of the encoder's input where that is no sequence of tokens: every rank encodes all of it."""
 
     model: Any
     config: Any
@@ -72,9 +72,7 @@ class Plan:
             by_ids = hasattr(module, "create_position_ids_from_input_ids")
             by_mask = isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
             if by_ids or (by_mask and mask is not None and not bool((mask != 0).all())):
-                raise ValueError(
-                    f"{name} counts positions by the tokens it sees, which are one rank's; give position_ids for the batch"
-                )
+                raise ValueError(f"{name} counts positions by the tokens it sees, which are one rank's; give position_ids too")
 
 
 def plan_of(model: Any) -> Plan:
@@ -82,8 +80,8 @@ def plan_of(model: Any) -> Plan:
     kind, config = type(model).__name__, model.config.get_text_config()
     if not uses_the_interface(model):
         raise NotImplementedError(
-            f"the layers of {kind} do not look their attention up in transformers' AttentionInterface in this version of transformers, so "
-            "they cannot be given another; a newer version may have it"
+            f"the layers of {kind} do not look their attention up in the AttentionInterface of this version of transformers, so they "
+            "cannot be given another; a newer version may have it"
         )
     check_layer_types(config)
     head = _head(model)
@@ -109,16 +107,14 @@ def _head(model: Any) -> str | None:
 
 
 def _check_layers(model: Any, config: Any) -> None:
-    for name, module in model.named_modules():
+    for name, _ in model.named_modules():
         if name.split(".")[-1] == "pooler":
             raise NotImplementedError(
                 f"{name} reads the first token, which one rank has; make the model without it (add_pooling_layer=False)"
             )
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
-            raise NotImplementedError(
-                f"{name} would leave out other layers on other ranks, which then wait for each other; set it to 0"
-            )
+            raise NotImplementedError(f"{name} would leave out other layers on other ranks, which then wait forever; set it to 0")
 
 
 def _check_parameters(model: Any, parameters: frozenset[str], encoder_decoder: bool) -> None:

@@ -11,7 +11,7 @@ from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.ring import Ring
 
 
-def at_global_positions(module: nn.Module, query: Tensor, ring: Ring) -> Tensor:
+def at_global_positions(module: Any, query: Tensor, ring: Ring) -> Tensor:
     """Queries ``[batch, local, heads, dim]`` whose temperature a layer chose by their index (Llama 4's layers without rotary
     positions do), with that of their positions."""
     if ring.size == 1 or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
@@ -60,8 +60,8 @@ def bias_of_all_keys(module: nn.Module, bias: Tensor | None, keys: Sequence) -> 
     if not bias.any():
         return None
     raise NotImplementedError(
-        f"the position bias {list(bias.shape)} of {type(module).__name__} covers this rank's keys only; over a ring it must cover all "
-        f"{keys.padded}"
+        f"the position bias {list(bias.shape)} of {type(module).__name__} covers this rank's keys only; over a ring it must "
+        f"cover all {keys.padded}"
     )
 
 

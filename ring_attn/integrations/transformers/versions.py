@@ -27,7 +27,7 @@ def _inner(name: str) -> CodeType | None:
     """The code of the functions that a factory of ``masking_utils`` makes; None where this version has no such factory."""
     factory = getattr(masks, name, None)
     codes = () if factory is None else factory.__code__.co_consts
-    return next((code for code in codes if inspect.iscode(code)), None)
+    return next((code for code in codes if inspect.iscode(code) and not code.co_name.startswith("<")), None)
 
 
 _FACTORIES = (
@@ -51,7 +51,7 @@ def origin(function: Callable[..., Any]) -> str | None:
     """The name of the mask function of transformers, or of the factory that made it; None for any other."""
     if function in _PLAIN:
         return _PLAIN[function]
-    return _MADE_BY.get(getattr(function, "__code__", None))
+    return _MADE_BY.get(getattr(function, "__code__", None))  # type: ignore[arg-type]
 
 
 def captured(function: Callable[..., Any]) -> dict[str, Any]:
