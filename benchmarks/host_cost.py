@@ -21,7 +21,7 @@ import torch
 import ring_attn
 from team import ON_GPU, Team, hardware, software
 from torch_bridge import crossing, dlpack, mesh, runtime
-from torch_bridge.autograd import _PROGRAMS
+from torch_bridge.programs import _PROGRAMS
 from torch_bridge.request import ARRAYS, Form
 
 Part = Callable[..., Any] | tuple[Callable[[], Any], Callable[..., Any]]  # or with an untimed setup first
@@ -52,7 +52,7 @@ def whole_calls(inputs: list[torch.Tensor]) -> dict[str, Part]:
 def parts(inputs: list[torch.Tensor]) -> dict[str, Part]:
     """The parts of the forward, in order."""
     shape = tuple(inputs[0].shape)
-    program: Any = next(made.program for made in _PROGRAMS if made.request.results[0].shape == shape)
+    program: Any = next(made.program for made in _PROGRAMS.values() if made.request.results[0].shape == shape)
     operands = [*inputs, *[None] * (len(ARRAYS) - len(inputs))]
     way: Any = program.crossing
     compiled, query = program.compiled_forward, inputs[0]

@@ -2,9 +2,14 @@
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ring_attn.functional import ring_attention
+from ring_attn.gradients import sync_gradients
+from ring_attn.loss import cross_entropy, total_loss
 from ring_attn.module import RingAttention
 from ring_attn.packed import PackedShard, shard_packed
+from ring_attn.replace import replace_attention
 from ring_attn.ring import Ring
+from ring_attn.routing import context_parallel_sdpa
+from ring_attn.sdpa import sdpa
 from ring_attn.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
 from torch_bridge.runtime import PeerFailure, start
 
@@ -17,12 +22,18 @@ __all__ = [
     "RingAttention",
     "RingAttentionConfig",
     "ShardedBatch",
+    "context_parallel_sdpa",
+    "cross_entropy",
     "pad",
     "positions",
+    "replace_attention",
     "ring_attention",
+    "sdpa",
     "shard",
     "shard_batch",
     "shard_packed",
     "start",
+    "sync_gradients",
+    "total_loss",
     "unshard",
 ]

@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jax_core.config import RingAttentionConfig
+from jax_core.keywords import explains
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_inputs, check_sizes
 from ring_attn.functional import NAMES, attention, check_dense
 from ring_attn.masks import Masks, joined_segments, split_mask
+from ring_attn.names import OF_FORWARD, OF_MODULE
+from ring_attn.projections import repack, rows
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
@@ -60,6 +63,7 @@ class RingAttention(nn.MultiheadAttention):
       ``torch.manual_seed`` and activation checkpointing replay it). Processes with the same seed drop what one process would.
     - The fused inference path of ``nn.TransformerEncoderLayer`` would attend to the local shard only; ``_qkv_same_embed_dim``,
       which is always False here, disables it. Nested tensors are refused.
+    - ``ring_attn.parallel.HeadParallel`` splits the heads, beside the ring; the projections are then separate (docs/torch.md).
     - A copy shares the mesh. A mesh cannot be pickled: after unpickling, set ``module.mesh``, or ``forward`` raises (None and
       "local" are kept).
 
@@ -73,6 +77,7 @@ class RingAttention(nn.MultiheadAttention):
     sinks: nn.Parameter | None
     alibi_slopes: Tensor | None
 
+    @explains(OF_MODULE)
     def __init__(
         self,
         embed_dim: int,
@@ -155,6 +160,10 @@ class RingAttention(nn.MultiheadAttention):
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
         self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        repack(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _reset_parameters(self) -> None:
         """The initial values of ``nn.MultiheadAttention``, drawn in the same order, so that one seed gives both the same values."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
@@ -167,7 +176,7 @@ class RingAttention(nn.MultiheadAttention):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
 
-    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim))
+    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim), OF_FORWARD)
     def forward(
         self,
         query: Tensor,
@@ -262,14 +271,13 @@ class RingAttention(nn.MultiheadAttention):
         return tensor if self.batch_first or tensor.ndim != 3 else tensor.transpose(0, 1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kv_dim = self.num_kv_heads * self.head_dim
-        rows = [self.embed_dim, kv_dim, kv_dim]
+        sizes = rows(self)
         if self.in_proj_weight is not None and query is key and key is value:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(rows, -1)
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, -1)
         else:
             separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = separate if self.in_proj_weight is None else self.in_proj_weight.split(rows)
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(rows)
+            weights = separate if self.in_proj_weight is None else self.in_proj_weight.split(sizes)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
             q, k, v = (F.linear(*args) for args in zip((query, key, value), weights, biases, strict=True))
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         return q, k, v
@@ -319,7 +327,7 @@ class RingAttention(nn.MultiheadAttention):
     def _core_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **tensors: Tensor | None) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
         # Drawn on the CPU, where torch.manual_seed and checkpointing restore the generator; nothing is drawn without dropout.
-        seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")) if dropout_p > 0 else None
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout_p > 0 else None
         out, lse = attention(
             _NAMES,
             (self.mesh, self.mesh_dim),
@@ -349,7 +357,7 @@ class RingAttention(nn.MultiheadAttention):
         zero = [self.out_proj.weight.new_zeros(self.num_heads, 1)] if self.add_zero_attn else []
         return torch.cat(learned + zero, 1) if learned or zero else None
 
-    def _join_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor, keys: int, dropout_p: float, seed: int | None) -> Tensor:
+    def _join_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor, keys: int, dropout_p: float, seed: Tensor | None) -> Tensor:
         """Merges the key and value of ``add_bias_kv``, which every query sees, into ``out`` by means of ``lse``.
 
         The weight of the key is ``w = exp(s) / (exp(s) + exp(lse)) = sigmoid(s - lse)``; everything else is scaled by ``1 - w``.
@@ -368,14 +376,14 @@ class RingAttention(nn.MultiheadAttention):
         assert extra is not None
         return extra.to(dtype).view(self.num_kv_heads, self.head_dim).repeat_interleave(self.num_heads // self.num_kv_heads, 0)
 
-    def _kept(self, q: Tensor, keys: int, seed: int) -> Tensor:
+    def _kept(self, q: Tensor, keys: int, seed: Tensor) -> Tensor:
         """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]; its index is one past the ring's last key."""
         keep_mask = torch.compiler.disable(road_of(q.device).keep_mask)
         size = self._ring_size(q)
         rows = positions(q.shape[1] * size, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout, device=q.device)
         batch, heads = (torch.arange(count, device=q.device) for count in (q.shape[0], self.num_heads))
         column = torch.tensor(keys * size, device=q.device)
-        return keep_mask(seed, batch[:, None, None], heads, rows[:, None], column, prob=self.dropout).unsqueeze(-1)
+        return keep_mask(int(seed), batch[:, None, None], heads, rows[:, None], column, prob=self.dropout).unsqueeze(-1)
 
     def _ring_size(self, shard: Tensor) -> int:
         """How many tensors like ``shard`` make up the whole sequence."""

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
+from ring_attn.reduction import agree, recorded, sum_over_ring
 from torch_bridge.announced import announced, telling
-from torch_bridge.calls import compare, watch
+from torch_bridge.calls import watch
 from torch_bridge.mesh import MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
 from torch_bridge.mistakes import note_layout
 from torch_bridge.ring import Ring
 from torch_bridge.roads import road_of
-from torch_bridge.runtime import start
 
 _MUST_AGREE = (
     "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring; pad the shards to "
@@ -36,7 +36,8 @@ class ShardedBatch(NamedTuple):
 
     ``labels[:, i]`` is the token that follows ``input_ids[:, i]``, wherever in the ring that token lies, or the ignore index.
     ``position_ids`` are global. ``segment_ids`` are -1 on padding. ``length`` is the sequence length before padding, which
-    :func:`unshard` takes to trim.
+    :func:`unshard` takes to trim. ``num_labels`` is the number of labels over the whole ring, an int64 scalar tensor: what the sum
+    of the ranks' losses is divided by (:func:`ring_attn.cross_entropy` does).
     """
 
     input_ids: Tensor
@@ -44,6 +45,7 @@ class ShardedBatch(NamedTuple):
     position_ids: Tensor
     segment_ids: Tensor
     length: int
+    num_labels: Tensor
 
 
 def shard(
@@ -115,8 +117,7 @@ def _agreed(tensor: Tensor, dim: int, layout: str, length: int | None, ring: Pro
     """The call in words, once all ranks of the ring make the same."""
     needs_grad = tensor.requires_grad and torch.is_grad_enabled()
     call = f"unshard of {list(tensor.shape)} {tensor.dtype} {dim=} {layout=} {length=} requires_grad={needs_grad}"
-    start(ring, device=tensor.device if tensor.device.type in ("cpu", "cuda") else None)
-    compare(ring, call, _MUST_AGREE)
+    agree(ring, tensor.device, call, _MUST_AGREE)
     return call
 
 
@@ -196,8 +197,9 @@ def shard_batch(
     - ``position_ids``: also ``[seq]`` or ``[1, seq]``. None counts from 0 through the whole sequence, segments included.
 
     Labels on padding are ``ignore_index``, and so are labels shifted here that would cross a segment boundary or be a padding
-    token. Ranks hold different numbers of labels, so for a mean loss divide the local sum by the label count of the whole ring
-    (each rank's loss is then its share, and gradients are summed over the ring).
+    token. Ranks hold different numbers of labels, so a mean loss is the local sum divided by ``num_labels``, the count of the whole
+    ring: each rank's loss is then its share, and gradients are summed over the ring (:func:`ring_attn.cross_entropy`,
+    :func:`ring_attn.sync_gradients`).
 
     Raises ValueError for shapes that differ, tensors that are not integers, ``shift_labels=False`` without labels, and an
     unknown layout.
@@ -217,7 +219,10 @@ def shard_batch(
         own_positions = positions(length, device=input_ids.device, **held).expand(input_ids.shape[0], -1)
     else:
         own_positions = local(position_ids.expand(input_ids.shape), 0)
-    return ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length)
+    num_labels = (labels != ignore_index).sum()
+    return ShardedBatch(
+        local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length, num_labels
+    )
 
 
 def _ring(mesh: MeshLike, mesh_dim: str | int | None, device: torch.device) -> Ring:
@@ -259,7 +264,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        total = _sum_over_ring(grad, ctx.ring, ctx.call)
+        total = sum_over_ring(grad, ctx.ring, "unshard backward", ctx.call)
         return _take(total, ctx.dim, _held(ctx.layout, ctx.ring, ctx.length)), None, None, None, None
 
 
@@ -267,13 +272,8 @@ def _gather(tensor: Tensor, ring: ProcessRing, call: str) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(ring.size)]
     with watch(ring, "unshard", call) as watched:
         dist.all_gather(parts, tensor, group=ring.group)
-        watched.event = _recorded(tensor.device)
+        watched.event = recorded(tensor.device)
     return parts
-
-
-def _recorded(device: torch.device) -> torch.cuda.Event | None:
-    """When a GPU is past what it has been given so far; None where the host has waited."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _assemble(parts: list[Tensor], dim: int, layout: str) -> Tensor:
@@ -289,15 +289,6 @@ def _assemble(parts: list[Tensor], dim: int, layout: str) -> Tensor:
             whole[(*before, slice(*_span(run), run.stride))] = part.narrow(dim, offset, run.length)
             offset += run.length
     return whole
-
-
-def _sum_over_ring(grad: Tensor, ring: ProcessRing, call: str) -> Tensor:
-    # Half precision would round once per rank on the way round.
-    total = grad.to(torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype, copy=True).contiguous()
-    with watch(ring, "unshard backward", call) as watched:
-        dist.all_reduce(total, group=ring.group)
-        watched.event = _recorded(grad.device)
-    return total.to(grad.dtype)
 
 
 def _check_tensor(tensor: Tensor) -> None:

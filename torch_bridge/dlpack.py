@@ -71,6 +71,7 @@ def narrow_ids(tensor: torch.Tensor, name: str = "ids") -> torch.Tensor:
 
 
 def _check_range(tensor: torch.Tensor, name: str) -> None:
+    tensor = _unwrapped(tensor)
     must = f"{name} must fit in int32 ({_INT32.min} .. {_INT32.max})"
     least = 0 if tensor.dtype == torch.uint64 else _INT32.min  # the upper half of uint64 is negative in int64
     wide = tensor.to(torch.int64)
@@ -80,6 +81,13 @@ def _check_range(tensor: torch.Tensor, name: str) -> None:
     elif not fits:
         values = tensor.numpy()
         raise ValueError(f"{must}, got values from {values.min()} to {values.max()}; renumber them")
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """All entries of a tensor that ``torch.vmap`` maps over, whose values can be looked at."""
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def exportable(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,18 +14,28 @@ from torch_bridge.road import Road
 
 
 def gather(
-    road: Road, where: Where, tensors: dict[str, torch.Tensor | None], dropout_seed: int | None, options: dict[str, Any]
+    road: Road,
+    where: Where,
+    tensors: dict[str, torch.Tensor | None],
+    dropout_seed: int | torch.Tensor | None,
+    options: dict[str, Any],
 ) -> tuple[dict[str, Any], Tensors]:
     """Returns the options without ``mask_mod``, and the operands in the order of a request's forms."""
     query = tensors["query"]
     assert query is not None
     road.check(query)
     ids = {name: road.ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
-    seed = None if dropout_seed is None else road.seed_words(dropout_seed, query.device)
+    seed = _seed_words(road, dropout_seed, query.device)
     named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
     operands = both_sides(Operands(**named))
     arrays = tuple(getattr(operands, name) for name in ARRAYS)
     return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(road, where, options, arrays)
+
+
+def _seed_words(road: Road, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    if isinstance(seed, torch.Tensor):  # drawn in a graph, where it has no value yet
+        return seed.to(torch.int64).reshape(1).view(torch.int32).to(device)
+    return None if seed is None else road.seed_words(seed, device)
 
 
 def _lift_mask_mod(road: Road, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:

@@ -14,11 +14,12 @@ from jax_core.strategies.contract import Operands, RingSpec
 from torch_bridge.mesh import MeshLike
 from torch_bridge.ring import Ring, Tensors
 
-ARRAYS = Operands._fields[: Operands._fields.index("origin")]  # the operands that torch passes, in this order
+ARRAYS = Operands._fields[: Operands._fields.index("rank")]  # the operands that torch passes, in this order
 QKV = (0, 1, 2)  # the indices of query, key and value
 VALUE = 2
 
 Where = tuple[MeshLike, str | int | None]  # mesh and mesh dimension
+Forms = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]  # what a Request's forms are made of
 
 
 class Form(NamedTuple):
@@ -44,11 +45,7 @@ class Request:
     @property
     def results(self) -> tuple[Form, Form]:
         """The forms of ``out`` and ``lse``."""
-        query, value = self.forms[0], self.forms[2]
-        assert query is not None and value is not None
-        batch, length, heads, _ = query.shape
-        lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        return Form((batch, length, heads, value.shape[-1]), query.dtype), Form((batch, heads, length), lse_dtype)
+        return results(self.forms[0], self.forms[2])
 
     @property
     def empty(self) -> bool:
@@ -63,12 +60,23 @@ class Request:
 
     def __str__(self) -> str:
         """A description that is equal on all ranks if the requests are."""
-        options = self.options
-        settings = {name: value for name, value in vars(options).items() if value != getattr(Options, name)}
-        settings |= {name: getattr(value, "__qualname__", "given") for name, value in settings.items() if callable(value)}
-        settings |= {"predicates": [str(predicate.token) for predicate in options.predicates]} if options.predicates else {}
         operands = [f"{name} {list(form.shape)} {form.dtype}" for name, form in zip(ARRAYS, self.forms, strict=False) if form]
-        return f"{', '.join(operands)} with {settings}"
+        return f"{', '.join(operands)} with {in_words(self.options)}"
+
+
+def results(query: Any, value: Any) -> tuple[Form, Form]:
+    """The forms of ``out`` and ``lse``; of ``query`` and ``value`` only shape and dtype are read."""
+    batch, length, heads, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return Form((batch, length, heads, value.shape[-1]), query.dtype), Form((batch, heads, length), lse_dtype)
+
+
+def in_words(options: Options) -> str:
+    """The options that differ from the defaults."""
+    settings = {name: value for name, value in vars(options).items() if value != getattr(Options, name)}
+    settings |= {name: getattr(value, "__qualname__", "given") for name, value in settings.items() if callable(value)}
+    settings |= {"predicates": [str(predicate.token) for predicate in options.predicates]} if options.predicates else {}
+    return str(settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +106,7 @@ def specify(request: Request, place: Placement) -> LocalAttention:
     return LocalAttention(request, spec, tuple(tuple(np.asarray(array) for array in arrays) for arrays in built))
 
 
-def forms_of(arrays: Tensors) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:
+def forms_of(arrays: Tensors) -> Forms:
     return tuple(None if x is None else (tuple(x.shape), x.dtype) for x in arrays)
 
 

@@ -5,12 +5,15 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 from jax import Array
+from jax.lax import Precision
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_core.api.differentiable import local_attention
 from jax_core.api.mesh import on_mesh, plan_mesh
+from jax_core.api.names import OTHERS
 from jax_core.config import RingAttentionConfig
+from jax_core.keywords import explains
 from jax_core.masks.dropout import seed_words
 from jax_core.masks.static import Window
 from jax_core.request.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
@@ -30,6 +33,7 @@ class _Static(TypedDict, total=False):
     dropout_prob: float
     layout: str
     fused_backward: bool
+    precision: Precision | str | None
     platform: str | None
     strategy: str
     cfg: RingAttentionConfig | None
@@ -84,6 +88,7 @@ def ring_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@explains(OTHERS)
 def ring_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -112,6 +117,7 @@ def ring_attention(
     layout: str = "contiguous",
     return_lse: bool = False,
     fused_backward: bool = False,
+    precision: Precision | str | None = None,
     platform: str | None = None,
     strategy: str = "auto",
     cfg: RingAttentionConfig | None = None,
@@ -159,6 +165,7 @@ def ring_attention(
         return_lse: also return the logarithm of the softmax's denominator.
         fused_backward: True requires a kernel that computes dQ, dK and dV in one sweep over the scores (xla does), and is an error
             with one that cannot; False leaves the choice to the kernel.
+        precision: of the matrix products, a ``jax.lax.Precision`` or its name; None means the highest.
         platform: "xla", "triton", "cuda", "pallas", or "auto"/None to choose. A named one runs, or the error says why it cannot.
         strategy: "ring" (K/V travel between kernel calls), "fused" (TPUs only: one kernel sends K/V while it computes), or
             "auto": fused if ``mesh`` shows that the ring's devices are neighbours on the TPU torus, no platform is named, and
@@ -208,6 +215,7 @@ def ring_attention(
         layout=layout,
         return_lse=return_lse,
         fused_backward=fused_backward,
+        precision=precision,
         platform=platform,
         strategy=strategy,
         cfg=cfg,
@@ -276,10 +284,20 @@ def _request(
         dropout_seed=None if dropout_seed is None else seed_words(dropout_seed),
     )
     operands, axis_name = _open_mask_info(mask_info, operands, axis_name)
+    _check_precision(static.get("precision"))
     window = sliding_window
     if isinstance(window, list):  # lists cannot be hashed
         window = tuple(window)  # type: ignore[assignment]  # its length is checked later
     return Options(sliding_window=window, lse_gradient=return_lse, **static), operands, axis_name
+
+
+def _check_precision(precision: object) -> None:
+    try:
+        Precision(precision) if precision is not None else None
+    except ValueError:
+        raise ValueError(
+            f"precision must be a jax.lax.Precision or its name, one for all products, or None; got {precision!r}"
+        ) from None
 
 
 def _array(x: ArrayLike | None) -> Array | None:

@@ -81,13 +81,13 @@ def test_operators_keep_torchs_rules():
     from torch_bridge.request import ARRAYS
 
     attention = ring_attn.ring_attention(*qkv(), causal=True)
-    number = attention.grad_fn.number
+    call = attention.grad_fn.call
     operands = [*(x.detach() for x in qkv()), *(None for _ in ARRAYS[3:])]
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.ring_attn.forward.default, (operands, number), test_utils=checks)
-    out, lse = torch.ops.ring_attn.forward(operands, number)
+    torch.library.opcheck(torch.ops.ring_attn.forward.default, (operands, call), test_utils=checks)
+    out, lse = torch.ops.ring_attn.forward(operands, call)
     for dlse in (lse, None):
-        arguments = (operands, out, lse, out, dlse, [0, 2], number)
+        arguments = (operands, out, lse, out, dlse, [0, 2], call)
         torch.library.opcheck(torch.ops.ring_attn.backward.default, arguments, test_utils=checks)
 
 

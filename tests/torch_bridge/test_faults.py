@@ -111,15 +111,15 @@ def test_ranks_that_take_programs_apart_are_told_what_each_asked_for():
     assert compares.status == 3 and max(waits(compares)) < LIMIT, compares.out + compares.err
     assert runs.status == EXIT_PEER_FAILURE, runs.out + runs.err
     for text in (compares.out, runs.err):
-        assert "its ranks have made call 7 differently. Last asked for: global rank 0: in call 7, the comparison of query" in text
-        assert re.search(r"; global rank 1: in call 7, forward step 2: query .* with {'causal': True", text), text
+        assert "its ranks have made call 8 differently. Last asked for: global rank 0: in call 8, the comparison of query" in text
+        assert re.search(r"; global rank 1: in call 8, forward step 2: query .* with {'causal': True", text), text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "status", "last"),
     [
-        ("stops", EXIT_PEER_FAILURE, r"call 6, forward step 1: query .*'causal': True.*, which has ended"),
+        ("stops", EXIT_PEER_FAILURE, r"call 7, forward step 1: query .*'causal': True.*, which has ended"),
         ("never_calls", 3, r"call 2, the comparison of ring_attn.start\(.*\), which has ended"),
     ],
 )

@@ -7,9 +7,9 @@ import torch
 
 from jax_core.request.options import Options
 from torch_bridge import dlpack_road, torch_tpu
-from torch_bridge.autograd import _in_words_of_the_caller
 from torch_bridge.mesh import Ring
 from torch_bridge.operands import gather
+from torch_bridge.programs import renamed
 from torch_bridge.request import ARRAYS, Form, Request, forms_of
 from torch_bridge.ring import tensors_per_sequence
 from torch_bridge.roads import road_of
@@ -98,6 +98,6 @@ def test_how_many_tensors_make_a_sequence():
 
 
 def test_words_are_turned_whole():
-    names = {"query": "q", "softmax_aux": "sinks"}
-    assert _in_words_of_the_caller("query heads, query_dim, queries, softmax_aux", names) == "q heads, query_dim, queries, sinks"
-    assert _in_words_of_the_caller("query", {}) == "query"
+    names = (("query", "q"), ("softmax_aux", "sinks"))
+    assert renamed("query heads, query_dim, queries, softmax_aux", names) == "q heads, query_dim, queries, sinks"
+    assert renamed("query", ()) == "query"

@@ -53,7 +53,7 @@ def torch_tpu(world):
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this is, and waits
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         patch.setattr(_device_ops_backend, "_get_local_device_attributes", lambda: {"device_kind": "TPU v5 lite"})
-        for module in ("torch_bridge.autograd", "ring_attn.module"):
+        for module in ("torch_bridge.autograd", "torch_bridge.programs", "ring_attn.module"):
             patch.setattr(f"{module}.road_of", lambda device: tpu)
         yield
 
@@ -271,7 +271,7 @@ def test_what_reaches_the_operators_is_contiguous(torch_tpu):
 def test_equal_requests_are_one_operator(torch_tpu):
     first, second = (ring_attn.ring_attention(*qkv(), causal=True) for _ in range(2))
     other = ring_attn.ring_attention(*qkv(), causal=False)
-    assert first.grad_fn.number == second.grad_fn.number != other.grad_fn.number
+    assert first.grad_fn.call == second.grad_fn.call != other.grad_fn.call
 
 
 @needs_torch_tpu
@@ -372,6 +372,7 @@ def test_a_program_with_every_operand_compiles_for_eight_tpus(eight_tpus):
         **ids,
         "alibi_slopes": meta(4, dtype=torch.float32),
         "dropout_seed": meta(2, dtype=torch.int32, grad=False),
+        "origin": meta(2, dtype=torch.int32, grad=False),
     }
     inputs = [x.detach() for x in (*qkv(length), *further.values())]
     assert (*QKV, *further) == ARRAYS

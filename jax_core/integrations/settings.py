@@ -1,0 +1,50 @@
+"""What a layer's attention is told once, when the model is built."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_core.api.attention import ring_attention
+from jax_core.config import RingAttentionConfig
+from jax_core.masks.static import Window
+from jax_core.request.options import AxisName, MaskBuilder, MaskMod
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSettings:
+    """The arguments of :func:`jax_core.ring_attention` that are no arrays: hashable, and equal where they are, so that ``jax.jit``
+    finds its programs again."""
+
+    mesh: Mesh | None = None
+    axis_name: AxisName = None
+    in_specs: Sequence[PartitionSpec | None] | None = None
+    layout: str = "contiguous"
+    causal: bool = False
+    sliding_window: Window = None
+    chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    softmax_scale: float | None = None
+    mask_mod: MaskMod | None = None
+    mask_builder: MaskBuilder | None = None
+    platform: str | None = None
+    strategy: str = "auto"
+    fused_backward: bool = False
+    cfg: RingAttentionConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("axis_name", "in_specs", "sliding_window"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))  # the dataclass is frozen
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the sequence is split over devices."""
+        return self.mesh is not None or self.axis_name is not None
+
+    def attend(self, query: Array, key: Array, value: Array, /, **more: Any) -> Array:
+        """:func:`jax_core.ring_attention` with these settings and ``more`` arguments, which come first."""
+        settings = {field.name: getattr(self, field.name) for field in fields(RingSettings)}
+        return ring_attention(query, key, value, **(settings | more))

@@ -1,0 +1,143 @@
+"""``sync_gradients``: the gradients of a model's parameters, summed over the ring that shares its sequence."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_attn.reduction import agree, sum_over_ring, where
+from ring_attn.ring import Ring, one_ring
+from torch_bridge.announced import announced
+from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import Ring as ProcessRing
+from torch_bridge.roads import road_of
+
+_BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time
+_MUST_AGREE = (
+    "sync_gradients needs the same parameters in the same order, with gradients of the same shapes and dtypes, "
+    "on every rank of the ring"
+)
+_COUNTED_TWICE = (
+    "takes its mean over ranks of the ring already, and sync_gradients would count it again; leave sync_gradients out and multiply "
+    "the loss by the number of ranks of that mean (docs/training.md)"
+)
+# Wrappers of a model that reduce its gradients over their process group in the backward.
+_REDUCING = {
+    "torch.nn.parallel": "DistributedDataParallel",
+    "torch.distributed.fsdp": "FullyShardedDataParallel",
+}
+
+
+@announced(where)
+@torch.no_grad()
+def sync_gradients(
+    parameters: nn.Module | Iterable[Tensor],
+    mesh: MeshLike = None,
+    *,
+    mesh_dim: str | int | None = None,
+    ring: Ring | None = None,
+) -> None:
+    """Replaces the gradient of each parameter by its sum over the ring, in place: a rank has computed the part of its own tokens.
+
+    Call it once, after the last ``backward()`` before the optimizer's step (and before gradients are clipped or unscaled). It must
+    not be called after each ``backward()`` of several whose gradients accumulate: what is summed already would be summed again.
+
+    Collective: every rank of the ring calls it, with the same parameters in the same order. Parameters that need no gradient are
+    left alone, and so are those without a gradient on every rank. Where only some ranks have one, the others add zero and get the
+    sum as well. Gradients travel flattened, a few parameters at a time; half precision is summed in float32.
+
+    Args:
+        parameters: a module, or its parameters (those of one ring only). DTensors, of FSDP2 or tensor parallelism, are right as
+            long as no other rank of the ring is in their mesh.
+        mesh, mesh_dim, or ring: as for :func:`ring_attn.ring_attention`.
+
+    Raises ValueError for a sparse gradient, for a gradient that DistributedDataParallel or FSDP has reduced over ranks of the ring
+    already, and on all ranks where parameters differ; :class:`ring_attn.PeerFailure` when another process of the ring died or
+    stopped.
+    """
+    chosen = one_ring(ring, mesh, mesh_dim)
+    trained = _trained(parameters)
+    device = trained[0].device if trained else torch.device("cpu")
+    processes = road_of(device).resolve(chosen.mesh, chosen.mesh_dim)
+    if len(processes.held) == processes.size:
+        return
+    assert isinstance(processes, ProcessRing)  # any other holds all shards
+    _check_wrappers(parameters, processes)
+    _check_gradients(trained, processes)
+    _sum(trained, device, processes)
+
+
+def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    strange = next((x for x in given if not isinstance(x, Tensor)), None)
+    if strange is not None:
+        raise ValueError(f"sync_gradients needs a module or its parameters, got {type(strange).__name__} among them")
+    return list({id(x): x for x in given if x.requires_grad}.values())
+
+
+@torch.compiler.disable
+def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None:
+    call = _call(trained)
+    agree(ring, device, call, _MUST_AGREE)
+    # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
+    present = torch.tensor([x.grad is not None for x in trained], dtype=torch.int32, device=device)
+    held = sum_over_ring(present, ring, "sync_gradients", call).tolist()
+    for parameter in (x for x, number in zip(trained, held, strict=True) if number and x.grad is None):
+        parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets(_local(x.grad) for x, number in zip(trained, held, strict=True) if number and x.grad is not None):
+        total = sum_over_ring(torch.cat([gradient.reshape(-1) for gradient in bucket]), ring, "sync_gradients", call)
+        for gradient, part in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def _call(trained: list[Tensor]) -> str:
+    """The call in words that differ where the parameters do."""
+    forms = [(tuple(_local(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
+    elements = sum(_local(x).numel() for x in trained)
+    return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x})"
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one device and dtype at a time, as many as fit a bucket."""
+    open_buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        kind = gradient.device, gradient.dtype
+        bucket = open_buckets.setdefault(kind, [])
+        bucket.append(gradient)
+        if sum(x.nbytes for x in bucket) >= _BUCKET:
+            yield open_buckets.pop(kind)
+    yield from open_buckets.values()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that is here."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _check_gradients(trained: list[Tensor], ring: ProcessRing) -> None:
+    for number, parameter in enumerate(trained):
+        shown = f"parameter {number}, {list(parameter.shape)},"
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"sync_gradients sums dense gradients; {shown} has one of layout {parameter.grad.layout} (an embedding with "
+                "sparse=True makes such): make it dense"
+            )
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and _others(mesh.mesh.flatten().tolist(), ring):
+            raise ValueError(f"{shown} is a DTensor on a mesh with other ranks of the {ring}: FSDP {_COUNTED_TWICE}")
+
+
+def _check_wrappers(parameters: nn.Module | Iterable[Tensor], ring: ProcessRing) -> None:
+    for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
+        for home, name in _REDUCING.items():
+            wrapper = getattr(sys.modules.get(home), name, None)
+            if wrapper and isinstance(module, wrapper) and _others(dist.get_process_group_ranks(module.process_group), ring):
+                raise ValueError(f"{name} {_COUNTED_TWICE}, or give it a process group without other ranks of the {ring}")
+
+
+def _others(ranks: list[int], ring: ProcessRing) -> set[int]:
+    """Other ranks of the ring among these."""
+    return set(ranks) & set(ring.ranks) - {ring.ranks[ring.rank]}

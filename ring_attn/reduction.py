@@ -1,0 +1,39 @@
+"""Sums over a ring by torch's collectives, each compared, announced and watched as every ring call is."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_bridge.calls import compare, watch
+from torch_bridge.mesh import Ring
+from torch_bridge.runtime import start
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def where(*arguments: object, ring: object = None, mesh: object = None, mesh_dim: object = None, **_: object) -> Any:
+    """Mesh and mesh dimension of a call whose second argument is the mesh, for :func:`torch_bridge.announced.announced`."""
+    mesh = arguments[1] if len(arguments) > 1 else mesh
+    return getattr(ring, "mesh", mesh), getattr(ring, "mesh_dim", mesh_dim)
+
+
+def agree(ring: Ring, device: torch.device, call: str, must: str) -> None:
+    """Returns once all ranks of the ring make the same ``call``; otherwise ValueError on all of them, with ``must`` in it."""
+    start(ring, device=device if device.type in ("cpu", "cuda") else None)
+    compare(ring, call, must)
+
+
+def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
+    """The sum of a tensor over the ring, in its dtype. Half precision is summed in float32: it would round once per rank."""
+    total = tensor.to(torch.float32 if tensor.dtype in _HALF else tensor.dtype, copy=True).contiguous()
+    with watch(ring, step, call) as watched:
+        dist.all_reduce(total, group=ring.group)
+        watched.event = recorded(tensor.device)
+    return total.to(tensor.dtype)
+
+
+def recorded(device: torch.device) -> torch.cuda.Event | None:
+    """When a GPU is past what it has been given so far; None where the host has waited."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -1,0 +1,99 @@
+"""The loss over a ring and the sum of its gradients: in one process, and the real thing over two."""
+
+import pytest
+import torch
+from launch import torchrun
+from torch import nn
+
+from ring_attn import Ring, cross_entropy, shard_batch, shard_packed, sync_gradients, total_loss
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+LOGITS = torch.randn(1, 8, 11, generator=torch.Generator().manual_seed(0))
+
+
+def test_one_process_gets_the_ordinary_mean():
+    batch = shard_batch(IDS, mesh="local")
+    assert batch.num_labels.item() == 7
+    expected = nn.functional.cross_entropy(LOGITS.flatten(0, 1), batch.labels.flatten())
+    for labels in (batch, batch.labels, batch.labels.int()):
+        torch.testing.assert_close(cross_entropy(LOGITS, labels, mesh="local"), expected)
+    assert total_loss(expected.requires_grad_(), "local").requires_grad is False
+    losses = cross_entropy(LOGITS, batch, reduction="none")
+    assert losses.shape == IDS.shape
+    torch.testing.assert_close(losses.sum() / 7, expected)
+
+
+def test_a_packed_batch_knows_its_count():
+    shard = shard_packed({"input_ids": IDS, "cu_seqlens": torch.tensor([0, 3, 8])}, mesh="local")
+    losses = cross_entropy(LOGITS, shard, reduction="none")
+    torch.testing.assert_close(cross_entropy(LOGITS, shard), losses.sum() / 6)
+    torch.testing.assert_close(cross_entropy(LOGITS, shard), (losses * shard.loss_weights).sum())
+    weights = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1))
+    counted = weights.masked_fill(shard.labels == -100, 0)
+    mean = cross_entropy(LOGITS, shard, weights=weights, mesh="local")
+    torch.testing.assert_close(mean, (losses * weights).sum() / counted.sum())
+
+
+def test_num_labels_counts_what_the_loss_counts():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    batch = shard_batch(IDS, attention_mask=mask, segment_ids=segments, mesh="local", ignore_index=-1)
+    assert batch.num_labels.item() == (batch.labels != -1).sum().item() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_float32(dtype):
+    batch, half = shard_batch(IDS, mesh="local"), LOGITS.to(dtype).requires_grad_()
+    loss = cross_entropy(half, batch)
+    torch.testing.assert_close(loss, cross_entropy(half.detach().float(), batch))
+    loss.backward()
+    assert half.grad.dtype == dtype
+
+
+def test_no_labels_give_zero():
+    batch, logits = shard_batch(IDS, IDS * 0 - 100, mesh="local"), LOGITS.clone().requires_grad_()
+    for items in (None, 0, torch.tensor(0)):
+        loss = cross_entropy(logits, batch, num_items=items)
+        loss.backward()
+        assert loss.item() == 0 and not logits.grad.any()
+
+
+LABELS = IDS % 11
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: cross_entropy(LOGITS, LABELS[:, :4]), r"logits \[1, 8, 11\] torch.float32 and labels \[1, 4\]"),
+        (lambda: cross_entropy(LOGITS[..., 0], LABELS), "the labels' shape and the vocabulary"),
+        (lambda: cross_entropy(LOGITS.long(), LABELS), "logits must be floats"),
+        (lambda: cross_entropy(LOGITS, LABELS.float()), "labels must hold integers"),
+        (lambda: cross_entropy(LOGITS, [[1]]), "got Tensor and list"),
+        (lambda: cross_entropy(LOGITS, LABELS, weights=LABELS), "weights must be floats"),
+        (lambda: cross_entropy(LOGITS, LABELS, weights=torch.ones(1, 8, requires_grad=True)), "weights are data"),
+        (lambda: cross_entropy(LOGITS, LABELS, reduction="average"), "reduction must be one of mean, sum, none"),
+        (lambda: cross_entropy(LOGITS, LABELS, reduction="sum", num_items=3), "num_items is what the sum is divided by"),
+        (lambda: cross_entropy(LOGITS, LABELS, num_items=-1), "must not be negative"),
+        (lambda: cross_entropy(LOGITS, LABELS, num_items=torch.ones(2)), "one number, got a tensor of shape"),
+        (lambda: cross_entropy(LOGITS, LABELS, ring=Ring("local"), mesh="local"), "give either ring"),
+        (lambda: total_loss(1.0), "loss must be a torch.Tensor, got float"),
+        (lambda: sync_gradients(["weight"], "local"), "a module or its parameters, got str"),
+        (lambda: sync_gradients([], "nowhere"), "mesh must be a DeviceMesh"),
+    ],
+)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_ring_of_one_keeps_its_gradients():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 3.0)
+    sync_gradients([parameter], "local")
+    assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.slow
+def test_over_two_processes():
+    printed = torchrun("loss_worker.py", 2)
+    assert printed.count("loss worker: all right") == 2, printed
