@@ -117,8 +117,8 @@ class _Transformable(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(
-            "ring_attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian): JAX computes its gradients, in reverse "
-            "mode and once; use torch.func.grad, vjp or jacrev"
+            "ring_attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); JAX computes its gradients, once and "
+            "in reverse mode: use torch.func.grad, vjp or jacrev"
         )
 
 
@@ -180,9 +180,8 @@ def _own_operators(call: str, operands: Tensors) -> Operators | None:
     operators = road_of(query.device).OPERATORS
     if operators is None:
         return None
-    number = _number_of_operators(
-        call, tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands), query.device
-    )
+    forms = tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands)
+    number = _number_of_operators(call, forms, query.device)
     return None if number is None else Operators(partial(operators.forward, number), partial(operators.backward, number))
 
 

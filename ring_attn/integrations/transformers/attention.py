@@ -1,0 +1,208 @@
+"""What transformers calls by the name "ring_attn": a mask function, and an attention function that takes what it returned.
+
+Which batch a mask is made for is a context variable that the model's pre-forward hook sets: keyword arguments do not reach every
+mask. The mask then carries all that attention needs, so it is right where a layer is run again, in the backward of a checkpoint.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn.integrations.transformers.calls import CALL, Call
+from ring_attn.integrations.transformers.masks import Rule, translate
+from ring_attn.integrations.transformers.padding import mean_of_values
+from ring_attn.integrations.transformers.positions import at_global_positions, bias_of_all_keys
+from ring_attn.integrations.transformers.sequence import Sequence
+from ring_attn.integrations.transformers.versions import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    attention_function_of,
+    chunked,
+    mask_function_of,
+)
+from ring_attn.ring import Ring
+
+NAME = "ring_attn"
+# Arguments of attention functions that say nothing the mask does not say, or nothing about attention.
+_NEEDLESS = (
+    "is_causal",
+    "sliding_window",
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "deterministic",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "num_items_in_batch",
+)
+_INSTEAD = {
+    "output_attentions": "no rank ever has the attention weights; leave it out",
+    "head_mask": "a mask of heads multiplies the weights, which no rank has; prune the heads instead",
+    "layer_head_mask": "a mask of heads multiplies the weights, which no rank has; prune the heads instead",
+}
+
+
+class WholeMask:
+    """A mask of whole sequences, as the model's own attention implementation makes it."""
+
+    def __init__(self, implementation: str, mask: Any) -> None:
+        self.implementation, self.mask = implementation, mask
+
+
+class RingMask:
+    """A mask of sharded sequences: the options of ``ring_attention``. No dataclass: FSDP takes those apart.
+
+    ``averaging``: bool ``[batch, local]``, queries that see nothing and get the mean of all values, or None.
+    """
+
+    def __init__(self, ring: Ring, keys: Sequence, options: dict[str, Any], averaging: Tensor | None) -> None:
+        self.ring, self.keys, self.options, self.averaging = ring, keys, options, averaging
+
+    def __getitem__(self, index: object) -> Any:
+        raise NotImplementedError("this layer cuts its mask into parts, which a mask over a ring does not allow")
+
+
+def register() -> None:
+    """Makes the name known to transformers. Harmless if it is."""
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_of_call)
+
+
+def mask_of_call(**arguments: Any) -> RingMask | WholeMask:
+    """The mask function that transformers calls, with the arguments of ``sdpa_mask``; lengths are those of this rank's tensors."""
+    call = CALL.get()
+    if call is None:
+        raise RuntimeError(
+            "a mask of a context-parallel model is asked for outside its forward: call the model that context_parallel was given, "
+            "not a part of it"
+        )
+    if call.sharded is None:
+        make = mask_function_of(call.previous)
+        return WholeMask(call.previous, None if make is None else make(**arguments))
+    return _ring_mask(call, arguments)
+
+
+def _ring_mask(call: Call, arguments: dict[str, Any]) -> RingMask:
+    assert call.sharded is not None
+    rule = translate(arguments["mask_function"])
+    own = call.sharded.sequences[call.part]
+    cross = call.part == "decoder" and "encoder" in call.sharded.sequences and not rule.causal
+    keys = call.sharded.sequences["encoder"] if cross else own
+    _check_lengths(arguments, own, keys)
+    averaging = None
+    if own.unfounded is not None and call.previous == "eager" and rule.causal:
+        averaging = call.ring.shard(own.unfounded)
+    return RingMask(call.ring, keys, _options(rule, own, keys), averaging)
+
+
+def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence) -> None:
+    length = arguments.get("q_length")
+    length = arguments["cache_position"].shape[0] if length is None else length
+    offsets = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
+    if (length, arguments["kv_length"]) != (queries.local, keys.local) or any(offsets):
+        raise NotImplementedError(
+            f"the model makes a mask of {length} queries at {offsets[0]} and {arguments['kv_length']} keys at {offsets[1]}, but "
+            f"this rank has {queries.local} and {keys.local} at 0: a K/V cache, or a part of the sequence, cannot be sharded"
+        )
+
+
+def _options(rule: Rule, queries: Sequence, keys: Sequence) -> dict[str, Any]:
+    if rule.chunk is not None and rule.counts_from_first and queries.left is not None:
+        rule = rule.with_predicate(chunked(rule.chunk, queries.left))
+    if rule.predicates and queries.positions is not None:
+        raise NotImplementedError(
+            "documents that restart position_ids cannot be combined with the mask function "
+            f"{rule.predicates[0].__qualname__}, which transformers would count from each document's start"
+        )
+    options: dict[str, Any] = {"causal": rule.causal}
+    if rule.left is not None or rule.right is not None:
+        options["sliding_window"] = (rule.left, None if rule.causal else rule.right)
+    if rule.chunk is not None:
+        options |= {"chunk_size": rule.chunk, "q_position_ids": queries.positions, "kv_position_ids": queries.positions}
+    if rule.predicates:
+        options["mask_mod"] = _mask_mod(rule, queries, keys)
+    options["q_segment_ids"], options["kv_segment_ids"] = queries.segments_with(keys, rule.causal)
+    return options
+
+
+def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., Any]:
+    # Imported here so that JAX is loaded by the first mask that needs it.
+    from torch_bridge.torch_predicate import Lengths, traced
+
+    return traced(rule.all_predicates(), Lengths(queries.batch, queries.length, keys.length))
+
+
+def attention_function(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    """The attention function that transformers calls: query, key and value ``[batch, heads, seq, dim]``, the output
+    ``[batch, seq, heads, dim]``, and None for the weights."""
+    call = CALL.get()
+    if isinstance(attention_mask, WholeMask):
+        function = attention_function_of(attention_mask.implementation, module)
+        return function(module, query, key, value, attention_mask.mask, **options)
+    if not isinstance(attention_mask, RingMask):
+        if call is not None and call.sharded is None:
+            return attention_function_of(call.previous, module)(module, query, key, value, attention_mask, **options)
+        raise NotImplementedError(_no_mask(module, attention_mask))
+    if call is not None:
+        call.attended += 1
+    return _on_ring(module, (query, key, value), attention_mask, **options), None
+
+
+def _on_ring(
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: RingMask,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    _check_others(module, others)
+    query, key, value = (x.transpose(1, 2) for x in qkv)
+    query = at_global_positions(module, query, mask.ring)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = mask.ring.attention(
+        query,
+        key,
+        value,
+        scale=scale,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout_p=dropout,
+        bias=bias_of_all_keys(module, position_bias, mask.keys),
+        **mask.options,
+    )
+    if mask.averaging is None or s_aux is not None:  # a sink takes all the weight where nothing is seen
+        return out
+    return torch.where(mask.averaging[:, :, None, None], mean_of_values(query, key, value, scale, mask.keys), out)
+
+
+def _check_others(module: nn.Module, others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if value is None or value is False or name in _NEEDLESS or not (isinstance(value, Tensor) or name in _INSTEAD):
+            continue
+        reason = _INSTEAD.get(name, "its meaning over a ring is not known")
+        raise NotImplementedError(f"{name} was given to the attention of {_named(module)}: {reason}")
+
+
+def _named(module: nn.Module) -> str:
+    number = getattr(module, "layer_idx", None)
+    return type(module).__name__ if number is None else f"{type(module).__name__} of layer {number}"
+
+
+def _no_mask(module: nn.Module, mask: Any) -> str:
+    if isinstance(mask, Tensor):
+        what = (
+            f"got the attention mask {list(mask.shape)} as a tensor, which covers this rank's tokens only; give a mask "
+            "[batch, seq] of 1 and 0 to cp.shard, or and_mask_function and or_mask_function where the model takes them"
+        )
+    else:
+        what = "got no mask from transformers' mask functions, so it is not known what it may attend to"
+    return f"the attention of {_named(module)} {what}"

@@ -1,0 +1,134 @@
+"""A whole batch, as a data collator makes it, as this rank's part of it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ring_attn.integrations.transformers.calls import Sharded
+from ring_attn.integrations.transformers.documents import PACKING, documents_of
+from ring_attn.integrations.transformers.plan import Plan
+from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
+from ring_attn.ring import Ring
+
+MARK = "ring_attn"  # the entry of a sharded batch that says so; the model's pre-forward hook takes it out
+
+
+class _Names(NamedTuple):
+    """What a model calls the inputs of one sequence."""
+
+    ids: str
+    embeddings: str
+    mask: str
+    positions: str
+
+
+_MAIN = _Names("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+_OF_DECODER = _Names("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids")
+
+_PASSED = ("output_hidden_states", "output_router_logits", "return_dict")  # as they are
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_CACHE = "a K/V cache holds whole sequences; generate with the whole prompt, model.generate(...)"
+_HEADS = "it multiplies attention weights, which no rank has; prune the heads instead"
+_IMAGES = "its features go where the tokens of the whole sequence say; give inputs_embeds of the whole sequence, made with them"
+REFUSED = {
+    "past_key_values": _CACHE,
+    "cache_position": _CACHE,
+    "use_cache": _CACHE,
+    "encoder_outputs": "the encoder's output is made from the batch; give the encoder's inputs",
+    "output_attentions": "no rank ever has the attention weights",
+    "logits_to_keep": "each rank has the logits of its own tokens; leave it out",
+    "num_logits_to_keep": "each rank has the logits of its own tokens; leave it out",
+    **dict.fromkeys(("head_mask", "decoder_head_mask", "cross_attn_head_mask"), _HEADS),
+    **dict.fromkeys(("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw"), _IMAGES),
+}
+
+
+def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a whole batch: what :meth:`ContextParallel.shard` returns."""
+    given = {name: value for name, value in batch.items() if value is not None}
+    labels, items = _labels(plan, given), given.pop("num_items_in_batch", None)
+    own: dict[str, Any] = {}
+    sequences: dict[str, Sequence] = {}
+    names = _OF_DECODER if plan.encoder_decoder else _MAIN
+    if plan.encoder_decoder:
+        if _OF_DECODER.ids not in given and _OF_DECODER.embeddings not in given and labels is not None:
+            given[_OF_DECODER.ids] = plan.decoder_inputs(labels)
+        if plan.whole_encoder:
+            own |= {name: given.pop(name) for name in (plan.whole_encoder, "attention_mask") if name in given}
+        else:
+            sequences["encoder"] = _sequence(plan, ring, _MAIN, given, own, None)
+    sequences["decoder"] = sequence = _sequence(plan, ring, names, given, own, labels)
+    own |= _others(plan, sequence, given)
+    if labels is not None:
+        own["labels"] = own["shift_labels"] = sequence.shard(labels, IGNORED)
+        own["num_items_in_batch"] = items = (labels != IGNORED).sum() if items is None else items
+    return {**own, MARK: Sharded(owner, sequences, items)}
+
+
+def _labels(plan: Plan, given: dict[str, Any]) -> Tensor | None:
+    """Whole labels, each where it is predicted."""
+    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+    if labels is None and shifted is None:
+        return None
+    plan.check_labels()
+    if shifted is not None or not plan.shifts_labels:
+        return labels if shifted is None else shifted
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own: dict[str, Any], labels: Tensor | None) -> Sequence:
+    """The sequence of these names; takes them out of ``given``, and puts this rank's parts into ``own``."""
+    tokens, name = given.pop(names.ids, None), names.ids
+    if tokens is None:
+        tokens, name = given.pop(names.embeddings, None), names.embeddings
+    if not isinstance(tokens, Tensor) or tokens.ndim != (2 if name == names.ids else 3) or names.embeddings in given:
+        raise ValueError(
+            f"the batch needs either {names.ids} [batch, seq] or {names.embeddings} [batch, seq, dim], of the whole sequence"
+        )
+    mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
+    documents, by_position = documents_of(tokens, mask, positions, {x: given.pop(x) for x in PACKING if x in given})
+    plan.check_positions(positions, mask)
+    sequence = describe(ring, tokens, mask, documents, positions, labels)
+    own[name] = sequence.shard(tokens, plan.pad_id if name == names.ids else 0)
+    own[name].ring_attn_shard = True  # for generate, which may be given this tensor alone
+    if plan.takes(names.mask):  # what it says is in the sequence; without one transformers would look for documents in position ids
+        own[names.mask] = torch.ones(sequence.batch, sequence.local, dtype=torch.bool, device=tokens.device)
+    own_positions = _positions(sequence, positions)
+    if plan.takes(names.positions):
+        own[names.positions] = own_positions
+    counted = by_position and plan.counts_within_documents
+    return replace(sequence, positions=own_positions) if counted else sequence
+
+
+def _positions(sequence: Sequence, positions: Tensor | None) -> Tensor:
+    """Position ids of this rank's tokens; those of padding are 0, which every model has."""
+    if positions is None:
+        positions = torch.arange(sequence.length, device=sequence.device)
+    if positions.shape[-1] != sequence.length:
+        raise ValueError(f"position ids {list(positions.shape)} must be those of the whole sequence, of {sequence.length} tokens")
+    if positions.ndim <= 2:
+        positions = positions.expand(sequence.batch, -1)
+    return sequence.shard(positions, dim=-1)
+
+
+def _others(plan: Plan, sequence: Sequence, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that are no sequence of tokens; ValueError or NotImplementedError for one that cannot be honoured."""
+    own: dict[str, Any] = {"use_cache": False} if plan.takes("use_cache") else {}
+    for name, value in given.items():
+        if name in _TOKEN_TYPES:
+            # Masks read them at any position, embeddings at this rank's.
+            own[name] = sequence.ring.pad(value) if plan.masks_read_token_types else sequence.shard(value)
+        elif name in _PASSED:
+            own[name] = value
+        elif name in REFUSED and (value is not False and value != 0 if not isinstance(value, Tensor) else True):
+            raise NotImplementedError(f"{name} cannot be sharded: {REFUSED[name]}")
+        elif name not in REFUSED:
+            raise ValueError(
+                f"the batch holds {name!r}, and how it is sharded is not known; take it out, or shard it yourself "
+                "(cp.ring.shard) and give it to the model beside the batch"
+            )
+    return own

@@ -1,0 +1,178 @@
+"""``context_parallel``: a transformers model whose sequence is sharded over a ring."""
+
+from collections.abc import Mapping
+from contextvars import Token
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ring_attn.gradients import sync_gradients
+from ring_attn.integrations.transformers.attention import NAME, register
+from ring_attn.integrations.transformers.batch import MARK, REFUSED, shard_batch
+from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
+from ring_attn.integrations.transformers.loss import loss_of, with_loss
+from ring_attn.integrations.transformers.patches import Patches
+from ring_attn.integrations.transformers.plan import plan_of
+from ring_attn.integrations.transformers.versions import PreTrainedModel
+from ring_attn.ring import Ring, one_ring
+from torch_bridge.mesh import MeshLike
+
+
+class _Entered(NamedTuple):
+    """A forward under way, and what the loss needs once it is done."""
+
+    call: Call
+    token: Token[Call | None]
+    labels: Tensor | None
+
+
+class ContextParallel:
+    """A model whose sequence is sharded over ``ring``: made by :func:`context_parallel`."""
+
+    def __init__(self, model: nn.Module, ring: Ring) -> None:
+        self.model, self.ring = _pretrained(model), ring
+        self.plan = plan_of(self.model)
+        self.previous: str = self.plan.config._attn_implementation
+        if self.previous == NAME:
+            raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
+        self._outer, self._entered, self._off = model, [], False  # type: tuple[nn.Module, list[_Entered], bool]
+        register()
+        self._patches = Patches(self.plan, ring, self)
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+        ]
+
+    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole batch, the same on every rank, as any data collator makes it. No communication.
+
+        Sequences are padded and sharded; ``position_ids`` are global; ``labels`` (and ``shift_labels``, the same) are shifted
+        first; ``num_items_in_batch`` is the number of labels of the whole ring, unless the batch has it (of all micro-batches,
+        say). Padding, documents and what only masks read are kept whole, for the masks. For the model: ``model(**batch)``.
+
+        Raises ValueError for an entry that is not known, NotImplementedError for one that cannot be honoured, each by name.
+        """
+        if MARK in batch:
+            raise ValueError("this batch is sharded already")
+        return shard_batch(self.plan, self.ring, self, batch)
+
+    def __call__(self, **batch: Any) -> Any:
+        """The model's outputs for a whole batch, which is sharded here, or for one that :meth:`shard` made."""
+        return self._outer(**(batch if MARK in batch else self.shard(batch)))
+
+    def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+        """The loss of a model's outputs, or of its logits, for a batch that :meth:`shard` made: the mean over all labels of the
+        ring, with this rank's part of the gradient. ``model(**batch).loss`` is the same. Collective."""
+        sharded = batch.get(MARK)
+        if not isinstance(sharded, Sharded) or "labels" not in batch:
+            raise ValueError("cp.loss needs the batch that cp.shard made, with labels")
+        return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded)
+
+    def reduce_gradients(self) -> None:
+        """Sums the gradients of the parameters over the ring, once, after the last ``backward()`` before the optimizer's step.
+
+        It is :func:`ring_attn.sync_gradients`, which refuses FSDP and DDP over ranks of the ring: they take a mean over them
+        already, so there ``(outputs.loss * ranks of that mean).backward()`` is all.
+        """
+        sync_gradients(self._outer, ring=self.ring)
+
+    def remove(self) -> None:
+        """Makes the model what it was before. Harmless if called twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._patches.undo()
+
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        """The model's own ``generate``, with its own attention, on a whole prompt; ``model.generate`` is this."""
+        tensors = [*arguments, *options.values()]
+        if MARK in options or any(getattr(x, "ring_attn_shard", False) for x in tensors):
+            raise ValueError(
+                "generate takes the whole prompt, and this one is sharded: its K/V cache would hold one rank's part. Call "
+                "model.generate(input_ids) with the unsharded prompt: it uses the model's own attention, on each rank by itself"
+            )
+        with self._patches.undone():
+            self._off = True
+            try:
+                return type(self.model).generate(self.model, *arguments, **options)
+            finally:
+                self._off = False
+
+    @property
+    def off(self) -> bool:
+        """Whether the model runs as it did before."""
+        return self._off
+
+    def _enter(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._off:
+            return None
+        sharded = options.pop(MARK, None)
+        labels = self._check(sharded, options)
+        call = Call(self.ring, self.previous, sharded)
+        self._entered.append(_Entered(call, CALL.set(call), labels))
+        return arguments, options
+
+    def _check(self, sharded: Sharded | None, options: dict[str, Any]) -> Tensor | None:
+        """Takes the labels out, which the model would count by itself."""
+        if sharded is None:
+            if self.ring.size > 1:
+                raise ValueError(
+                    f"the batch was not sharded over the ring of {self.ring.size} ranks: call batch = cp.shard(batch), then "
+                    "model(**batch); or cp(**batch). To generate, use model.generate with the whole prompt"
+                )
+            return None
+        if sharded.owner is not self:
+            raise ValueError("the batch was sharded by another ContextParallel than that of this model; use its own cp.shard")
+        for name in REFUSED:
+            if name in options and not (options[name] is None or options[name] is False or name == self.plan.whole_encoder):
+                raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
+        options.pop("num_items_in_batch", None)
+        options.pop("shift_labels", None)
+        return options.pop("labels", None)
+
+    def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
+        if self._off or not self._entered:
+            return None
+        call, token, labels = self._entered.pop()
+        CALL.reset(token)
+        if output is None or call.sharded is None:  # None: an error is on its way
+            return None
+        if call.attended < self.plan.layers:
+            raise NotImplementedError(
+                f"{call.attended} attentions of {type(self.model).__name__} went through the ring, but it has {self.plan.layers} "
+                "layers: the others attended to this rank's tokens alone, or carry a state along the sequence"
+            )
+        return output if labels is None else with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded))
+
+
+def context_parallel(
+    model: nn.Module,
+    mesh: MeshLike = None,
+    *,
+    mesh_dim: str | int | None = None,
+    layout: str = "zigzag",
+    ring: Ring | None = None,
+) -> ContextParallel:
+    """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
+
+    ```
+    cp = context_parallel(model, mesh)
+    loss = model(**cp.shard(batch)).loss
+    loss.backward(); cp.reduce_gradients()
+    ```
+
+    Args:
+        model: a transformers model, or one that wraps it (PEFT, DistributedDataParallel, FSDP).
+        mesh, mesh_dim, layout, or ring: as for :func:`ring_attn.ring_attention`.
+
+    Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
+    model and for one that is context-parallel already.
+    """
+    return ContextParallel(model, one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout))
+
+
+def _pretrained(model: nn.Module) -> Any:
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"context_parallel needs a transformers model, got {type(model).__name__}")
+    return found

@@ -1,0 +1,48 @@
+"""The loss over the ring, and the auxiliary loss of routers, whose means are over all tokens."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ring_attn.integrations.transformers.calls import Sharded
+from ring_attn.integrations.transformers.plan import Plan
+from ring_attn.integrations.transformers.versions import load_balancing_loss
+from ring_attn.loss import cross_entropy, total_loss
+from ring_attn.ring import Ring
+
+
+def loss_of(plan: Plan, ring: Ring, outputs: Any, labels: Tensor, sharded: Sharded) -> Tensor:
+    """The loss of the whole ring, with the gradient of this rank's share of it."""
+    logits = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs.logits
+    share = cross_entropy(logits, labels, ring=ring, num_items=sharded.items)
+    routers = getattr(outputs, "router_logits", None)
+    if routers is not None:
+        share = share + _balance(plan, ring, routers, sharded) / ring.size
+    return share + (total_loss(share, ring=ring) - share.detach())
+
+
+def _balance(plan: Plan, ring: Ring, routers: tuple[Tensor, ...], sharded: Sharded) -> Tensor:
+    """The model's own auxiliary loss, of the router logits of the whole sequence: it is a product of means."""
+    balance, model = load_balancing_loss(plan.model), plan.model
+    coefficient = getattr(model, "router_aux_loss_coef", None)
+    if balance is None or coefficient is None:
+        raise NotImplementedError(
+            f"output_router_logits: how {type(model).__name__} makes a loss of its router logits is not known, and over a ring it "
+            "must be made of all ranks' tokens; leave it out"
+        )
+    sequence = sharded.sequences["decoder"]
+    mask = None if sequence.hidden is None else ~sequence.hidden[:, : sequence.length]
+
+    def whole(logits: Tensor) -> Tensor:
+        split = logits.view(sequence.batch, sequence.local, -1)
+        return ring.unshard(split, length=sequence.length).flatten(0, 1)
+
+    gathered = tuple(whole(logits) for logits in routers)
+    return coefficient * balance(gathered, model.num_experts, model.num_experts_per_tok, mask)
+
+
+def with_loss(outputs: Any, loss: Tensor) -> Any:
+    """The outputs with this loss, in the place where transformers has it."""
+    if isinstance(outputs, tuple):
+        return (loss, *outputs)
+    return type(outputs)(**{**outputs, "loss": loss})

@@ -1,0 +1,112 @@
+"""What is changed in a model, and undone: configurations, layers with a bias of positions, rotary embeddings, ``generate``."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ring_attn.integrations.transformers.attention import NAME
+from ring_attn.integrations.transformers.calls import CALL
+from ring_attn.integrations.transformers.plan import Plan
+from ring_attn.integrations.transformers.positions import has_relative_bias, relative_bias, sees_the_longest
+from ring_attn.integrations.transformers.versions import PretrainedConfig
+from ring_attn.ring import Ring
+
+
+class Patches:
+    """Applied when made. The model gets configurations of its own: another model may have been made with the same ones."""
+
+    def __init__(self, plan: Plan, ring: Ring, owner: Any) -> None:
+        self._set: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what it was
+        self._configs: list[Any] = []
+        self._hooks: list[Any] = []
+        self._previous = plan.config._attn_implementation
+        self._own_configs(plan)
+        if hasattr(plan.model, "generate"):
+            self._assign(plan.model, "generate", owner.generate)
+        for module in plan.model.modules():
+            if has_relative_bias(module):
+                self._assign(module, "compute_bias", relative_bias(module, ring, lambda: owner.off))
+            self._hooks += sees_the_longest(module)
+        if plan.encoder_decoder:
+            self._follow(plan)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """The model's own attention for a while."""
+        self._use(self._previous)
+        try:
+            yield
+        finally:
+            self._use(NAME)
+
+    def undo(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for module, name, before in reversed(self._set):
+            if before is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, before)
+        self._hooks.clear()
+        self._set.clear()
+
+    def _use(self, implementation: str) -> None:
+        for config in self._configs:
+            config._attn_implementation = implementation
+
+    def _assign(self, module: nn.Module, name: str, value: Any) -> None:
+        self._set.append((module, name, vars(module).get(name, _ABSENT)))
+        setattr(module, name, value)
+
+    def _own_configs(self, plan: Plan) -> None:
+        copies: dict[int, Any] = {}
+        self._replace(plan.model, copies)
+        sharded = plan.model.config.get_text_config()
+        if plan.encoder_decoder:
+            whole = {} if plan.whole_encoder is None else _kept_whole(plan.model)
+            self._configs = list({id(x): x for x in _configs(plan.model)}.values())
+            self._replace_all(whole)
+        else:
+            self._configs = [sharded]
+        self._use(NAME)
+
+    def _replace_all(self, modules: dict[nn.Module, None]) -> None:
+        copies: dict[int, Any] = {}
+        for module in modules:
+            self._replace(module, copies, deep=False)
+
+    def _replace(self, root: nn.Module, copies: dict[int, Any], deep: bool = True) -> None:
+        for module in root.modules() if deep else (root,):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, PretrainedConfig):
+                    self._assign(module, name, copy.deepcopy(value, copies))
+
+    def _follow(self, plan: Plan) -> None:
+        """Notes which half of the model runs."""
+        for part, module in (("encoder", plan.model.get_encoder()), ("decoder", plan.model.get_decoder())):
+
+            def enter(module: nn.Module, inputs: Any, part: str = part) -> None:
+                call = CALL.get()
+                if call is not None:
+                    call.part = part
+
+            self._hooks.append(module.register_forward_pre_hook(enter))
+
+
+_ABSENT = object()
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, PretrainedConfig))
+
+
+def _kept_whole(model: Any) -> dict[nn.Module, None]:
+    """The modules that attend to whole sequences on every rank: those of an encoder of features, and the decoder's layers that
+    attend to what it returned."""
+    encoder = list(model.get_encoder().modules())
+    cross = [module for module in model.get_decoder().modules() if getattr(module, "is_causal", True) is False]
+    return dict.fromkeys(encoder + cross)

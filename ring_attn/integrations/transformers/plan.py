@@ -1,0 +1,125 @@
+"""What has to be known of a model before it is sharded, and what cannot be."""
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ring_attn.integrations.transformers.positions import has_relative_bias
+from ring_attn.integrations.transformers.table import check_layer_types
+from ring_attn.integrations.transformers.versions import counts_within_documents, uses_the_interface
+
+# Heads by the names of their classes, and whether a token's label is the token after it.
+_HEADS = {
+    "ForCausalLM": True,
+    "LMHeadModel": True,
+    "ForConditionalGeneration": True,
+    "ForMaskedLM": False,
+    "ForTokenClassification": False,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``whole_encoder``: the name of the encoder's input where that is no sequence of tokens: every rank encodes all of it."""
+
+    model: Any
+    config: Any
+    head: str | None
+    encoder_decoder: bool
+    whole_encoder: str | None
+    parameters: frozenset[str]
+    layers: int
+    counts_within_documents: bool = counts_within_documents
+
+    @property
+    def shifts_labels(self) -> bool:
+        return not self.encoder_decoder and self.head is not None and _HEADS[self.head]
+
+    @property
+    def pad_id(self) -> int:
+        found = getattr(self.config, "pad_token_id", None)
+        return found if isinstance(found, int) and found >= 0 else 0
+
+    @property
+    def masks_read_token_types(self) -> bool:
+        """Or else embeddings do, as BERT's."""
+        return not getattr(self.config, "type_vocab_size", 0)
+
+    def takes(self, name: str) -> bool:
+        return name in self.parameters
+
+    def decoder_inputs(self, labels: Tensor) -> Tensor:
+        """Labels shifted to the right, as the model itself would from whole ones."""
+        if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
+            return self.model.prepare_decoder_input_ids_from_labels(labels)
+        shift = sys.modules[type(self.model).__module__].shift_tokens_right
+        return shift(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
+
+    def check_labels(self) -> None:
+        if self.head is None:
+            raise ValueError(f"{type(self.model).__name__} has no head, so labels mean nothing to it; leave them out")
+        if "_loss_function" in vars(self.model):
+            raise NotImplementedError("model.loss_function was replaced; compute the loss from outputs.logits, without labels")
+
+    def check_positions(self, positions: Tensor | None, mask: Tensor | None) -> None:
+        """Models that count positions from ids or masks would count this rank's."""
+        if positions is not None:
+            return
+        for name, module in self.model.named_modules():
+            by_ids = hasattr(module, "create_position_ids_from_input_ids")
+            by_mask = isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
+            if by_ids or (by_mask and mask is not None and not bool((mask != 0).all())):
+                raise ValueError(f"{name} counts positions by the tokens it sees, which are one rank's; give position_ids too")
+
+
+def plan_of(model: Any) -> Plan:
+    """NotImplementedError, by name of what stands in the way."""
+    kind, config = type(model).__name__, model.config.get_text_config()
+    if not uses_the_interface(model):
+        raise NotImplementedError(
+            f"the layers of {kind} do not look their attention up in the AttentionInterface of this version of transformers, so they "
+            "cannot be given another; a newer version may have it"
+        )
+    check_layer_types(config)
+    head = _head(model)
+    parameters = frozenset(inspect.signature(model.forward).parameters)
+    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    source = model.get_encoder().main_input_name if encoder_decoder else "input_ids"
+    _check_layers(model, config)
+    _check_parameters(model, parameters, encoder_decoder)
+    names = ("num_decoder_layers", "decoder_layers") if encoder_decoder else ("num_hidden_layers",)
+    layers = next((found for name in names if (found := getattr(config, name, None))), 1)
+    return Plan(model, config, head, encoder_decoder, None if source == "input_ids" else source, parameters, layers)
+
+
+def _head(model: Any) -> str | None:
+    names = [kind.__name__ for kind in type(model).__mro__]
+    found = next((head for name in names for head in _HEADS if head in name), None)
+    if found is None and not names[0].endswith("Model"):
+        raise NotImplementedError(
+            f"the head of {names[0]} reads tokens that one rank has (the first, or the last); use the model without it, and "
+            "cp.ring.unshard what it returns"
+        )
+    return found
+
+
+def _check_layers(model: Any, config: Any) -> None:
+    for name, _ in model.named_modules():
+        if name.split(".")[-1] == "pooler":
+            raise NotImplementedError(
+                f"{name} reads the first token, which one rank has; make the model without it (add_pooling_layer=False)"
+            )
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            raise NotImplementedError(f"{name} would leave out other layers on other ranks, which then wait forever; set it to 0")
+
+
+def _check_parameters(model: Any, parameters: frozenset[str], encoder_decoder: bool) -> None:
+    name = "decoder_position_ids" if encoder_decoder else "position_ids"
+    if name not in parameters and not any(has_relative_bias(module) for module in model.modules()):
+        raise NotImplementedError(
+            f"{type(model).__name__} takes no {name}: it would count positions within this rank's tokens from 0"
+        )

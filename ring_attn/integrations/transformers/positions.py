@@ -1,0 +1,103 @@
+"""Layers that take the index in their input for the position in the sequence, put right: on a rank these differ."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn.integrations.transformers.calls import CALL
+from ring_attn.integrations.transformers.sequence import Sequence
+from ring_attn.ring import Ring
+
+
+def at_global_positions(module: Any, query: Tensor, ring: Ring) -> Tensor:
+    """Queries ``[batch, local, heads, dim]`` whose temperature a layer chose by their index (Llama 4's layers without rotary
+    positions do), with that of their positions."""
+    if ring.size == 1 or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    local = query.shape[1]
+
+    def temperature(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    index = torch.arange(local, device=query.device)
+    position = ring.positions(local * ring.size, device=query.device)
+    return query * (temperature(position).double() / temperature(index).double()).to(query.dtype)[:, None, None]
+
+
+def has_relative_bias(module: nn.Module) -> bool:
+    """Whether the layer makes a bias for all pairs of positions, as T5's do."""
+    return callable(getattr(module, "compute_bias", None)) and hasattr(module, "_relative_position_bucket")
+
+
+def relative_bias(module: Any, ring: Ring, is_off: Callable[[], bool]) -> Callable[..., Tensor]:
+    """``compute_bias`` of a layer of T5's kind, for this rank's queries and the keys of all ranks: ``[1, heads, local, whole]``."""
+    original = module.compute_bias
+
+    def compute_bias(query_length: int, key_length: int, device: Any = None, **cache: Any) -> Tensor:
+        if ring.size == 1 or is_off():
+            return original(query_length, key_length, device=device, **cache)
+        device = module.relative_attention_bias.weight.device if device is None else device
+        queries = ring.positions(query_length * ring.size, device=device)
+        distance = torch.arange(key_length * ring.size, device=device)[None, :] - queries[:, None]
+        bucket = module._relative_position_bucket(
+            distance,
+            bidirectional=not module.is_decoder,
+            num_buckets=module.relative_attention_num_buckets,
+            max_distance=module.relative_attention_max_distance,
+        )
+        return module.relative_attention_bias(bucket).permute(2, 0, 1)[None]
+
+    return compute_bias
+
+
+def bias_of_all_keys(module: nn.Module, bias: Tensor | None, keys: Sequence) -> Tensor | None:
+    """A layer's position bias, if its columns are all keys. One of the shard's keys alone is refused, unless it is zero, as T5's
+    layers without such a bias have it."""
+    if bias is None or bias.shape[-1] == keys.padded:
+        return bias
+    if not bias.any():
+        return None
+    raise NotImplementedError(
+        f"the position bias {list(bias.shape)} of {type(module).__name__} covers this rank's keys only; over a ring it must "
+        f"cover all {keys.padded}"
+    )
+
+
+_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the longest position they see
+
+
+def sees_the_longest(module: nn.Module) -> list[Any]:
+    """Hooks by which a rotary embedding of such a kind sees the longest position of the whole sequence; none for another module."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    if not set(_BY_LENGTH) & {kind for kind in kinds if isinstance(kind, str)}:
+        return []
+    return [
+        module.register_forward_pre_hook(_with_the_longest, with_kwargs=True),
+        module.register_forward_hook(_without_the_longest),
+    ]
+
+
+def _sequence() -> Sequence | None:
+    call = CALL.get()
+    return None if call is None or call.sharded is None else call.sharded.sequences[call.part]
+
+
+def _with_the_longest(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    sequence = _sequence()
+    if sequence is None:
+        return None
+    x, positions = (*arguments, options["position_ids"])[:2] if "position_ids" in options else arguments[:2]
+    longest = positions.new_full((*positions.shape[:-1], 1), sequence.highest)
+    positions = torch.cat([positions, longest], -1)
+    if "position_ids" in options:
+        return arguments, {**options, "position_ids": positions}
+    return (x, positions, *arguments[2:]), options
+
+
+def _without_the_longest(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+    if _sequence() is None:
+        return None
+    return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]

@@ -1,0 +1,87 @@
+"""All that is taken from inside transformers, beyond what it documents, and the words for a version that does not have it."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import transformers
+from torch import nn
+
+try:
+    from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+    from transformers import masking_utils as masks
+    from transformers.masking_utils import AttentionMaskInterface
+except ImportError as error:
+    raise ImportError(
+        "ring_attn.integrations.transformers needs transformers 4.53 or newer, the first with an interface for mask functions "
+        f"(transformers.masking_utils.AttentionMaskInterface) and with shift_labels in its losses; {transformers.__version__} is "
+        "installed"
+    ) from error
+
+__all__ = ["AttentionInterface", "AttentionMaskInterface", "PreTrainedModel", "PretrainedConfig"]
+
+
+def _inner(name: str) -> CodeType | None:
+    """The code of the functions that a factory of ``masking_utils`` makes; None where this version has no such factory."""
+    factory = getattr(masks, name, None)
+    codes = () if factory is None else factory.__code__.co_consts
+    return next((code for code in codes if inspect.iscode(code) and not code.co_name.startswith("<")), None)
+
+
+_FACTORIES = (
+    "and_masks",
+    "or_masks",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "chunked_overlay",
+)
+_MADE_BY = {code: name for name in _FACTORIES if (code := _inner(name)) is not None}
+# Newer versions count windows and chunks from the start of a document that position ids tell.
+counts_within_documents = hasattr(masks, "remap_positions_for_packed_sequence")
+_PLAIN = {
+    function: name
+    for name in ("causal_mask_function", "bidirectional_mask_function")
+    if (function := getattr(masks, name, None)) is not None
+}
+
+
+def origin(function: Callable[..., Any]) -> str | None:
+    """The name of the mask function of transformers, or of the factory that made it; None for any other."""
+    if function in _PLAIN:
+        return _PLAIN[function]
+    return _MADE_BY.get(getattr(function, "__code__", None))  # type: ignore[arg-type]
+
+
+def captured(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a function closes over, by name."""
+    cells = function.__closure__ or ()
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def chunked(size: int, left_padding: Any) -> Callable[..., Any]:
+    """transformers' mask of chunks that count from the first token."""
+    return masks.chunked_overlay(size, left_padding)
+
+
+def mask_function_of(implementation: str) -> Callable[..., Any] | None:
+    """The mask function of another attention implementation; None where it needs no mask."""
+    return masks.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(implementation)
+
+
+def attention_function_of(implementation: str, module: nn.Module) -> Callable[..., Any]:
+    """Another attention implementation, as the layer ``module`` would call it; "eager" is one of its modelling file."""
+    if implementation in AttentionInterface._global_mapping:
+        return AttentionInterface._global_mapping[implementation]
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def uses_the_interface(model: nn.Module) -> bool:
+    """Whether the model's layers look their attention function up by name."""
+    return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def load_balancing_loss(model: nn.Module) -> Callable[..., Any] | None:
+    """The auxiliary loss of the routers, as the model's modelling file defines it."""
+    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)

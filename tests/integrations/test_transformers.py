@@ -1,0 +1,257 @@
+"""transformers models on a ring against "eager" attention in one process: the families, what used to be silently wrong, and refusals.
+
+Where a model runs on a ring of one here, the ring is "local"; rings of two and four are processes under torchrun.
+"""
+
+import copy
+
+import pytest
+import tiny_transformers as tiny
+import torch
+import transformers
+from launch import torchrun
+
+from ring_attn import Ring
+from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers.masks import Rule, translate
+from ring_attn.integrations.transformers.table import OPTIONS, check_layer_types
+
+masking = pytest.importorskip("transformers.masking_utils")
+TOLERANCE = 2e-6
+
+
+def llama():
+    torch.manual_seed(0)
+    return tiny.CAUSAL["llama"]()
+
+
+@pytest.fixture
+def local():
+    model = llama()
+    cp = context_parallel(model, "local")
+    yield model, cp
+    cp.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("size", [2, 4])
+def test_families_over_a_ring(size):
+    torchrun("transformers_worker.py", size, PYTHONPATH_EXTRA="tests/support", HF_HUB_OFFLINE="1", timeout=380)
+
+
+def test_mask_functions_become_the_static_masks():
+    """transformers' window of w counts the query itself: ours is (w - 1, 0)."""
+    assert translate(masking.causal_mask_function) == Rule(causal=True)
+    assert translate(masking.sliding_window_causal_mask_function(7)) == Rule(causal=True, left=6)
+    padding = torch.zeros(2, dtype=torch.int64)
+    newer = "left_padding" in masking.chunked_overlay.__code__.co_varnames
+    chunks = masking.chunked_causal_mask_function(*((9, padding) if newer else (9,)))
+    assert translate(chunks) == Rule(causal=True, chunk=9, counts_from_first=newer)
+    nested = masking.and_masks(masking.sliding_window_causal_mask_function(7), masking.sliding_window_overlay(4))
+    assert translate(nested) == Rule(causal=True, left=3)
+
+
+@pytest.mark.skipif(not hasattr(masking, "sliding_window_bidirectional_mask_function"), reason="made by newer versions only")
+def test_a_window_to_both_sides():
+    assert translate(masking.sliding_window_bidirectional_mask_function(7)) == Rule(left=7, right=7)
+
+
+def test_other_mask_functions_become_predicates():
+    def even(b, h, q, k):
+        return k % 2 == 0
+
+    rule = translate(masking.and_masks(masking.causal_mask_function, even))
+    assert rule.causal and rule.predicates == (even,)
+    assert not translate(masking.or_masks(masking.causal_mask_function, even)).causal
+
+
+def test_layer_types_of_the_table_and_no_others():
+    config = llama().config
+    config.layer_types = list(OPTIONS)
+    check_layer_types(config)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(NotImplementedError, match="layer 1 of LlamaConfig is of type 'linear_attention'.* a state along"):
+        check_layer_types(config)
+    config.layer_types = ["of the future"]
+    with pytest.raises(NotImplementedError, match="of the future"):
+        check_layer_types(config)
+
+
+def test_a_batch_is_sharded_whole(local):
+    """Positions, labels shifted before they are cut, their count, and nothing that only one process may read."""
+    _, cp = local
+    batch = tiny.batch("left")
+    sharded = cp.shard(batch)
+    assert sharded["position_ids"].tolist() == [list(range(27)) + [0]] * 2
+    assert torch.equal(sharded["shift_labels"][:, :26], batch["labels"][:, 1:])
+    assert sharded["shift_labels"][1, 5] == batch["input_ids"][1, 6], "the first token, predicted from padding"
+    assert sharded["num_items_in_batch"] == (batch["labels"][:, 1:] != -100).sum()
+    assert cp.shard({**batch, "num_items_in_batch": 100})["num_items_in_batch"] == 100
+    assert sharded["attention_mask"].all() and sharded["use_cache"] is False
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"weather": torch.ones(2)}, "'weather'"),
+        ({"past_key_values": object()}, "past_key_values cannot be sharded: a K/V cache"),
+        ({"use_cache": True}, "use_cache cannot be sharded"),
+        ({"output_attentions": True}, "output_attentions.*no rank ever has"),
+        ({"head_mask": torch.ones(2, 4)}, "head_mask.*prune"),
+        ({"pixel_values": torch.ones(1, 3, 16, 16)}, "pixel_values.*inputs_embeds"),
+        ({"logits_to_keep": 1}, "logits_to_keep"),
+        ({"attention_mask": torch.ones(2, 1, 27, 27)}, r"\[2, 1, 27, 27\] is one for pairs"),
+        ({"attention_mask": torch.ones(2, 26)}, r"must be that of the whole sequence, \[2, 27\]"),
+        ({"position_ids": torch.arange(26)}, "of 27 tokens"),
+    ],
+)
+def test_entries_that_cannot_be_sharded_are_refused_by_name(local, entries, words):
+    _, cp = local
+    with pytest.raises((ValueError, NotImplementedError), match=words):
+        cp.shard({**tiny.batch(), **entries})
+
+
+def test_arguments_beside_the_batch_are_refused(local):
+    model, cp = local
+    batch = cp.shard(tiny.batch())
+    with pytest.raises(NotImplementedError, match="output_attentions cannot be given"):
+        model(**batch, output_attentions=True)
+    batch.pop("attention_mask")
+    with pytest.raises(NotImplementedError, match=r"LlamaAttention of layer 0 got the attention mask \[2, 1, 28, 28\] as a tensor"):
+        model(**batch, attention_mask=torch.zeros(2, 1, 28, 28))
+
+
+def test_a_batch_of_another_model_is_refused(local):
+    model, _ = local
+    other = context_parallel(llama(), "local")
+    with pytest.raises(ValueError, match="sharded by another ContextParallel"):
+        model(**other.shard(tiny.batch()))
+
+
+def test_a_batch_that_was_not_sharded_is_refused_on_a_ring(monkeypatch, local):
+    model, _ = local
+    monkeypatch.setattr(Ring, "size", 2)
+    with pytest.raises(ValueError, match="not sharded over the ring of 2 ranks: call batch = cp.shard"):
+        model(**tiny.batch())
+
+
+def test_whole_inputs_on_a_ring_of_one_run_as_before(local):
+    model, _ = local
+    expected = llama()
+    batch = tiny.batch("left")
+    assert torch.equal(model(**batch).logits, expected(**batch).logits)
+    first, expected_first = (m(batch["input_ids"][:, :20], use_cache=True) for m in (model, expected))
+    rest = batch["input_ids"][:, 20:]
+    second = model(rest, past_key_values=first.past_key_values)
+    assert torch.equal(second.logits, expected(rest, past_key_values=expected_first.past_key_values).logits)
+
+
+def test_generate_takes_the_whole_prompt(local):
+    model, cp = local
+    prompt = tiny.tokens()
+    settings = dict(max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(prompt, **settings), llama().generate(prompt, **settings))
+    batch = cp.shard({"input_ids": prompt})
+    for arguments in ({"inputs": batch["input_ids"]}, batch):
+        with pytest.raises(ValueError, match=r"generate takes the whole prompt, and this one is sharded"):
+            model.generate(**arguments)
+
+
+def test_one_call_does_all_of_it(local):
+    model, cp = local
+    batch = tiny.batch("right")
+    outputs, expected = cp(**batch), llama()(**batch)
+    assert torch.allclose(outputs.loss, expected.loss, atol=TOLERANCE)
+    assert torch.equal(cp.loss(outputs, cp.shard(batch)), outputs.loss)
+    assert torch.equal(cp.loss(outputs.logits, cp.shard(batch)), outputs.loss)
+    as_tuple = model(**cp.shard(batch), return_dict=False)
+    assert torch.equal(as_tuple[0], outputs.loss) and torch.equal(as_tuple[1], outputs.logits)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_layer_finds_its_mask_in_the_backward(local, reentrant):
+    model, cp = local
+    expected = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.train()
+    batch = tiny.batch("right")
+    for runs in (lambda: model(**cp.shard(batch)), lambda: expected(**batch)):
+        runs().loss.backward()
+    for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, atol=TOLERANCE, rtol=0)
+
+
+def test_two_models_with_configurations_of_one_object():
+    config = llama().config
+    one, other = (transformers.LlamaForCausalLM(config) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    cp = context_parallel(one, "local", layout="contiguous")
+    second = context_parallel(copy.deepcopy(other), "local")
+    batch = tiny.batch()
+    expected = other(**batch).loss
+    assert torch.allclose(cp(**batch).loss, expected, atol=TOLERANCE)
+    assert torch.allclose(second(**batch).loss, expected, atol=TOLERANCE)
+    cp.remove()
+    assert one.config is config and config._attn_implementation == "eager" and "generate" not in vars(one)
+    assert torch.equal(one(**batch).loss, expected)
+
+
+def test_dropout_of_weights_is_honoured():
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    cp, batch = context_parallel(model.train(), "local"), tiny.batch()
+    torch.manual_seed(1)
+    one = cp(**batch).loss
+    other = cp(**batch).loss
+    torch.manual_seed(1)
+    assert torch.equal(cp(**batch).loss, one) and not torch.equal(one, other)
+
+
+REFUSED = {
+    "of another library": (lambda: torch.nn.Linear(2, 2), ValueError, "needs a transformers model, got Linear"),
+    "a head on the last token": (
+        lambda: transformers.LlamaForSequenceClassification(llama().config),
+        NotImplementedError,
+        "the head of LlamaForSequenceClassification reads tokens that one rank has",
+    ),
+    "a recurrent model": (
+        lambda: transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)),
+        NotImplementedError,
+        "Mamba",
+    ),
+    "positions from 0 on each rank": (
+        lambda: transformers.BartForConditionalGeneration(
+            transformers.BartConfig(vocab_size=97, d_model=16, encoder_layers=1, decoder_layers=1)
+        ),
+        NotImplementedError,
+        "takes no decoder_position_ids",
+    ),
+    "a pooler": (
+        lambda: transformers.BertModel(transformers.BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)),
+        NotImplementedError,
+        "pooler reads the first token",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_sharded_are_refused(name):
+    make, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        context_parallel(make(), "local")
+
+
+def test_a_model_is_made_parallel_once(local):
+    model, _ = local
+    with pytest.raises(ValueError, match="context-parallel already"):
+        context_parallel(model, "local")
+
+
+def test_layers_that_do_not_come_through_the_ring_are_noticed(local):
+    model, cp = local
+    model.model.layers[1].self_attn.config = copy.deepcopy(llama().config)
+    model.model.layers[1].self_attn.config._attn_implementation = "sdpa"
+    with pytest.raises((NotImplementedError, AttributeError, TypeError)):
+        cp(**tiny.batch())

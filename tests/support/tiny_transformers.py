@@ -1,0 +1,189 @@
+"""Tiny random models of transformers' families, and whole batches for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+LENGTH, VOCABULARY, WINDOW = 27, 97, 7
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    attn_implementation="eager",
+)
+_NO_HEAD_DIM = {name: size for name, size in SIZES.items() if name != "head_dim"}
+_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+_BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+def _causal(name: str, config: str, /, **settings: Any) -> Callable[[], Any]:
+    """A model by the names of its class and its configuration's; made only when asked for, as old versions lack some."""
+    return lambda: getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{config}Config")(**settings))
+
+
+CAUSAL: dict[str, Callable[[], Any]] = {
+    "llama": _causal("Llama", "Llama", **SIZES),
+    "llama 3": _causal(
+        "Llama",
+        "Llama",
+        **SIZES,
+        rope_scaling={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama 4": _causal(
+        "Llama4",
+        "Llama4Text",
+        **SIZES,
+        attention_chunk_size=9,
+        no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        floor_scale=8,
+        attn_scale=0.5,
+        attn_temperature_tuning=True,
+    ),
+    "mistral": _causal("Mistral", "Mistral", **SIZES, sliding_window=WINDOW),
+    "mixtral": _causal("Mixtral", "Mixtral", **SIZES, num_local_experts=4, **_BALANCED),
+    "gemma 2": _causal("Gemma2", "Gemma2", **SIZES, sliding_window=WINDOW, attn_logit_softcapping=3.0),
+    "gemma 3": _causal("Gemma3", "Gemma3Text", **SIZES, **_LAYERS),
+    "gpt-oss": _causal("GptOss", "GptOss", **SIZES, **_LAYERS, num_local_experts=4, num_experts_per_tok=2),
+    "qwen 2": _causal("Qwen2", "Qwen2", **_NO_HEAD_DIM, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen 2 moe": _causal("Qwen2Moe", "Qwen2Moe", **_NO_HEAD_DIM, **_EXPERTS, shared_expert_intermediate_size=16),
+    "qwen 3": _causal("Qwen3", "Qwen3", **SIZES),
+    "qwen 3 moe": _causal("Qwen3Moe", "Qwen3Moe", **SIZES, **_EXPERTS, **_BALANCED),
+    "deepseek 3": _causal(
+        "DeepseekV3",
+        "DeepseekV3",
+        **{**_NO_HEAD_DIM, "num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    "cohere 2": _causal("Cohere2", "Cohere2", **SIZES, **_LAYERS),
+    "phi": _causal("Phi", "Phi", **_NO_HEAD_DIM),
+    "phi 3": _causal(
+        "Phi3",
+        "Phi3",
+        **{**_NO_HEAD_DIM, "original_max_position_embeddings": 16},
+        rope_scaling={"rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]},
+    ),
+    "olmo 2": _causal("Olmo2", "Olmo2", **_NO_HEAD_DIM),
+    "olmo 3": _causal("Olmo3", "Olmo3", **_NO_HEAD_DIM, **_LAYERS),
+}
+
+
+def gemma3_with_images() -> Any:
+    text = {name: size for name, size in {**SIZES, **_LAYERS}.items() if name != "attn_implementation"}
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, attn_implementation="eager", pad_token_id=0
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def modernbert() -> Any:
+    return transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(
+            **{**_NO_HEAD_DIM, "num_key_value_heads": None},
+            local_attention=2 * WINDOW,
+            global_attn_every_n_layers=2,
+            cls_token_id=1,
+            sep_token_id=2,
+        )
+    )
+
+
+def bert() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_NO_HEAD_DIM))
+
+
+def t5() -> Any:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=16,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+            attn_implementation="eager",
+        )
+    )
+
+
+def whisper() -> Any:
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            num_mel_bins=8,
+            max_source_positions=12,
+            max_target_positions=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+            attn_implementation="eager",
+        )
+    )
+
+
+def tokens(length: int = LENGTH, rows: int = 2, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(padding: str = "none", length: int = LENGTH) -> dict[str, Tensor]:
+    """Token ids and labels, and, with padding on the "left" or the "right" of the second row, its mask."""
+    ids = tokens(length)
+    if padding == "none":
+        return {"input_ids": ids, "labels": ids.clone()}
+    mask = torch.ones_like(ids)
+    mask[1, slice(None, 6) if padding == "left" else slice(-6, None)] = 0
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def packed(*lengths: int) -> dict[str, Tensor]:
+    """One row of documents, as a padding-free collator makes it: position ids restart, and no label lies on a document's first token."""
+    ids = tokens(sum(lengths), rows=1)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}

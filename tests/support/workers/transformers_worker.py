@@ -1,0 +1,174 @@
+"""One rank of the tests of transformers models, run by tests/integrations/test_transformers.py under torch.distributed.run.
+
+Loss, logits and every gradient of the sharded model must be those of "eager" attention on the whole batch in one process.
+"""
+
+import copy
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tiny_transformers as tiny
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from ring_attn.integrations.transformers import context_parallel
+
+TOLERANCE = 2e-6
+
+
+class Case(NamedTuple):
+    make: Callable[[], Any]
+    batch: dict[str, Tensor]
+    layout: str = "zigzag"
+
+
+def images() -> dict[str, Tensor]:
+    """Two images of four tokens each, over the ends of shards."""
+    types = torch.zeros(2, tiny.LENGTH, dtype=torch.int64)
+    types[0, 5:9] = types[0, 13:17] = types[1, 20:24] = 1
+    return {**tiny.batch(), "token_type_ids": types}
+
+
+def masked(padding: str) -> dict[str, Tensor]:
+    """A batch of a masked language model: labels on a few tokens, where they are."""
+    batch = tiny.batch(padding)
+    return {**batch, "labels": batch["labels"].masked_fill(torch.arange(tiny.LENGTH) % 3 != 0, -100)}
+
+
+def translation() -> dict[str, Tensor]:
+    source, target = tiny.batch("right"), tiny.tokens(19, seed=1)
+    labels = target.masked_fill(torch.arange(19) > torch.tensor([[18], [12]]), -100)
+    return {"input_ids": source["input_ids"], "attention_mask": source["attention_mask"], "labels": labels}
+
+
+def speech() -> dict[str, Tensor]:
+    features = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
+    return {"input_features": features, "labels": tiny.tokens(19)}
+
+
+def embeddings() -> dict[str, Tensor]:
+    batch = tiny.batch("right")
+    del batch["input_ids"]
+    return {**batch, "inputs_embeds": torch.randn(2, tiny.LENGTH, 32, generator=torch.Generator().manual_seed(1))}
+
+
+def flash() -> dict[str, Tensor]:
+    """As DataCollatorWithFlattening makes it with all its additions."""
+    packed = tiny.packed(10, 5, 12)
+    ends = torch.tensor([0, 10, 15, 27], dtype=torch.int32)
+    lengths = {"max_length_q": 12, "max_length_k": 12}
+    return {
+        **packed,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "seq_idx": torch.tensor([[0] * 10 + [1] * 5 + [2] * 12]),
+        **lengths,
+    }
+
+
+def cases(size: int) -> dict[str, Case]:
+    """Shared out between rings of two and of four."""
+    family = tiny.CAUSAL
+    if size == 2:
+        return {
+            "llama": Case(family["llama"], tiny.batch()),
+            "llama, left": Case(family["llama"], tiny.batch("left")),
+            "llama, contiguous, right": Case(family["llama"], tiny.batch("right"), "contiguous"),
+            "llama, embeddings": Case(family["llama"], embeddings()),
+            "llama 3": Case(family["llama 3"], tiny.batch()),
+            "llama 4, left": Case(family["llama 4"], tiny.batch("left")),
+            "llama 4, packed": Case(family["llama 4"], tiny.packed(10, 17)),
+            "mistral": Case(family["mistral"], tiny.batch()),
+            "gemma 2, left": Case(family["gemma 2"], tiny.batch("left")),
+            "gemma 3, images": Case(tiny.gemma3_with_images, images()),
+            "gpt-oss": Case(family["gpt-oss"], tiny.batch("left")),
+            "qwen 2 moe": Case(family["qwen 2 moe"], tiny.batch()),
+            "qwen 3": Case(family["qwen 3"], tiny.batch()),
+            "deepseek 3": Case(family["deepseek 3"], tiny.batch()),
+            "phi 3, contiguous": Case(family["phi 3"], tiny.batch(), "contiguous"),
+            "olmo 2": Case(family["olmo 2"], tiny.batch()),
+            "mixtral, right": Case(family["mixtral"], tiny.batch("right")),
+            "modernbert": Case(tiny.modernbert, masked("right")),
+            "t5": Case(tiny.t5, translation()),
+        }
+    return {
+        "llama, right": Case(family["llama"], tiny.batch("right")),
+        "llama, contiguous, left": Case(family["llama"], tiny.batch("left"), "contiguous"),
+        "llama, packed": Case(family["llama"], flash()),
+        "llama 4": Case(family["llama 4"], tiny.batch(), "contiguous"),
+        "mistral, packed": Case(family["mistral"], tiny.packed(10, 5, 12)),
+        "gemma 3, left": Case(family["gemma 3"], tiny.batch("left")),
+        "qwen 2": Case(family["qwen 2"], tiny.batch()),
+        "qwen 3 moe": Case(family["qwen 3 moe"], tiny.batch()),
+        "cohere 2": Case(family["cohere 2"], tiny.batch()),
+        "phi": Case(family["phi"], tiny.batch()),
+        "olmo 3": Case(family["olmo 3"], tiny.batch()),
+        "bert": Case(tiny.bert, {**masked("right"), "token_type_ids": images()["token_type_ids"]}, "contiguous"),
+        "whisper": Case(tiny.whisper, speech()),
+    }
+
+
+def available(case: Case) -> Any:
+    """The model, or None where this version of transformers lacks it or its way to attention."""
+    try:
+        torch.manual_seed(0)
+        return case.make().train()
+    except AttributeError:
+        return None
+
+
+def compare(name: str, model: Any, case: Case) -> str:
+    reference = copy.deepcopy(model)
+    expected = reference(**case.batch, use_cache=False)
+    expected.loss.backward()
+    cp = context_parallel(model, layout=case.layout)
+    outputs = model(**cp.shard(case.batch))
+    outputs.loss.backward()
+    cp.reduce_gradients()
+    kept = case.batch.get("attention_mask")
+    length = expected.logits.shape[1]
+    logits = cp.ring.unshard(outputs.logits.detach(), length=length)
+    unlike = (logits - expected.logits.detach()).abs().amax(-1)
+    if kept is not None and kept.shape == unlike.shape:
+        unlike = unlike[kept.bool()]
+    wrong = {"loss": (outputs.loss - expected.loss).abs().item(), "logits": unlike.max().item()}
+    for (parameter, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None), f"{name}: {parameter} has a gradient on one side"
+        if own.grad is not None:
+            wrong[parameter] = (own.grad - other.grad).abs().max().item()
+    worst = max(wrong, key=wrong.__getitem__)
+    assert wrong[worst] < TOLERANCE and not any(x != x for x in wrong.values()), f"{name}: {worst} is {wrong[worst]} off"
+    return f"{wrong[worst]:.1e} ({worst})"
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    dist.init_process_group("gloo")
+    failed = []
+    chosen = sys.argv[1:]
+    for name, case in cases(dist.get_world_size()).items():
+        if chosen and name not in chosen:
+            continue
+        begun = time.monotonic()
+        model = available(case)
+        if model is None:
+            continue
+        try:
+            words = compare(name, model, case)
+        except Exception:
+            failed.append(f"{name}\n{traceback.format_exc()}")
+            words = "FAILED"
+        if dist.get_rank() == 0:
+            print(f"{name}: {words}, {time.monotonic() - begun:.1f} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    assert not failed, "\n".join(failed)
+
+
+if __name__ == "__main__":
+    main()
