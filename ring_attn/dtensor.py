@@ -30,7 +30,14 @@ class Split(NamedTuple):
     heads: int  # of the queries
 
     def parts(self, role: str) -> int:
-        return prod(self.mesh.size(dim) for dim, found in enumerate(self.roles) if found == role)
+        return self.over([found == role for found in self.roles])
+
+    def over(self, chosen: Sequence[bool]) -> int:
+        """The number of processes over the chosen mesh dimensions. A loop, for torch.compile cannot trace prod of a generator."""
+        number = 1
+        for dim, taken in enumerate(chosen):
+            number *= self.mesh.size(dim) if taken else 1
+        return number
 
     def first(self, role: str, whole: int) -> int:
         """The first index of the dimension that this process holds."""
@@ -173,7 +180,7 @@ def _check_placements(split: Split, word: str, x: DTensor, needed: list[Placemen
                 f"queries; got {place!r}; call .redistribute() before"
             )
     for axis in {need.dim for need in needed if isinstance(need, Shard)}:
-        parts = prod(split.mesh.size(dim) for dim, need in enumerate(needed) if need == Shard(axis))
+        parts = split.over([need == Shard(axis) for need in needed])
         if x.shape[axis] % parts:
             raise ValueError(
                 f"dimension {axis} of {word}, of size {x.shape[axis]}, must divide over the {parts} processes that it is sharded "

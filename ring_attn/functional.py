@@ -337,7 +337,9 @@ def _check_integers(numbers: Mapping[str, object]) -> None:
 
 def _autocast(qkv: dict[str, Tensor], device_type: str) -> dict[str, Tensor]:
     """Cast as torch casts the inputs of its own attention under ``torch.autocast``: all floats but float64."""
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+    # Asked last, because torch.compile of torch 2.11 cannot trace the question.
+    known = device_type in ("cpu", "cuda", "xla") or torch.amp.is_autocast_available(device_type)
+    if not (known and torch.is_autocast_enabled(device_type)):
         return qkv
     dtype = torch.get_autocast_dtype(device_type)
     cast = {torch.float16, torch.bfloat16, torch.float32}

@@ -28,7 +28,9 @@ class Packing:
 
     @property
     def given(self) -> bool:
-        return any(value is not None for value in vars(self).values())
+        # torch.compile of torch 2.11 cannot trace vars().
+        values = self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+        return any(value is not None for value in values)
 
 
 def with_documents(

@@ -45,10 +45,10 @@ def context_parallel_sdpa(
     - ``torch.compile``: enter it around the call of the compiled model.
 
     ``ring``, or ``mesh``, ``mesh_dim``, ``layout``: as for :func:`ring_attn.ring_attention`. ``cross`` says what keys are that
-    differ in length from the queries: "sharded" over the ring as the queries are, or held "whole" by every rank (encoded text), so
-    that each rank attends to its own copy, and the gradients of what made them are each rank's part. None refuses such calls. Keys of
-    the queries' length are taken for sharded; whole ones give the same result without a mask, at the price of
-    sending them and with a warning that all ranks hold the same.
+    differ in length from the queries: "sharded" over the ring as the queries are, or held "whole" by every rank (encoded text),
+    so that each rank attends to its own copy, and the gradients of what made them are each rank's part. None refuses such calls.
+    Keys of the queries' length are taken for sharded; whole ones give the same result without a mask, at the price of sending
+    them and with a warning that all ranks hold the same.
 
     Raises, while active: what :func:`ring_attn.sdpa` raises; ValueError for keys of another length and ``cross=None``;
     NotImplementedError for ``is_causal`` with whole keys, and for attention by another function (``nn.MultiheadAttention``, which

@@ -9,14 +9,14 @@ import pytest
 import tiny_transformers as tiny
 import torch
 import transformers
-from launch import torchrun
+from launch import ROOT, torchrun
+from transformers import masking_utils as masking
 
 from ring_attn import Ring
 from ring_attn.integrations.transformers import context_parallel
 from ring_attn.integrations.transformers.masks import Rule, translate
 from ring_attn.integrations.transformers.table import OPTIONS, check_layer_types
 
-masking = pytest.importorskip("transformers.masking_utils")
 TOLERANCE = 2e-6
 
 
@@ -37,7 +37,7 @@ def local():
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("size", [2, 4])
 def test_families_over_a_ring(size):
-    torchrun("transformers_worker.py", size, PYTHONPATH_EXTRA="tests/support", HF_HUB_OFFLINE="1", timeout=380)
+    torchrun("transformers_worker.py", size, PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'support'}", HF_HUB_OFFLINE="1", timeout=380)
 
 
 def test_mask_functions_become_the_static_masks():

@@ -121,7 +121,7 @@ def modernbert() -> Any:
 
 
 def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_NO_HEAD_DIM))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_NO_HEAD_DIM, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 
 def t5() -> Any:
@@ -136,6 +136,7 @@ def t5() -> Any:
             num_heads=4,
             relative_attention_num_buckets=8,
             relative_attention_max_distance=16,
+            dropout_rate=0.0,
             pad_token_id=0,
             decoder_start_token_id=0,
             attn_implementation="eager",

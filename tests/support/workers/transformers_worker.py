@@ -4,6 +4,7 @@ Loss, logits and every gradient of the sharded model must be those of "eager" at
 """
 
 import copy
+import faulthandler
 import sys
 import time
 import traceback
@@ -147,6 +148,7 @@ def compare(name: str, model: Any, case: Case) -> str:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(120)
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
     failed = []
