@@ -95,15 +95,27 @@ def any_visible(mask: Mask, q: Side, k: Side) -> Array:
     """Which pairs of blocks may have a visible pair, ``[batch|1, query blocks, key blocks]``.
 
     Without segments two blocks are judged by their bounds. With segments these say too little: a block with the end of one document
-    and the start of another has wide bounds. So blocks are judged by groups of a few places, down to single ones in short shards.
+    and the start of another has wide bounds. So blocks are judged place by place in short shards; in longer ones by groups of places,
+    and by the places of either block against the bounds of the other.
     """
     if q.segment is None or k.segment is None:
         return _overlap(mask, _bounds(q, 2), _bounds(k, 1))
     group = _group(q.segment.shape, k.segment.shape)
-    queries, keys = (Side(*(x.reshape(x.shape[0], -1, group) for x in side if x is not None)) for side in (q, k))
+    pairs = _in_groups(mask, q, k, group, group)
+    if group == 1:
+        return pairs
+    return pairs & _in_groups(mask, q, k, 1, k.segment.shape[2]) & _in_groups(mask, q, k, q.segment.shape[2], 1)
+
+
+def _in_groups(mask: Mask, q: Side, k: Side, q_group: int, k_group: int) -> Array:
+    """Which pairs of blocks hold a pair of groups, of so many places each, whose bounds overlap."""
+    assert q.segment is not None and k.segment is not None
+    queries, keys = (
+        Side(*(x.reshape(x.shape[0], -1, group) for x in side if x is not None)) for side, group in ((q, q_group), (k, k_group))
+    )
     pairs = _overlap(mask, _bounds(queries, 2), _bounds(keys, 1))
     (_, q_blocks, q_block), (_, k_blocks, k_block) = q.segment.shape, k.segment.shape
-    return pairs.reshape(-1, q_blocks, q_block // group, k_blocks, k_block // group).any((2, 4))
+    return pairs.reshape(-1, q_blocks, q_block // q_group, k_blocks, k_block // k_group).any((2, 4))
 
 
 _PAIRS = 2**22  # of groups, at most: more would cost more than the blocks that they save
