@@ -95,8 +95,8 @@ def any_visible(mask: Mask, q: Side, k: Side) -> Array:
     """Which pairs of blocks may have a visible pair, ``[batch|1, query blocks, key blocks]``.
 
     Without segments two blocks are judged by their bounds. With segments these say too little: a block with the end of one document
-    and the start of another has wide bounds. So blocks are judged place by place in short shards; in longer ones by groups of places,
-    and by the places of either block against the bounds of the other.
+    and the start of another has wide bounds. So blocks are judged place by place in short shards; in longer ones by groups of
+    places, and by the places of either block against the bounds of the other.
     """
     if q.segment is None or k.segment is None:
         return _overlap(mask, _bounds(q, 2), _bounds(k, 1))
