@@ -169,6 +169,7 @@ def test_one_call_does_all_of_it(local):
     assert torch.equal(as_tuple[0], outputs.loss) and torch.equal(as_tuple[1], outputs.logits)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # the name in older versions
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_layer_finds_its_mask_in_the_backward(local, reentrant):
     model, cp = local

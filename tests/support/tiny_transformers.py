@@ -121,7 +121,9 @@ def modernbert() -> Any:
 
 
 def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_NO_HEAD_DIM, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**_NO_HEAD_DIM, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
 
 
 def t5() -> Any:
