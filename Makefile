@@ -22,12 +22,24 @@ TORCH_XLA ?= torch-xla==2.9.0
 # torch-tpu must not be installed in the other environments, where torch would load it at every import.
 TORCH_TPU_VENV ?= .venv-torch-tpu
 
+# The libraries that ring_attn.integrations is tried with, the newest first; older transformers lie in folders of their own, in front
+# of the newest by PYTHONPATH, with the packages that they need in another version. setup.py's bounds are those tried here.
+INTEGRATIONS_VENV ?= .venv-integrations
+INTEGRATIONS := transformers==5.23.0 accelerate==1.15.0 trl==1.16.0 datasets==4.7.0 diffusers==0.42.1 flax==0.12.8 equinox==0.13.8 \
+	torchtitan==0.3.0
+OLDER_TRANSFORMERS := 4.53.0 4.57.6
+BESIDE_4.53.0 := tokenizers==0.21.4 huggingface_hub==0.36.2
+BESIDE_4.57.6 := tokenizers==0.22.2 huggingface_hub==0.36.2
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_COMPILER := $(VENV)/gpu-compiler
 TPU_COMPILER := $(VENV)/tpu-compiler
 
-.PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu lint format types examples env clean
+OLDER_TRANSFORMERS_AT := $(OLDER_TRANSFORMERS:%=$(INTEGRATIONS_VENV)/transformers-%)
+
+.PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu integrations test-integrations lint \
+	format types examples examples-integrations env clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -69,6 +81,18 @@ test-xla: $(XLA_VENV)/.installed
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0" \
 		$(XLA_VENV)/bin/python -m pytest tests/torch_bridge/test_torch_xla.py $(PYTEST_FLAGS)
 
+# transformers, accelerate, TRL, diffusers, flax, equinox and torchtitan in an environment of their own (3.5 GB); the tests of
+# transformers' models on rings of one and two also with its older releases.
+integrations: $(INTEGRATIONS_VENV)/.installed
+
+TRANSFORMERS_TESTS := tests/integrations/test_transformers.py
+test-integrations: $(INTEGRATIONS_VENV)/.installed $(OLDER_TRANSFORMERS_AT:%=%/.installed)
+	$(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup tests/integrations $(PYTEST_FLAGS)
+	for older in $(OLDER_TRANSFORMERS_AT); do \
+		PYTHONPATH=$(CURDIR)/$$older $(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) $(TRANSFORMERS_TESTS) \
+			--deselect "$(TRANSFORMERS_TESTS)::test_families_over_a_ring[4]" $(PYTEST_FLAGS) || exit 1; \
+	done
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -86,7 +110,15 @@ examples: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/torch_minimal.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/train_on_tpu.py --device cpu --context 1022 --steps 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		examples/pretrain_fsdp2.py --cp 2 --context 254 --steps 2
 	$(BIN)/python examples/train_lm.py --context 1022 --steps 3 --output demo_output/small
+
+examples-integrations: $(INTEGRATIONS_VENV)/.installed
+	for example in finetune_transformers packed_sft; do \
+		OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+			examples/$$example.py --context 255 --steps 2 || exit 1; \
+	done
 
 env: $(STAMP)
 
@@ -99,6 +131,14 @@ $(XLA_VENV)/.installed: setup.py $(ENVIRONMENT)
 
 $(TORCH_TPU_VENV)/.installed: setup.py $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(TORCH_TPU_VENV) 3.12 -- "$(TORCH)" -- --editable ".[torch-tpu]" $(PYTEST)
+
+$(INTEGRATIONS_VENV)/.installed: setup.py $(ENVIRONMENT)
+	$(ENVIRONMENT) make $(INTEGRATIONS_VENV) $(VERSION) -- "$(TORCH)" -- --editable ".[dev]" $(JAX) $(INTEGRATIONS)
+
+$(INTEGRATIONS_VENV)/transformers-%/.installed: $(INTEGRATIONS_VENV)/.installed
+	rm -rf $(@D)
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) transformers==$* $(BESIDE_$*)
+	@touch $@
 
 # XLA's compiler for GPUs (132 MB to download). It is installed outside the environment's packages: otherwise every program that
 # starts JAX would look for CUDA and print a traceback if there is none.
@@ -116,5 +156,5 @@ $(TPU_COMPILER)/.installed: $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(wildcard .venv-3.*) $(XLA_VENV) $(TORCH_TPU_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(wildcard .venv-3.*) $(XLA_VENV) $(TORCH_TPU_VENV) $(INTEGRATIONS_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

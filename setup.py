@@ -17,7 +17,14 @@ EXTRAS = {
     # Tried with Python 3.12, torch 2.13.0, jax 0.11.2, torch-tpu 0.2.0. Its libtpu is newer than the one above: not both.
     "torch-tpu": ["torch-tpu>=0.2,<0.3"],
     # torch-xla 2.9 loads beside torch 2.9 only, so it has an environment of its own and no extra: `make xla`.
-    "transformers": ["transformers>=4.48,<6"],
+    # Each tried at both ends; transformers also between, with 4.57.6. 4.53 is its first release with an interface for masks.
+    "transformers": ["transformers>=4.53,<5.24"],
+    "accelerate": ["accelerate>=1.15,<1.16", "transformers>=5.23,<5.24"],
+    "trl": ["trl>=1.16,<1.17", "accelerate>=1.15,<1.16", "transformers>=5.23,<5.24"],
+    "diffusers": ["diffusers>=0.42,<0.43"],
+    "flax": ["flax>=0.12.8,<0.13"],
+    "equinox": ["equinox>=0.13.8,<0.14"],
+    "torchtitan": ["torchtitan>=0.3,<0.4"],
     # ruff's formatter changes between minor versions, so it is held to one.
     "dev": [
         "pytest>=9,<10",

@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    import faulthandler
+
 
     team = Team(timeout=300)
     mesh = init_device_mesh(team.device.type, (team.size,), mesh_dim_names=("cp",))

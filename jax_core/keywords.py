@@ -3,34 +3,47 @@
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
-from typing import ParamSpec, TypeVar
+from inspect import Parameter, signature
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Others = Mapping[str, str]  # other functions' argument names, each with this function's name for it, or with words
+NO_OTHERS: Others = MappingProxyType({})
 
 
-def explains(others: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function whose users know others like it. ``others``: other functions' argument names, each with this function's
-    name for it, or with words. An unexpected keyword argument is the TypeError that Python would raise, and the explanation."""
+def explains(others: Others) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function whose users know others like it: an unexpected keyword argument is the TypeError that Python raises,
+    with an explanation. Nothing is done before there is an error."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        names = tuple(signature(function).parameters)
-        known = frozenset(names)
-
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not known.issuperset(kwargs):
-                unknown = [name for name in kwargs if name not in known]
-                raise TypeError(f"{function.__qualname__}() {'; '.join(_explained(name, names, others) for name in unknown)}")
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if (better := explained(error, function, kwargs, others)) is error:
+                    raise
+                raise better from None
 
         return call
 
     return decorate
 
 
-def _explained(name: str, names: tuple[str, ...], others: Mapping[str, str]) -> str:
+def explained(error: Exception, function: Callable[..., Any], keywords: Mapping[str, object], others: Others) -> Exception:
+    """The error of a call with these keyword arguments, in words of ours where it is that some of them are unexpected."""
+    parameters = signature(function).parameters
+    names = tuple(parameters)
+    unknown = [name for name in keywords if name not in parameters]
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_any or not unknown or not isinstance(error, TypeError):
+        return error
+    return TypeError(f"{function.__qualname__}() {'; '.join(_unexpected(name, names, others) for name in unknown)}")
+
+
+def _unexpected(name: str, names: tuple[str, ...], others: Others) -> str:
     unexpected = f"got an unexpected keyword argument {name!r}"
     if name in others:
         other = others[name]

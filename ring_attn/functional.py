@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
-from jax_core.keywords import explains
 from ring_attn.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.names import OF_FUNCTION
 from ring_attn.packed_ids import Packing, with_documents, with_positions
@@ -65,9 +64,27 @@ class AttentionOptions(TypedDict, total=False):
     cfg: RingAttentionConfig | None
 
 
-def _where(*tensors: object, mesh: MeshLike = None, mesh_dim: str | int | None = None, **_: object) -> Any:
+def _where(
+    *tensors: object, mesh: MeshLike = None, mesh_dim: str | int | None = None, qkv_format: str = "bshd", **others: object
+) -> Any:
     """Mesh and mesh dimension of a call; None where it is so wrong that a mesh may be among its positional arguments."""
-    return (mesh, mesh_dim) if len(tensors) <= 3 else None
+    if len(tensors) > 3:
+        return None
+    query = tensors[0] if tensors else others.get("q")
+    if mesh is not None or not is_dtensor(query):
+        return mesh, mesh_dim
+    from ring_attn.dtensor import where_sharded
+
+    return where_sharded(query, dim=qkv_format.find("s") if "s" in qkv_format else 0)
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether it is a DTensor. Loads ``torch.distributed.tensor``, which takes a second, only for what may be one."""
+    if type(x) in (Tensor, torch.nn.Parameter) or not isinstance(x, Tensor) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
 
 
 @overload
@@ -82,8 +99,7 @@ def ring_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@announced(_where)
-@explains(OF_FUNCTION)
+@announced(_where, OF_FUNCTION)
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -125,7 +141,9 @@ def ring_attention(
     LSE is a differentiable output.
 
     Every rank of the ring calls it with its shards, which have the same shapes on all ranks; K/V are sent around the ring. The
-    first call in a job with several processes starts JAX on all of them, so every process of the job must make one.
+    first call in a job with several processes starts JAX on all of them, so every process of the job must make one. Under
+    ``torch.autocast`` q, k and v are cast as those of torch's own attention. With DTensors the ring is the mesh dimension that the
+    sequence is sharded over (docs/torch.md).
 
     Args:
         q: ``[batch, seq, heads, dim]`` (``bshd``); float16, bfloat16, float32, float64. With ``qkv_format`` "bhsd" and "sbhd" in
@@ -232,6 +250,11 @@ def attention(
     qkv = {name: batch_first(x, qkv_format) for name, x in qkv.items()}
     if qkv_format != "thd":
         doubt_swapped_dims(qkv["query"], qkv["key"], qkv_format)
+    whole = None
+    if any(map(is_dtensor, qkv.values())):
+        from ring_attn.dtensor import local_parts
+
+        where, qkv, others, whole = local_parts(where, names, qkv, others, options)
     if packing is not None and packing.given:
         others, options = with_documents(where, packing, qkv_format, qkv, others, options)
     elif options.get("bottom_right"):
@@ -242,7 +265,7 @@ def attention(
     seed = _seed(options["dropout_prob"], dropout_seed)
     qkv = _autocast(qkv, qkv["query"].device.type)
     out, lse = differentiable_attention(where, {**qkv, **others}, seed, tuple(names.items()), **options)
-    return as_given(out, lse, qkv_format)
+    return as_given(*(whole(out, lse) if whole else (out, lse)), qkv_format)
 
 
 def _plain(value: object) -> object:
@@ -314,7 +337,9 @@ def _check_integers(numbers: Mapping[str, object]) -> None:
 
 def _autocast(qkv: dict[str, Tensor], device_type: str) -> dict[str, Tensor]:
     """Cast as torch casts the inputs of its own attention under ``torch.autocast``: all floats but float64."""
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+    # Asked last, because torch.compile of torch 2.11 cannot trace the question.
+    known = device_type in ("cpu", "cuda", "xla") or torch.amp.is_autocast_available(device_type)
+    if not (known and torch.is_autocast_enabled(device_type)):
         return qkv
     dtype = torch.get_autocast_dtype(device_type)
     cast = {torch.float16, torch.bfloat16, torch.float32}

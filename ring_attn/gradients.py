@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn.reduction import agree, sum_over_ring
+from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
@@ -31,11 +31,7 @@ _REDUCING = {
 }
 
 
-@announced(
-    lambda *arguments, ring=None, mesh=None, mesh_dim=None: (
-        (ring.mesh, ring.mesh_dim) if ring else (arguments[1] if len(arguments) > 1 else mesh, mesh_dim)
-    )
-)
+@announced(where)
 @torch.no_grad()
 def sync_gradients(
     parameters: nn.Module | Iterable[Tensor],
@@ -62,10 +58,10 @@ def sync_gradients(
     already, and on all ranks where parameters differ; :class:`ring_attn.PeerFailure` when another process of the ring died or
     stopped.
     """
-    where = one_ring(ring, mesh, mesh_dim)
+    chosen = one_ring(ring, mesh, mesh_dim)
     trained = _trained(parameters)
     device = trained[0].device if trained else torch.device("cpu")
-    processes = road_of(device).resolve(where.mesh, where.mesh_dim)
+    processes = road_of(device).resolve(chosen.mesh, chosen.mesh_dim)
     if len(processes.held) == processes.size:
         return
     assert isinstance(processes, ProcessRing)  # any other holds all shards

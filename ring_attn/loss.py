@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ring_attn.reduction import agree, sum_over_ring
+from ring_attn.packed import PackedShard
+from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import ShardedBatch
 from torch_bridge.announced import announced, telling
@@ -27,17 +28,18 @@ def _where(
     *arguments: object, ring: Ring | None = None, mesh: MeshLike = None, mesh_dim: str | int | None = None, **options: object
 ) -> Any:
     """Mesh and mesh dimension of a call; None where it is not a collective and names no ring."""
-    alone = options.get("num_items") is not None or options.get("reduction", "mean") != "mean"
-    alone = alone or (len(arguments) > 1 and isinstance(arguments[1], ShardedBatch) and options.get("weights") is None)
+    batch = arguments[1] if len(arguments) > 1 else options.get("batch")
+    known = isinstance(batch, (ShardedBatch, PackedShard)) and options.get("weights") is None
+    alone = known or options.get("num_items") is not None or options.get("reduction", "mean") != "mean"
     if alone and ring is None and mesh is None:
         return None
-    return (ring.mesh, ring.mesh_dim) if isinstance(ring, Ring) else (mesh, mesh_dim)
+    return where(ring=ring, mesh=mesh, mesh_dim=mesh_dim)
 
 
 @announced(_where)
 def cross_entropy(
     logits: Tensor,
-    batch: ShardedBatch | Tensor,
+    batch: ShardedBatch | PackedShard | Tensor,
     *,
     ring: Ring | None = None,
     mesh: MeshLike = None,
@@ -56,9 +58,10 @@ def cross_entropy(
     Args:
         logits: ``[batch, seq of this shard, vocabulary]`` (or any dims before the last), for this rank's tokens. Half precision is
             converted to float32 first.
-        batch: what :func:`ring_attn.shard_batch` returned, which knows the number of labels of the whole ring: no communication.
-            Or labels, integers of the logits' shape without the last dim, **shifted before they were sharded**: the label of a
-            token is the token that follows. Then they are counted over the ring, which is a collective of all its ranks.
+        batch: what :func:`ring_attn.shard_batch` or :func:`ring_attn.shard_packed` returned, which knows the number of labels of
+            the whole ring: no communication. Or labels, integers of the logits' shape without the last dim, **shifted before they
+            were sharded**: the label of a token is the token that follows. Then they are counted over the ring, which is a
+            collective of all its ranks.
         ring, or mesh and mesh_dim: as for :func:`ring_attn.ring_attention`; needed only where labels or weights are summed over it.
         num_items: what the sum is divided by, instead of the count over the ring: for gradient accumulation, or for data
             parallelism beside the ring, the number of labels of all micro-batches, or of all rings.
@@ -73,7 +76,8 @@ def cross_entropy(
     Raises ValueError for labels or weights that do not have the logits' shape, labels that are no integers, and ranks of the ring
     that do not make the same call; :class:`ring_attn.PeerFailure` when one of them died or stopped.
     """
-    labels = batch.labels if isinstance(batch, ShardedBatch) else batch
+    labels, count = _labels(batch)
+    count = count if weights is None else None  # of labels, not of their weights
     _check(logits, labels, weights, num_items, reduction)
     losses = functional.cross_entropy(
         _wide(logits).flatten(0, -2),
@@ -88,15 +92,13 @@ def cross_entropy(
     if reduction == "sum":
         return losses.sum()
     if num_items is None:
-        num_items = _count(batch, weights, ignore_index, one_ring(ring, mesh, mesh_dim))
+        num_items = count
+    if num_items is None:
+        num_items = _count(labels, weights, ignore_index, one_ring(ring, mesh, mesh_dim))
     return losses.sum() / _divisor(num_items)
 
 
-@announced(
-    lambda *arguments, ring=None, mesh=None, mesh_dim=None: (
-        (ring.mesh, ring.mesh_dim) if ring else (arguments[1] if len(arguments) > 1 else mesh, mesh_dim)
-    )
-)
+@announced(where)
 def total_loss(loss: Tensor, mesh: MeshLike = None, *, mesh_dim: str | int | None = None, ring: Ring | None = None) -> Tensor:
     """The sum of all ranks' shares of a loss, on every rank: the number to show. It has no gradient; call ``backward()`` on the
     share. Collective: every rank of the ring calls it, with a loss of one shape and dtype.
@@ -113,11 +115,15 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-def _count(batch: ShardedBatch | Tensor, weights: Tensor | None, ignore_index: int, ring: Ring) -> Tensor:
+def _labels(batch: ShardedBatch | PackedShard | Tensor) -> tuple[Tensor, int | Tensor | None]:
+    """The labels, and their count over the ring where the batch knows it."""
+    if isinstance(batch, ShardedBatch):
+        return batch.labels, batch.num_labels
+    return (batch.labels, batch.label_count) if isinstance(batch, PackedShard) else (batch, None)
+
+
+def _count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring) -> Tensor:
     """What the mean is taken over: the number of labels of the whole ring, or the sum of their weights."""
-    if weights is None and isinstance(batch, ShardedBatch):
-        return batch.num_labels
-    labels = batch.labels if isinstance(batch, ShardedBatch) else batch
     counted = labels != ignore_index
     if weights is None:
         return _total(counted.sum(), ring, "cross_entropy of labels", _ALL_COUNT)
@@ -144,7 +150,7 @@ def _divisor(num_items: int | Tensor) -> int | Tensor:
 def _check(logits: Tensor, labels: Tensor, weights: Tensor | None, num_items: int | Tensor | None, reduction: str) -> None:
     if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
         raise ValueError(
-            "cross_entropy needs logits and the batch of ring_attn.shard_batch, or labels, as torch tensors; got "
+            "cross_entropy needs logits and the batch of ring_attn.shard_batch or shard_packed, or labels, as torch tensors; got "
             f"{type(logits).__name__} and {type(labels).__name__}"
         )
     if logits.ndim < 2 or not logits.is_floating_point() or logits.shape[:-1] != labels.shape:

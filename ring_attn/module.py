@@ -15,6 +15,7 @@ from ring_attn.checks import check_inputs, check_sizes
 from ring_attn.functional import NAMES, attention, check_dense
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.names import OF_FORWARD, OF_MODULE
+from ring_attn.projections import repack, rows
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
@@ -62,6 +63,7 @@ class RingAttention(nn.MultiheadAttention):
       ``torch.manual_seed`` and activation checkpointing replay it). Processes with the same seed drop what one process would.
     - The fused inference path of ``nn.TransformerEncoderLayer`` would attend to the local shard only; ``_qkv_same_embed_dim``,
       which is always False here, disables it. Nested tensors are refused.
+    - ``ring_attn.parallel.HeadParallel`` splits the heads, beside the ring; the projections are then separate (docs/torch.md).
     - A copy shares the mesh. A mesh cannot be pickled: after unpickling, set ``module.mesh``, or ``forward`` raises (None and
       "local" are kept).
 
@@ -158,6 +160,10 @@ class RingAttention(nn.MultiheadAttention):
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
         self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        repack(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _reset_parameters(self) -> None:
         """The initial values of ``nn.MultiheadAttention``, drawn in the same order, so that one seed gives both the same values."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
@@ -170,8 +176,7 @@ class RingAttention(nn.MultiheadAttention):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
 
-    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim))
-    @explains(OF_FORWARD)
+    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim), OF_FORWARD)
     def forward(
         self,
         query: Tensor,
@@ -266,14 +271,13 @@ class RingAttention(nn.MultiheadAttention):
         return tensor if self.batch_first or tensor.ndim != 3 else tensor.transpose(0, 1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kv_dim = self.num_kv_heads * self.head_dim
-        rows = [self.embed_dim, kv_dim, kv_dim]
+        sizes = rows(self)
         if self.in_proj_weight is not None and query is key and key is value:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(rows, -1)
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, -1)
         else:
             separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = separate if self.in_proj_weight is None else self.in_proj_weight.split(rows)
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(rows)
+            weights = separate if self.in_proj_weight is None else self.in_proj_weight.split(sizes)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
             q, k, v = (F.linear(*args) for args in zip((query, key, value), weights, biases, strict=True))
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         return q, k, v

@@ -41,8 +41,8 @@ OF_FUNCTION = _COMMON | {
     # flash-attn
     "return_attn_probs": _NO_WEIGHTS,
     "return_softmax_lse": "return_lse",
-    "max_seqlen_q": "which is not needed: lengths are those of the tensors",
-    "max_seqlen_k": "which is not needed: lengths are those of the tensors",
+    "cu_seqlens": "of which each side has its own here: cu_seqlens_q and cu_seqlens_k",
+    "max_seqlen": "of which each side has its own here: max_seqlen_q and max_seqlen_k",
     "learnable_sink": "sinks",
     "s_aux": "sinks",
     # jax.nn.dot_product_attention and flax
@@ -58,8 +58,6 @@ OF_FUNCTION = _COMMON | {
     "key_padding_mask": _PADDING,
     "segment_ids": _BOTH.format("segment_ids"),
     "position_ids": _BOTH.format("position_ids"),
-    "cu_seqlens_q": _PACKED,
-    "cu_seqlens_k": _PACKED,
 }
 
 OF_MODULE = _COMMON | {

@@ -28,7 +28,9 @@ class Packing:
 
     @property
     def given(self) -> bool:
-        return any(value is not None for value in vars(self).values())
+        # torch.compile of torch 2.11 cannot trace vars().
+        values = self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+        return any(value is not None for value in values)
 
 
 def with_documents(
@@ -117,14 +119,15 @@ def _tensors_per_sequence(where: Where, device: torch.device) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _held(where: Where, layout: str, device: torch.device, length: int) -> tuple[tuple[int, int, int], ...]:
-    """The positions that this process's tensor holds, as arguments of ``arange``."""
+def _held(where: Where, device: torch.device) -> tuple[tuple[int, ...], int]:
+    """The ring ranks whose shards this process's tensor holds, and the size of the ring."""
     ring = road_of(device).resolve(*where)
-    held = [run for rank in ring.held for run in runs(layout, rank, ring.size, length // len(ring.held))]
-    return tuple((run.start, run.start + run.stride * run.length, run.stride) for run in held)
+    return tuple(ring.held), ring.size
 
 
 def _index(where: Where, layout: str, x: Tensor) -> Tensor:
-    """``[seq]``: where the rows of a shard are in the whole sequence."""
-    parts = [torch.arange(*run, dtype=torch.int32, device=x.device) for run in _held(where, layout, x.device, x.shape[1])]
-    return torch.cat(parts)
+    """``[seq]``: where the rows of a shard are in the whole sequence. torch.compile may hold the length for variable."""
+    held, size = _held(where, x.device)
+    pieces = [run for rank in held for run in runs(layout, rank, size, x.shape[1] // len(held))]
+    ends = [(run.start, run.start + run.stride * run.length, run.stride) for run in pieces]
+    return torch.cat([torch.arange(*end, dtype=torch.int32, device=x.device) for end in ends])

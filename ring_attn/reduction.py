@@ -1,5 +1,7 @@
 """Sums over a ring by torch's collectives, each compared, announced and watched as every ring call is."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +11,12 @@ from torch_bridge.mesh import Ring
 from torch_bridge.runtime import start
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def where(*arguments: object, ring: object = None, mesh: object = None, mesh_dim: object = None, **_: object) -> Any:
+    """Mesh and mesh dimension of a call whose second argument is the mesh, for :func:`torch_bridge.announced.announced`."""
+    mesh = arguments[1] if len(arguments) > 1 else mesh
+    return getattr(ring, "mesh", mesh), getattr(ring, "mesh_dim", mesh_dim)
 
 
 def agree(ring: Ring, device: torch.device, call: str, must: str) -> None:

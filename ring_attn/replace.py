@@ -30,27 +30,27 @@ def replace_attention(
     """Makes every ``nn.MultiheadAttention`` in ``model``, also those in ``nn.TransformerEncoder`` and ``nn.TransformerDecoder``, a
     :class:`ring_attn.RingAttention` on this ring, and reports what was swapped and what was not.
 
-    The modules are changed in place: parameters, and so optimizers and tied weights, hooks, training mode, dtype, device, state dict
-    and the objects themselves stay. Call it before ``fully_shard``, DDP and ``torch.compile`` wrap the model.
+    The modules are changed in place: parameters, and so optimizers and tied weights, hooks, training mode, dtype, device, state
+    dict and the objects themselves stay. Call it before ``fully_shard``, DDP and ``torch.compile`` wrap the model.
 
     The model then takes shards ``ring_attn.shard(x, mesh)`` and gives shards:
 
-    - ``src_mask``, ``tgt_mask`` and ``memory_mask`` are this process's rows of the whole mask, ``shard(mask, dim=-2)``, with the columns
-      of all keys; one made for the local length is refused. A causal model needs none: ``is_causal=True`` is enough.
+    - ``src_mask``, ``tgt_mask`` and ``memory_mask`` are this process's rows of the whole mask, ``shard(mask, dim=-2)``, with the
+      columns of all keys; one made for the local length is refused. A causal model needs none: ``is_causal=True`` is enough.
     - Key padding masks are this process's own, as in ``RingAttention.forward``.
-    - ``memory`` is sharded too. Held whole by every process it gives the same result without a mask, at the price of sending it, and a
-      warning that all ranks hold the same values.
+    - ``memory`` is sharded too. Held whole by every process it gives the same result without a mask, at the price of sending it and
+      a warning that all ranks hold the same values.
     - ``nn.TransformerEncoder``'s nested tensors, and the fused inference path of its layers, are turned off.
 
-    A caller of the attention module itself who leaves ``need_weights`` out gets None for the weights, and asking for them raises: name
-    such modules in ``leave``.
+    A caller of the attention module itself who leaves ``need_weights`` out gets None for the weights, and asking for them raises:
+    name such modules in ``leave``.
 
     Left, with the reason: subclasses of ``nn.MultiheadAttention`` (parametrized, quantized, or sharded by FSDP), which may compute
-    something else, modules whose weights are no plain parameters (pruned, weight-normed) or whose ``forward`` is their own, scripted
-    ones, those of ``leave``, and those that are a ``RingAttention`` already.
+    something else, modules whose weights are no plain parameters (pruned, weight-normed) or whose ``forward`` is their own,
+    scripted ones, those of ``leave``, and those that are a ``RingAttention`` already.
 
-    ``ring``, or ``mesh``, ``mesh_dim``, ``layout``: as for :func:`ring_attn.ring_attention`. Raises ValueError for a name in ``leave``
-    that is no attention module.
+    ``ring``, or ``mesh``, ``mesh_dim``, ``layout``: as for :func:`ring_attn.ring_attention`. Raises ValueError for a name in
+    ``leave`` that is no attention module.
     """
     place = one_ring(ring, mesh, mesh_dim, layout)
     found = dict(_attention_modules(model))

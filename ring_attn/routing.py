@@ -29,8 +29,8 @@ def context_parallel_sdpa(
     layout: str = "contiguous",
     cross: Cross = None,
 ) -> Iterator[None]:
-    """While it is active, ``torch.nn.functional.scaled_dot_product_attention`` is :func:`ring_attn.sdpa` on this ring, by whatever name
-    it was imported, so that a model which calls it attends to the whole sequence, unchanged::
+    """While it is active, ``torch.nn.functional.scaled_dot_product_attention`` is :func:`ring_attn.sdpa` on this ring, by whatever
+    name it was imported, so that a model which calls it attends to the whole sequence, unchanged::
 
         with context_parallel_sdpa(mesh=mesh):
             out = model(ring_attn.shard(x, mesh))
@@ -40,14 +40,15 @@ def context_parallel_sdpa(
 
     - The backward needs no manager. Activation checkpointing, which runs its function again there, enters it again: for this
       ``torch.utils.checkpoint`` is wrapped once, when a manager is first used; without a manager the wrapper does nothing.
-    - It holds for the thread that enters it. Managers nest, and the innermost one is used; ``mesh="local"`` routes to attention within
-      this process. It is also a decorator.
+    - It holds for the thread that enters it. Managers nest, and the innermost one is used; ``mesh="local"`` routes to attention
+      within this process. It is also a decorator.
     - ``torch.compile``: enter it around the call of the compiled model.
 
-    ``ring``, or ``mesh``, ``mesh_dim``, ``layout``: as for :func:`ring_attn.ring_attention`. ``cross`` says what keys are that differ in
-    length from the queries: "sharded" over the ring as the queries are, or held "whole" by every rank (encoded text), so that
-    each rank attends to its own copy, and the gradients of what made them are each rank's part. None refuses such calls. Keys of
-    the queries' length are taken for sharded; whole ones give the same result without a mask, at the price of sending them and with a warning that all ranks hold the same.
+    ``ring``, or ``mesh``, ``mesh_dim``, ``layout``: as for :func:`ring_attn.ring_attention`. ``cross`` says what keys are that
+    differ in length from the queries: "sharded" over the ring as the queries are, or held "whole" by every rank (encoded text),
+    so that each rank attends to its own copy, and the gradients of what made them are each rank's part. None refuses such calls.
+    Keys of the queries' length are taken for sharded; whole ones give the same result without a mask, at the price of sending
+    them and with a warning that all ranks hold the same.
 
     Raises, while active: what :func:`ring_attn.sdpa` raises; ValueError for keys of another length and ``cross=None``;
     NotImplementedError for ``is_causal`` with whole keys, and for attention by another function (``nn.MultiheadAttention``, which
@@ -73,7 +74,7 @@ class _Route(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if _attends_locally(name):
             raise NotImplementedError(
-                f"context_parallel_sdpa routes scaled_dot_product_attention only, and {name} would attend to this rank's shard alone; "
+                f"context_parallel_sdpa routes scaled_dot_product_attention only: {name} would attend to this rank's shard alone; "
                 "swap nn.MultiheadAttention with ring_attn.replace_attention, and call ring_attn.ring_attention for the rest"
             )
         return func(*args, **kwargs)
@@ -83,7 +84,7 @@ class _Route(TorchFunctionMode):
             return sdpa(query, key, value, *args, **kwargs, ring=self.ring)
         if self.cross is None:
             raise ValueError(
-                f"{query.shape[-2]} queries of this rank meet {key.shape[-2]} keys, and it cannot be known whether these are a shard; "
+                f"{query.shape[-2]} queries of this rank meet {key.shape[-2]} keys, which may be a shard or all of them; "
                 'give context_parallel_sdpa cross="sharded", or cross="whole" if every rank holds all of these keys'
             )
         if kwargs.get("is_causal") or (len(args) > 2 and args[2]):
@@ -100,8 +101,8 @@ def _attends_locally(name: str) -> bool:
 
 @cache
 def _carry_into_recomputations() -> None:
-    """Activation checkpointing calls its function again in the backward, where the manager may be gone: attention would be local, and
-    with ``use_reentrant=True`` nothing would notice. It has no hook for all checkpoints, so its two entrances are wrapped."""
+    """Activation checkpointing calls its function again in the backward, where the manager may be gone: attention would be local,
+    and with ``use_reentrant=True`` nothing would notice. It has no hook for all checkpoints, so its two entrances are wrapped."""
     generator, reentrant = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction.apply
 
     @wraps(generator)
@@ -111,7 +112,7 @@ def _carry_into_recomputations() -> None:
     def apply(function: Callable[..., Any], *args: Any) -> Any:
         return reentrant(_routed(function), *args)
 
-    checkpointing._checkpoint_without_reentrant_generator = without_reentrant
+    setattr(checkpointing, "_checkpoint_without_reentrant_generator", without_reentrant)  # noqa: B010  (as mypy would have it)
     setattr(checkpointing.CheckpointFunction, "apply", staticmethod(apply))  # noqa: B010
 
 

@@ -52,8 +52,8 @@ def sdpa(
         query: ``[..., heads, L, dim]``, L positions of this rank. Any number of leading dims, or none; without heads ``[L, dim]``.
         key, value: ``[..., heads, S, dim]`` and ``[..., heads, S, value dim]``, S positions of this rank. The keys attended to are
             those of all ranks, ``R * S``. Leading dims, heads among them, broadcast.
-        attn_mask: broadcasts to ``[..., heads, L, R * S]``: its rows are this rank's queries in the order of the layout, its columns
-            are the keys of the whole sequence in natural order. Cut the rows of a whole mask with ``ring_attn.shard(mask, dim=-2)``.
+        attn_mask: broadcasts to ``[..., heads, L, R * S]``: its rows are this rank's queries in the order of the layout, its
+            columns the keys of the whole sequence in natural order. ``ring_attn.shard(mask, dim=-2)`` cuts a whole mask's rows.
             Bool: True may attend. Float: added to the scores; -inf hides a key. A bool mask with one row for all queries and one
             head (padding) costs memory linear in the sequence, any other ``L * R * S``.
         dropout_p: applied whenever it is not 0, as in torch. The seed is drawn from torch's default generator; the pattern is not
@@ -67,8 +67,9 @@ def sdpa(
         ``[..., heads, L, value dim]``. A query that sees no key gives 0, and gradients of 0, as torch does.
 
     Raises:
-        ValueError: a mask together with ``is_causal``, a mask of other rows or columns than these, shapes, dtypes or heads that do not
-            fit together, here or on another rank. torch_bridge.runtime.PeerFailure: another process of the ring died or stopped.
+        ValueError: a mask together with ``is_causal``, a mask of other rows or columns than these, shapes, dtypes or heads that
+            do not fit together, here or on another rank.
+        torch_bridge.runtime.PeerFailure: another process of the ring died or stopped.
     """
     place = one_ring(ring, mesh, mesh_dim, layout)
     _check_inputs(query, key, value)
@@ -79,9 +80,9 @@ def sdpa(
     if attn_mask is not None:
         _check_mask(attn_mask, is_causal, query.ndim, sizes)
     masks = {} if attn_mask is None else _masks(attn_mask, sizes, place)
-    flat = (x.flatten(0, -4) for x in (q, k, v))
-    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "qkv_format": "bhsd"}
-    out = ring_attention(*flat, **options, **masks, **place.arguments())
+    q, k, v = (x.flatten(0, -4) for x in (q, k, v))
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "qkv_format": "bhsd", **masks}
+    out = ring_attention(q, k, v, **options, **place.arguments())
     whole = out.unflatten(0, sizes.lead)
     return whole if query.ndim >= 4 else whole.squeeze(0) if query.ndim == 3 else whole.squeeze(0).squeeze(0)
 
@@ -104,8 +105,8 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
     count = q.shape[-3] if enable_gqa else max(heads)
     if not enable_gqa and not heads <= {1, count}:
         raise ValueError(
-            f"query, key and value must have the same number of heads without enable_gqa=True, got {q.shape[-3]}, {k.shape[-3]} and "
-            f"{v.shape[-3]}"
+            "query, key and value must have the same number of heads without enable_gqa=True, got "
+            f"{q.shape[-3]}, {k.shape[-3]} and {v.shape[-3]}"
         )
     if any(number == 0 or count % number for number in heads if number != count):
         raise ValueError(f"the heads of key and value must divide those of query, {count}, got {k.shape[-3]} and {v.shape[-3]}")

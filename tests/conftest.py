@@ -1,6 +1,7 @@
 """Settings that must be in place before JAX or torch-xla starts: eight CPU devices stand for a ring of up to eight."""
 
 import os
+from importlib.util import find_spec
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -16,3 +17,6 @@ collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["jax_core
 collect_ignore += (
     [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["jax_core/kernels/test_gpu.py", "torch_bridge/test_gpu_bridge.py"]
 )
+
+# What needs transformers, accelerate, TRL, diffusers, flax, equinox or torchtitan: `make test-integrations` has them all.
+collect_ignore += [] if find_spec("transformers") else ["integrations"]

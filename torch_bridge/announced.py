@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.utils.checkpoint
 
+from jax_core.keywords import NO_OTHERS, Others, explained
 from torch_bridge import peers
 from torch_bridge.calls import PeerFailure, tell_failure
 from torch_bridge.mesh import Ring, resolve
@@ -21,10 +22,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def announced(where: Callable[..., Where | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def announced(where: Callable[..., Where | None], others: Others = NO_OTHERS) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that is a ring call from its first check on: an error on this rank is reported to the others, which
     raise ValueError with its message instead of waiting. ``where`` extracts mesh and mesh dimension from the function's arguments,
-    or None if the ring cannot be known from them.
+    or None if the ring cannot be known from them. ``others``: argument names of functions like it, for the TypeError of an
+    unexpected one (:mod:`jax_core.keywords`).
 
     While torch.compile traces the function, the functions it calls report their own errors (:func:`telling`).
     """
@@ -37,12 +39,15 @@ def announced(where: Callable[..., Where | None]) -> Callable[[Callable[P, R]], 
             entered = peers.prepare()
             try:
                 return function(*args, **kwargs)
-            except Exception as error:
+            except Exception as raised:
+                error = explained(raised, function, kwargs, others)
                 with suppress(ValueError):  # not a valid mesh: it is unknown which ranks this call was meant for
                     mesh = where(*args, **kwargs)
                     if mesh is not None:
                         _tell(resolve(*mesh), _device((*args, *kwargs.values())), error)
-                raise
+                if error is raised:
+                    raise
+                raise error from None
             finally:
                 peers.prepared(entered)
 

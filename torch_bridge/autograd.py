@@ -88,8 +88,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
-        direct = ctx.program is not None and _unobserved((*ctx.saved_tensors, dout, dlse))
-        return _gradients(ctx, dout, dlse, ctx.program.backward if direct else partial(_backward, ctx.call))
+        saved = ctx.saved_tensors  # looked at once: a checkpoint makes them again at the first look, and refuses a second
+        direct = ctx.program is not None and _unobserved((*saved, dout, dlse))
+        return _gradients(ctx, saved, dout, dlse, ctx.program.backward if direct else partial(_backward, ctx.call))
 
 
 class _Transformable(torch.autograd.Function):
@@ -112,13 +113,13 @@ class _Transformable(torch.autograd.Function):
             *tensors, made = results
             return _Once.apply(ctx.call, len(operands), tuple(made), *operands, *tensors)
 
-        return _gradients(ctx, dout, dlse, once)
+        return _gradients(ctx, ctx.saved_tensors, dout, dlse, once)
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(
-            "ring_attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian): JAX computes its gradients, in reverse "
-            "mode and once; use torch.func.grad, vjp or jacrev"
+            "ring_attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); JAX computes its gradients, once and "
+            "in reverse mode: use torch.func.grad, vjp or jacrev"
         )
 
 
@@ -146,8 +147,14 @@ class _Once(torch.autograd.Function):
         _Transformable.jvp(ctx, *tangents)
 
 
-def _gradients(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None, backward: Callable[..., Sequence[torch.Tensor]]):
-    *operands, out, lse = ctx.saved_tensors
+def _gradients(
+    ctx,
+    saved: Tensors,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    backward: Callable[..., Sequence[torch.Tensor]],
+):
+    *operands, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
     # Always include query, key and value: what is sent must not depend on which gradients a rank needs.
@@ -180,9 +187,8 @@ def _own_operators(call: str, operands: Tensors) -> Operators | None:
     operators = road_of(query.device).OPERATORS
     if operators is None:
         return None
-    number = _number_of_operators(
-        call, tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands), query.device
-    )
+    forms = tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands)
+    number = _number_of_operators(call, forms, query.device)
     return None if number is None else Operators(partial(operators.forward, number), partial(operators.backward, number))
 
 

@@ -7,6 +7,7 @@ therefore told to the others when a program runs for the first time.
 import hashlib
 import json
 import os
+import sys
 import warnings
 from collections import defaultdict
 from functools import cache
@@ -47,6 +48,16 @@ def look_at_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
     if doubt:
         with known_to_all():
             object_to(f"{doubt} ({ring})")
+
+
+def shapes_only() -> bool:
+    """Whether torch.distributed.pipelining runs a stage on uninitialised memory, perhaps equal on all ranks, for its shapes."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_forward_metadata_inference":
+            return True
+    return False
 
 
 def doubtful(ranks: list[Holding]) -> str | None:

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 from torch_bridge import batching
 from torch_bridge.programs import call_of, check, program_of
 from torch_bridge.request import results
+from torch_bridge.ring import tensors_per_sequence
 
 
 @torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, str call) -> (Tensor, Tensor)")
@@ -65,4 +66,4 @@ def _backward_flops(operands, *arguments: Any, **_: Any) -> int:
 def _pairs(shapes: Any, words: str) -> tuple[int, int, int]:
     """How many scores this process's queries have with the keys of the whole ring; the dims of queries and values."""
     (batch, queries, heads, dim), (_, keys, *_), (*_, value_dim) = shapes[:3]
-    return batch * heads * queries * keys * call_of(words).ring.size, dim, value_dim
+    return batch * heads * queries * keys * tensors_per_sequence(call_of(words).ring), dim, value_dim

@@ -70,8 +70,8 @@ def _process() -> str:
 def call_of(words: str) -> Call:
     if words not in _CALLS:
         raise ValueError(
-            f"no call of ring_attention in this process is the one in this graph ({words}), which another process has exported; call "
-            "ring_attention here once with the same options and ring before the graph, or export it again"
+            f"no call of ring_attention in this process is the one in this graph, which another process has exported ({words}); "
+            "call ring_attention here once with the same options and ring before the graph, or export it again"
         )
     return _CALLS[words]
 
@@ -128,7 +128,8 @@ def check(words: str, tensors: Tensors) -> None:
     call, query = call_of(words), tensors[0]
     assert query is not None
     with telling(call.ring, query.device), _in_words_of_the_caller(call.names):
-        check_operands(Operands(*tensors[: len(ARRAYS)]), call.options.layout, tensors_per_sequence(call.ring))
+        forms: Any = tensors[: len(ARRAYS)]
+        check_operands(Operands(*forms), call.options.layout, tensors_per_sequence(call.ring))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 For kernels that visit blocks from a list. Maps are by block, not by position, so they stay small at any length.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,17 +95,26 @@ def any_visible(mask: Mask, q: Side, k: Side) -> Array:
     """Which pairs of blocks may have a visible pair, ``[batch|1, query blocks, key blocks]``.
 
     Without segments two blocks are judged by their bounds. With segments these say too little: a block with the end of one document
-    and the start of another has wide bounds. So every query is held against the bounds of a block of keys, and every key against
-    those of a block of queries. If one of the two blocks holds consecutive segments, this is as exact as positions are.
+    and the start of another has wide bounds. So blocks are judged by groups of a few places, down to single ones in short shards.
     """
-    q_blocks, k_blocks = _bounds(q, 2), _bounds(k, 1)
     if q.segment is None or k.segment is None:
-        return _overlap(mask, q_blocks, k_blocks)
-    by_query = _overlap(mask, _each(q, 2), k_blocks)
-    by_query = by_query.reshape(-1, *q.segment.shape[1:], k.segment.shape[1]).any(2)
-    by_key = _overlap(mask, q_blocks, _each(k, 1))
-    by_key = by_key.reshape(-1, q.segment.shape[1], *k.segment.shape[1:]).any(3)
-    return by_query & by_key
+        return _overlap(mask, _bounds(q, 2), _bounds(k, 1))
+    group = _group(q.segment.shape, k.segment.shape)
+    queries, keys = (Side(*(x.reshape(x.shape[0], -1, group) for x in side if x is not None)) for side in (q, k))
+    pairs = _overlap(mask, _bounds(queries, 2), _bounds(keys, 1))
+    (_, q_blocks, q_block), (_, k_blocks, k_block) = q.segment.shape, k.segment.shape
+    return pairs.reshape(-1, q_blocks, q_block // group, k_blocks, k_block // group).any((2, 4))
+
+
+_PAIRS = 2**22  # of groups, at most: more would cost more than the blocks that they save
+
+
+def _group(q: tuple[int, ...], k: tuple[int, ...]) -> int:
+    """The smallest power of two that divides the blocks of both sides, ``[batch|1, blocks, block]``, into few enough groups."""
+    pairs, common, group = q[1] * q[2] * k[1] * k[2], math.gcd(q[2], k[2]), 1
+    while pairs > _PAIRS * group**2 and common % (2 * group) == 0:
+        group *= 2
+    return group
 
 
 def _overlap(mask: Mask, q: tuple[_Bounds, _Bounds | None], k: tuple[_Bounds, _Bounds | None]) -> Array:
@@ -128,11 +138,6 @@ def _bounds(side: Side, axis: int) -> tuple[_Bounds, _Bounds | None]:
     )
     assert position is not None
     return position, segment
-
-
-def _each(side: Side, axis: int) -> tuple[_Bounds, _Bounds | None]:
-    """Those of every single place."""
-    return _bounds(Side(*(None if x is None else x.reshape(x.shape[0], -1, 1) for x in side)), axis)  # type: ignore[arg-type]
 
 
 def starts(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:

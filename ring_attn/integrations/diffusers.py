@@ -96,8 +96,8 @@ def _processors(model: nn.Module) -> list[Any]:
     for name, processor in found.items():
         if not hasattr(processor, "_attention_backend") or not hasattr(processor, "_parallel_config"):
             raise NotImplementedError(
-                f"{name} has a {type(processor).__name__}, which does not use diffusers' table of backends and would attend to this "
-                "rank's part alone; set a processor that does"
+                f"{name} has a {type(processor).__name__}, which does not use diffusers' table of backends and would attend to "
+                "this rank's part alone; set a processor that does"
             )
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention module that diffusers knows")
@@ -113,7 +113,7 @@ def _config(group: dist.ProcessGroup, device: str) -> ParallelConfig:
 
 
 def _apply(model: nn.Module, config: ContextParallelConfig, plan: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """diffusers' hooks where they split, and hooks of our own where they gather: its own needs NCCL for parts of different lengths."""
+    """diffusers' hooks where they split, and our own where they gather: its needs NCCL for parts of different lengths."""
     apply_context_parallel(model, config, {name: entry for name, entry in plan.items() if isinstance(entry, dict)})
     for name, entry in plan.items():
         if isinstance(entry, dict):
@@ -181,8 +181,8 @@ def _attend(
     enable_gqa: bool = False,
     _parallel_config: ParallelConfig | None = None,
 ) -> Tensor:
-    """The backend: ``[batch, positions, heads, dim]`` of this rank, and the keys of all ranks; without a configuration, keys that this
-    rank holds whole."""
+    """The backend: ``[batch, positions, heads, dim]`` of this rank, and the keys of all ranks; without a configuration, keys that
+    this rank holds whole."""
     if _parallel_config is None:
         native: Callable[..., Tensor] = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
         return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -190,11 +190,14 @@ def _attend(
     _check(config, query, key, is_causal, enable_gqa)
     group = config._ring_mesh.get_group()
     own = (query.shape[1], key.shape[1])
-    told = _sizes(own, query.device, group) if config.ring_anything else [own]
+    told = _sizes(own, query.device, group) if config.ring_anything else [list(own)]
     rows, columns = (max(lengths) for lengths in zip(*told, strict=True))
-    ids = _segments(attn_mask, query, key, rows, columns) if attn_mask is not None or any(one != told[0] for one in told) else {}
+    uneven = any(lengths != told[0] for lengths in told)
+    options: dict[str, Any] = {"mesh": group, "scale": scale, "dropout_p": dropout_p}
+    if attn_mask is not None or uneven:
+        options |= _segments(attn_mask, query, key, rows, columns)
     q, k, v = _padded(query, 1, rows), _padded(key, 1, columns), _padded(value, 1, columns)
-    return ring_attention(q, k, v, mesh=group, scale=scale, dropout_p=dropout_p, **ids)[:, : own[0]]
+    return ring_attention(q, k, v, **options)[:, : own[0]]
 
 
 def _check(config: ContextParallelConfig, query: Tensor, key: Tensor, is_causal: bool, enable_gqa: bool) -> None:

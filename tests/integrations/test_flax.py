@@ -1,5 +1,6 @@
 """RingAttentionFn in flax's layers: their results and gradients are those of flax's own attention on whole arrays."""
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -120,11 +121,8 @@ def test_a_function_like_flaxs():
 
 def test_precision_reaches_the_products():
     q = jnp.ones((1, 4, 2, 8))
-    for precision, name in ((None, "HIGHEST"), ("high", "HIGH"), (jax.lax.Precision.DEFAULT, "DEFAULT")):
-        text = str(jax.make_jaxpr(lambda q, p=precision: RingAttentionFn()(q, q, q, precision=p))(q))
-        assert f"Precision.{name})" in text or f"Precision.{name}\n" in text or f"precision=Precision.{name}" in text
-    with pytest.raises(ValueError, match="precision must be a"):
-        RingAttentionFn()(q, q, q, precision=("high", "default"))
+    program = str(jax.make_jaxpr(lambda q: RingAttentionFn()(q, q, q, precision="high"))(q))
+    assert set(re.findall(r"Precision\.(\w+)", program)) == {"HIGH"}
 
 
 def test_further_arrays_of_a_batch():

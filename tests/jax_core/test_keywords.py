@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import jax_core
 from jax_core.api.names import OTHERS
-from jax_core.keywords import explains
-from ring_attn import RingAttention, ring_attention
+from jax_core.keywords import NO_OTHERS, explains
+from ring_attn import RingAttention, ring_attention, sync_gradients, unshard
 from ring_attn.names import OF_FORWARD, OF_FUNCTION, OF_MODULE
 
 X = torch.zeros(1, 4, 2, 8)
@@ -62,6 +62,8 @@ def test_all_of_jax_nns_and_sdpas_names_are_known():
         (lambda: jax_core.ring_attention(A, A, A, key_value_seq_lengths=jnp.array([3])), "negative ids are padding"),
         (lambda: jax_core.ring_attention(A, A, A, local_window_size=(2, 0)), "called sliding_window here"),
         (lambda: jax_core.ring_attention(A, A, A, implementation="cudnn"), "called platform here"),
+        (lambda: unshard(X, "local", dims=1), r"unshard\(\) got an unexpected keyword argument 'dims'. Did you mean 'dim'"),
+        (lambda: sync_gradients([], reduce=1), r"sync_gradients\(\) got an unexpected keyword argument 'reduce'$"),
         (lambda: jax_core.ring_attention(A, A, A, casual=True), "Did you mean 'causal'"),
     ],
 )
@@ -75,6 +77,9 @@ def test_errors_of_the_function_itself_pass():
         raise TypeError(given)
 
     call = explains({"desired": "wanted"})(attend)
+    anything = explains({"desired": "wanted"})(lambda **options: attend("its own"))
+    with pytest.raises(TypeError, match=r"^its own$"):
+        anything(desired=1)
     assert inspect.signature(call) == inspect.signature(attend) and call.__name__ == "attend"
     with pytest.raises(TypeError, match=r"^its own$"):
         call("its own", wanted=1)
@@ -83,6 +88,6 @@ def test_errors_of_the_function_itself_pass():
 
 
 def test_torch_compile_reads_it():
-    function = explains({})(lambda x, scale=1.0: x * scale)
+    function = explains(NO_OTHERS)(lambda x, scale=1.0: x * scale)
     compiled = torch.compile(lambda x: function(x, scale=2.0), backend="eager", fullgraph=True)
     assert torch.equal(compiled(X + 1), X + 2)

@@ -5,7 +5,7 @@ import torch
 from launch import torchrun
 from torch import nn
 
-from ring_attn import Ring, cross_entropy, shard_batch, sync_gradients, total_loss
+from ring_attn import Ring, cross_entropy, shard_batch, shard_packed, sync_gradients, total_loss
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 LOGITS = torch.randn(1, 8, 11, generator=torch.Generator().manual_seed(0))
@@ -21,6 +21,17 @@ def test_one_process_gets_the_ordinary_mean():
     losses = cross_entropy(LOGITS, batch, reduction="none")
     assert losses.shape == IDS.shape
     torch.testing.assert_close(losses.sum() / 7, expected)
+
+
+def test_a_packed_batch_knows_its_count():
+    shard = shard_packed({"input_ids": IDS, "cu_seqlens": torch.tensor([0, 3, 8])}, mesh="local")
+    losses = cross_entropy(LOGITS, shard, reduction="none")
+    torch.testing.assert_close(cross_entropy(LOGITS, shard), losses.sum() / 6)
+    torch.testing.assert_close(cross_entropy(LOGITS, shard), (losses * shard.loss_weights).sum())
+    weights = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1))
+    counted = weights.masked_fill(shard.labels == -100, 0)
+    mean = cross_entropy(LOGITS, shard, weights=weights, mesh="local")
+    torch.testing.assert_close(mean, (losses * weights).sum() / counted.sum())
 
 
 def test_num_labels_counts_what_the_loss_counts():

@@ -41,7 +41,7 @@ def of_documents(q: Tensor, k: Tensor, v: Tensor, cu_q, cu_k=None, **options) ->
 
 
 def trl_batch(documents: list[list[int]], multiple: int = 1) -> dict:
-    """As TRL's DataCollatorForLanguageModeling(padding_free=True) returns it: one row, in which every padding token is a document."""
+    """As TRL's DataCollatorForLanguageModeling(padding_free=True) returns it: one row, where each padding token is a document."""
     total = sum(map(len, documents))
     rest = -total % multiple
     ids = torch.tensor([[token for document in documents for token in document] + [0] * rest])

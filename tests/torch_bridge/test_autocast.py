@@ -1,4 +1,4 @@
-"""Under torch.autocast the function is what torch's own attention is: its dtypes, its errors, and gradients in the inputs' dtypes."""
+"""Under torch.autocast the function does what torch's own attention does: dtypes, errors, and gradients in the inputs' dtypes."""
 
 import pytest
 import torch

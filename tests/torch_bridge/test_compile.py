@@ -2,6 +2,7 @@
 
 import gc
 import io
+import re
 import weakref
 
 import pytest
@@ -107,6 +108,7 @@ def test_a_call_that_cannot_be_is_refused_while_tracing():
         compiled(torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 3, 8))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of what torch 2.11 loads
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_runs_equal_also_when_loaded(strict):
     model, x, file = Block().eval(), torch.randn(2, 6, 16), io.BytesIO()
@@ -120,8 +122,9 @@ def test_export_runs_equal_also_when_loaded(strict):
 
 def test_what_another_process_exported_is_not_taken_for_a_call_of_this_one():
     q, k, v = qkv(6, grad=False)
-    with pytest.raises(ValueError, match=r"no call .* in this process .*\{'causal': True\} on ring of global ranks \[7\]"):
-        torch.ops.ring_attn.forward([q, k, v, *[None] * 10], "{'causal': True} on ring of global ranks [7]")
+    call = "{'causal': True} on ring of global ranks [7]"
+    with pytest.raises(ValueError, match=f"no call of ring_attention in this process is the one .*{re.escape(call)}"):
+        torch.ops.ring_attn.forward([q, k, v, *[None] * 10], call)
 
 
 def test_functions_of_one_name_are_two_calls():
@@ -144,7 +147,7 @@ def test_functions_of_one_name_are_two_calls():
 
 def test_programs_are_bounded_and_many_are_said(monkeypatch):
     monkeypatch.setattr(programs, "KEPT", 3)
-    monkeypatch.setattr(programs, "MANY", 3)
+    monkeypatch.setattr(programs, "MANY", 2)
 
     def attention(length):
         x = torch.ones(1, length, 1, 4)
@@ -153,19 +156,17 @@ def test_programs_are_bounded_and_many_are_said(monkeypatch):
     def kept():
         return [made.request.forms[0].shape[1] for made in programs._PROGRAMS.values()]
 
-    attention(1), attention(2)
+    attention(1)
     first = weakref.ref(next(made.program for made in programs._PROGRAMS.values() if made.request.forms[0].shape[1] == 1))
-    with pytest.warns(UserWarning, match="met 3 different lengths .* pad to a few lengths"):
-        attention(3)
-    for length in (2, 3, 2):  # a known one makes nothing
+    with pytest.warns(UserWarning, match="met 2 different lengths .* pad to a few lengths"):
+        attention(2)
+    for length in (3, 2, 3, 2):  # it is said once, and a known one makes nothing
         attention(length)
     assert kept() == [1, 2, 3] and first() is not None
-    with pytest.warns(UserWarning):
-        attention(4)
+    attention(4)
     gc.collect()
     assert kept() == [2, 3, 4] and first() is None
-    with pytest.warns(UserWarning):
-        torch.testing.assert_close(attention(1), torch.ones(1, 1, 1, 4))
+    torch.testing.assert_close(attention(1), torch.ones(1, 1, 1, 4))
 
 
 def test_a_backward_outlives_its_program_among_those_kept(monkeypatch):

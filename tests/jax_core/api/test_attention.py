@@ -1,6 +1,7 @@
 """jax_core.ring_attention against the float64 oracle: forward, LSE and every gradient, on rings of CPU devices."""
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -445,3 +446,15 @@ def test_settings_that_the_kernel_lacks_are_refused():
         jax_core.ring_attention(*small_inputs(), cfg=cfg)
     with pytest.raises(ValueError, match=r'backend "tpu", but this program runs on "cpu"'):
         jax_core.ring_attention(*small_inputs(), cfg=jax_core.RingAttentionConfig(backend="tpu"))
+
+
+@pytest.mark.parametrize(("precision", "name"), [(None, "HIGHEST"), ("high", "HIGH"), (jax.lax.Precision.DEFAULT, "DEFAULT")])
+def test_a_precision_reaches_the_products(precision, name: str):
+    program = jax.make_jaxpr(lambda *x: jax_core.ring_attention(*x, precision=precision))(*small_inputs())
+    assert set(re.findall(r"Precision\.(\w+)", str(program))) == {name}
+
+
+def test_a_precision_is_one_name():
+    for wrong in (("high", "default"), "exact"):
+        with pytest.raises(ValueError, match=r"precision must be a jax\.lax\.Precision or its name"):
+            jax_core.ring_attention(*small_inputs(), precision=wrong)

@@ -1,4 +1,4 @@
-"""One rank of the tests of diffusers' transformers on a ring. Run by tests/integrations/test_diffusers.py under torch.distributed.run.
+"""One rank of the tests of diffusers' transformers on a ring. Run by tests/integrations/test_diffusers.py under torchrun.
 
 The output on every rank, and the gradients of parameters and inputs summed over the ring, must be those of one process. No length
 here divides by the ring, except where diffusers' own gathering needs it.

@@ -30,8 +30,9 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from ring_attn.integrations import torchtitan as ours
+from torch_bridge import peers
 
-STEPS, ROWS, LENGTH, VOCABULARY = 10, 4, 64, 2048
+STEPS, ROWS, LENGTH, VOCABULARY = 10, 4, 32, 2048
 
 
 class DenseAttention(FlexAttention):
@@ -116,8 +117,7 @@ def config(ring: bool, folder: str, **parallelism: Any) -> Trainer.Config:
     made.debug.seed = 0
     made.checkpoint = CheckpointManager.Config(enable=False)
     made.parallelism = ParallelismConfig(**parallelism)
-    ranks = made.parallelism.context_parallel_degree * made.parallelism.tensor_parallel_degree
-    made.training.local_batch_size = ROWS * ranks // torch.distributed.get_world_size()
+    made.training.local_batch_size = ROWS * made.parallelism.context_parallel_degree // torch.distributed.get_world_size()
     return made
 
 
@@ -134,9 +134,10 @@ def same_weights(part: nn.Module) -> None:
             parameter.copy_(values)
 
 
-def train(made: Trainer.Config) -> list[tuple[float, float]]:
+def train(made: Trainer.Config, steps: int) -> list[tuple[float, float]]:
     """The global loss and gradient norm of every step."""
     trainer = made.build()
+    trainer.should_continue_training = lambda: trainer.step < steps
     for part in trainer.model_parts:
         same_weights(part)
         for module in part.modules():
@@ -144,21 +145,26 @@ def train(made: Trainer.Config) -> list[tuple[float, float]]:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     seen: list[tuple[float, float]] = []
     log = trainer.metrics_processor.log
-    trainer.metrics_processor.log = lambda step, loss, most, norm, **more: (
-        seen.append((loss, norm)),
-        log(step, loss, most, norm, **more),
-    )
+
+    def noted(step: int, loss: float, most: float, norm: float, **more: Any) -> None:
+        seen.append((loss, norm))
+        log(step, loss, most, norm, **more)
+
+    trainer.metrics_processor.log = noted
     trainer.train()
     trainer.close()
     return seen
 
 
+def ring_forwards() -> int:
+    return sum(calls.steps["forward"] for calls in peers.state.calls.values())
+
+
 CP = "context_parallel_degree"
 RUNS: dict[str, dict[str, Any]] = {
     "one process": dict(ring=False),
-    "cp 4": dict(ring=True, **{CP: 4}),
-    "dp 2 x cp 2": dict(ring=True, **{CP: 2}, context_parallel_load_balancer=None),
-    "cp 2 x tp 2": dict(ring=True, **{CP: 2}, tensor_parallel_degree=2, spmd_backend="full_dtensor"),
+    "dp 2 x cp 2": dict(ring=True, **{CP: 2}),
+    "cp 4": dict(ring=True, **{CP: 4}, context_parallel_load_balancer=None, spmd_backend="full_dtensor", steps=2),
 }
 
 
@@ -166,7 +172,14 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start
     file, *names = sys.argv[1:]
-    found = {name: train(config(folder=file + ".outputs", **RUNS[name])) for name in names}
+    found = {}
+    for name in names:
+        run = {"steps": STEPS, **RUNS[name]}
+        steps, before = run.pop("steps"), ring_forwards()
+        made = config(folder=file + ".outputs", **run)
+        found[name] = train(made, steps)
+        kept = len(made.model_spec.model.layers) * steps if run["ring"] else 0  # none is run again in the backward
+        assert ring_forwards() - before == kept, (name, ring_forwards() - before)
     if torch.distributed.get_rank() == 0:
         torch.save(found, file)
     torch.distributed.destroy_process_group()

@@ -1,0 +1,112 @@
+"""accelerate, transformers' ``Trainer`` and what is built on it (TRL): a ``ParallelismConfig`` that puts a model on a ring.
+
+    args = TrainingArguments(..., parallelism_config=RingParallelism(model))       # or SFTConfig, with packing=True
+    Trainer(model, args, train_dataset=...).train()
+
+    accelerator = Accelerator(parallelism_config=RingParallelism(model))           # a loop of one's own
+
+Every rank of a ring gets the same batch from the data loader, and the model takes the whole of it: a hook shards it on the way in.
+"""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn.integrations.whole_batches import WholeBatches
+from ring_attn.ring import Ring
+
+
+class RingParallelism(ParallelismConfig):
+    """A ``ParallelismConfig`` whose context parallelism is a ring, for ``model``, a transformers model.
+
+    ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
+    "striped" or "contiguous". Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
+
+    Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
+    included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
+    mean of the ranks' gradients is the whole batch's gradient.
+
+    ``cp_enabled`` stays False: it makes accelerate and the Trainer set up torch's own context parallelism, for causal SDPA only.
+
+    Raises ValueError for sizes that do not make up the number of processes, and NotImplementedError for what was not tried: tensor
+    parallelism, FSDP1, DeepSpeed, Megatron and XLA under accelerate.
+    """
+
+    def __init__(self, model: nn.Module, cp_size: int | None = None, *, layout: str = "zigzag", **options: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be the model that will be trained, got {type(model).__name__}; load it first")
+        if "cp_handler" in options or "cp_backend" in options:
+            raise ValueError("cp_handler and cp_backend configure torch's context parallelism; RingParallelism is another one")
+        super().__init__(cp_size=cp_size, **options)
+        if cp_size is None and "PARALLELISM_CONFIG_CP_SIZE" not in os.environ:
+            self._set_size("cp", max(1, int(os.environ.get("WORLD_SIZE", "1")) // self.total_size))
+        if self.tp_size > 1:
+            raise NotImplementedError("tensor parallelism beside a ring was not tried with accelerate; leave tp_size at 1")
+        if self.cp_size < 1:
+            raise ValueError(f"cp_size must be at least 1, got {self.cp_size}")
+        self.cp_backend = "ring_attn"
+        self.layout = Ring(layout=layout).layout
+        self._model: nn.Module | None = model
+        self._whole_batches: WholeBatches | None = None
+
+    def remove(self) -> None:
+        """Makes the model what it was before: it takes batches without labels again, and another ``RingParallelism``."""
+        if self._whole_batches is not None:
+            self._whole_batches.remove()
+            self._whole_batches = None
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False: accelerate is not to set up torch's context parallelism."""
+        return False
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        return [*super().non_dp_dim_names, *self._cp_dim_names]
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        return [*super().dp_shard_cp_dim_names, *self._cp_dim_names]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        return [*super().dp_cp_dim_names, *self._cp_dim_names]
+
+    @property
+    def _cp_dim_names(self) -> list[str]:
+        return ["cp"] if self.cp_size > 1 else []
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        self._check_processes(dist.get_world_size() if dist.is_initialized() else 1)
+        mesh = super().build_device_mesh(device_type) if self.active_mesh_dims else None
+        if mesh is not None and self.cp_size > 1:
+            assert self._model is not None  # only a copy from a pickle lacks it
+            self._whole_batches = WholeBatches(self._model, mesh["cp"], self.layout)
+        return mesh
+
+    def to_json(self) -> dict[str, Any]:
+        return {**{f"{name}_size": size for name, size in self._sizes.items()}, "cp_backend": "ring_attn", "layout": self.layout}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The Trainer pickles its arguments beside each checkpoint: neither the weights nor the processes belong there.
+        return {**self.__dict__, "_model": None, "_whole_batches": None, "device_mesh": None}
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        # In the place of accelerate's own checks, which know of torch's context parallelism only: with FSDP2, on GPUs.
+        kind = accelerator.distributed_type
+        untried = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+        if kind in untried or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+            raise NotImplementedError(f"RingParallelism is for DDP and FSDP2; {kind} in this configuration was not tried")
+
+    def _check_processes(self, processes: int) -> None:
+        if self.total_size != processes:
+            sizes = ", ".join(f"{name}_size={size}" for name, size in self._sizes.items())
+            raise ValueError(
+                f"the sizes must make up the number of processes that were started, {processes}, got {sizes}: start that many with "
+                "torchrun or accelerate launch, or leave cp_size out"
+            )

@@ -1,0 +1,56 @@
+"""transformers' Trainer, TRL's SFTTrainer and a loop with accelerate: 20 steps over rings of two against one process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import WORKERS, environment, torchrun
+
+# One process of pytest starts all that the tests here compare.
+pytestmark = pytest.mark.xdist_group("trainer")
+WORKER = "trainer_worker.py"
+CASES = ("trained", "packed", "looped")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What the worker measured, by the number of its processes."""
+    folder: Path = tmp_path_factory.mktemp("trainer")
+    command = [sys.executable, str(WORKERS / WORKER), str(folder / "1.json"), *CASES]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun(WORKER, 2, str(folder / "2.json"), *CASES, "refusals")
+    torchrun(WORKER, 4, str(folder / "4.json"), "trained")
+    return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2, 4)}
+
+
+def assert_same(measured: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert len(expected["loss"]) >= 20
+    for name, values in expected.items():
+        assert measured[name] == pytest.approx(values, rel=2e-5) if name != "generated" else measured[name] == values, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_trainer(runs, ranks: int):
+    """Four ranks are two rings of two, with batches of their own."""
+    assert_same(runs[ranks]["trained"], runs[1]["trained"])
+
+
+def test_trl_with_packing(runs):
+    assert_same(runs[2]["packed"], runs[1]["packed"])
+
+
+def test_a_loop_with_accelerate(runs):
+    assert_same(runs[2]["looped"], runs[1]["looped"])
+
+
+REFUSED = ("label smoothing", "metrics of logits", "predictions", "logits", "different batches", "a second ring")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(runs, case: str):
+    """In words, on all ranks: the worker compares them with what it expects."""
+    assert runs[2]["refusals"][case] == "refused"

@@ -1,0 +1,194 @@
+"""A tiny model trained for 20 steps by transformers' Trainer, by TRL and by a loop with accelerate, in one process or over a ring.
+
+Started as it is for one process, or under torch.distributed.run. Writes what it measured to the file named by the first argument:
+for each of the cases named by the others the losses and gradient norms of all steps, and the loss on other data.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    DataCollatorForSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+from ring_attn.integrations.accelerate import RingParallelism
+
+STEPS = 20
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+RING = min(RANKS, 2)  # four ranks are two rings with batches of their own
+ACCUMULATED = 4 // (RANKS // RING)  # of four batches for each step, those of one ring
+VOCABULARY = 64
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+RATE, MAX_NORM = 0.3, 1.0  # some of the steps are clipped
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=256, **SIZES))
+
+
+def tiny_mistral() -> MistralForCausalLM:
+    """With a window, which torch's context parallelism refuses."""
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(vocab_size=VOCABULARY, max_position_embeddings=256, sliding_window=8, **SIZES))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"<{i}>": i for i in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<0>")), pad_token="<0>", eos_token="<1>")
+
+
+def documents(count: int, seed: int = 1) -> Dataset:
+    """Token sequences of 5 to 29 tokens. A prompt of a third has no labels, so shards and batches differ in their number."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 30, (count,), generator=generator).tolist()
+    rows = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_dict({"input_ids": rows, "labels": [[-100] * (len(row) // 3) + row[len(row) // 3 :] for row in rows]})
+
+
+def collator() -> DataCollatorForSeq2Seq:
+    """Pads to 15 or 30 tokens, which no layout can split as they are: few lengths, each of which is a program to compile."""
+    return DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=15)
+
+
+def arguments(folder: str, **more: Any) -> dict[str, Any]:
+    return dict(
+        output_dir=folder,
+        max_steps=STEPS,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        optim="sgd",  # the gradients' scale shows, which Adam would hide
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=MAX_NORM,
+        **more,
+    )
+
+
+def measured(trainer: Trainer) -> dict[str, Any]:
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {
+        "loss": [entry["loss"] for entry in logs],
+        "norm": [entry["grad_norm"] for entry in logs],
+        "eval": trainer.evaluate()["eval_loss"],
+    }
+
+
+def trained(folder: str) -> dict[str, Any]:
+    """Padded batches of 3, and what is saved of the model at the end."""
+    model = tiny_mistral()
+    more = dict(per_device_train_batch_size=3, gradient_accumulation_steps=ACCUMULATED, per_device_eval_batch_size=2)
+    parallel = RingParallelism(model, RING, dp_shard_size=RANKS // RING)
+    args = TrainingArguments(**arguments(folder, **more), parallelism_config=parallel)
+    data = dict(train_dataset=documents(STEPS * 4 * 3), eval_dataset=documents(10, seed=2))
+    trainer = Trainer(model, args, data_collator=collator(), **data)
+    measurements = measured(trainer)
+    ids = torch.tensor([data["eval_dataset"][0]["input_ids"]])
+    measurements["generated"] = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+    trainer.save_model(folder)
+    if trainer.is_world_process_zero():  # the one that saves
+        with torch.no_grad():
+            measurements["reloaded"] = MistralForCausalLM.from_pretrained(folder)(ids, labels=ids).loss.item()
+    return measurements
+
+
+def packed(folder: str) -> dict[str, Any]:
+    model = tiny_llama()
+    more = dict(per_device_train_batch_size=1, packing=True, max_length=50, gradient_checkpointing=True, bf16=False)
+    args = SFTConfig(**arguments(folder, **more), parallelism_config=RingParallelism(model))
+    data = dict(train_dataset=documents(80), eval_dataset=documents(10, seed=2))
+    return measured(SFTTrainer(model, args, processing_class=tokenizer(), **data))
+
+
+def looped(folder: str) -> dict[str, Any]:
+    model = tiny_llama()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=RingParallelism(model, layout="striped"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loader = torch.utils.data.DataLoader(documents(2 * STEPS * 3), batch_size=3, collate_fn=collator())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, norms = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"loss": losses, "norm": norms}
+
+
+def refused(expected: type[Exception], words: str, call: Callable[[], object]) -> str:
+    """A measurement for the test: whether the call raises what it should."""
+    try:
+        call()
+    except expected as error:
+        return "refused" if words in str(error) else f"{type(error).__name__}: {error}"
+    return "ran"
+
+
+def refusals(folder: str) -> dict[str, Any]:
+    model = tiny_llama()
+    rank = int(os.environ["RANK"])
+    parallel = RingParallelism(model)
+
+    def trainer(metrics: Callable[..., Any] | None = None, **more: Any) -> Trainer:
+        args = TrainingArguments(**arguments(folder, **more), parallelism_config=parallel)
+        data = dict(train_dataset=documents(20), eval_dataset=documents(4), data_collator=collator())
+        return Trainer(model, args, compute_metrics=metrics, **data)
+
+    smoothing = trainer(label_smoothing_factor=0.1)
+    metrics = trainer(metrics=lambda predictions: {})
+    ids = torch.randint(VOCABULARY, (1, 10), generator=torch.Generator().manual_seed(rank))
+    return {
+        "label smoothing": refused(NotImplementedError, "has no labels", smoothing.train),
+        "metrics of logits": refused(TypeError, "StaysSharded", metrics.evaluate),
+        "predictions": refused(TypeError, "StaysSharded", lambda: metrics.predict(documents(4))),
+        "logits": refused(NotImplementedError, "are sharded", lambda: model(ids.zero_(), labels=ids.zero_()).logits.argmax(-1)),
+        "different batches": refused(ValueError, "different batches", lambda: model(ids + rank, labels=ids)),
+        "a second ring": refused(ValueError, "already", lambda: RingParallelism(model).build_device_mesh("cpu")),
+    }
+
+
+CASES = {"trained": trained, "packed": packed, "looped": looped, "refusals": refusals}
+
+
+def main() -> None:
+    out, *names = sys.argv[1:]
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            results[name] = CASES[name](folder)
+            AcceleratorState._reset_state()  # it keeps the first mesh of a process for all that follow
+            GradientState._reset_state()
+    if os.environ.get("RANK", "0") == "0":
+        with open(out, "w") as file:
+            json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()
