@@ -133,7 +133,6 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
 
-
     team = Team(timeout=300)
     mesh = init_device_mesh(team.device.type, (team.size,), mesh_dim_names=("cp",))
     runtime.start(device=team.device)

@@ -2,15 +2,15 @@
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ring_attn.functional import ring_attention
-from ring_attn.gradients import sync_gradients
-from ring_attn.loss import cross_entropy, total_loss
+from ring_attn.models.replace import replace_attention
+from ring_attn.models.routing import context_parallel_sdpa
+from ring_attn.models.sdpa import sdpa
 from ring_attn.module import RingAttention
-from ring_attn.packed import PackedShard, shard_packed
-from ring_attn.replace import replace_attention
+from ring_attn.packed.batch import PackedShard, shard_packed
 from ring_attn.ring import Ring
-from ring_attn.routing import context_parallel_sdpa
-from ring_attn.sdpa import sdpa
 from ring_attn.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
+from ring_attn.training.gradients import sync_gradients
+from ring_attn.training.loss import cross_entropy, total_loss
 from torch_bridge.runtime import PeerFailure, start
 
 __all__ = [

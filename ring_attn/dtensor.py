@@ -157,7 +157,7 @@ def _axes(split: Split, name: str, shape: Sequence[int]) -> dict[str, int]:
 def _part(split: Split, name: str, word: str, x: Tensor) -> Tensor:
     """This process's part of an operand, whose gradient goes back as what it is of the whole one's."""
     axes = _axes(split, name, x.shape)
-    needed: list[Placement] = [Replicate() if role not in axes else Shard(axes[role]) for role in split.roles]  # type: ignore[index]
+    needed: list[Placement] = [Replicate() if role not in axes else Shard(axes[role]) for role in split.roles]
     if not isinstance(x, DTensor):
         held = [place if role == _SEQUENCE else Replicate() for role, place in zip(split.roles, needed, strict=True)]
         x = DTensor.from_local(x, split.mesh, held, run_check=False)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping
 from numbers import Integral, Real
 from operator import index
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,10 +11,13 @@ from torch import Tensor
 from jax_core.config import RingAttentionConfig
 from ring_attn.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.names import OF_FUNCTION
-from ring_attn.packed_ids import Packing, with_documents, with_positions
+from ring_attn.packed.ids import Packing, with_documents, with_positions
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
 from torch_bridge.mistakes import doubt_swapped_dims
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # The argument names to use in errors: the core's name, and this function's.
 NAMES = {
@@ -78,7 +81,7 @@ def _where(
     return where_sharded(query, dim=qkv_format.find("s") if "s" in qkv_format else 0)
 
 
-def is_dtensor(x: object) -> bool:
+def is_dtensor(x: object) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor. Loads ``torch.distributed.tensor``, which takes a second, only for what may be one."""
     if type(x) in (Tensor, torch.nn.Parameter) or not isinstance(x, Tensor) or not torch.distributed.is_available():
         return False

@@ -155,6 +155,7 @@ def _gradients(
     backward: Callable[..., Sequence[torch.Tensor]],
 ):
     *operands, out, lse = saved
+    assert out is not None
     dout = torch.zeros_like(out) if dout is None else dout
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
     # Always include query, key and value: what is sent must not depend on which gradients a rank needs.

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import defaultdict
 from functools import cache
+from types import FrameType
 from typing import Any, TypedDict
 
 import torch
@@ -52,12 +53,10 @@ def look_at_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
 
 def shapes_only() -> bool:
     """Whether torch.distributed.pipelining runs a stage on uninitialised memory, perhaps equal on all ranks, for its shapes."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
         frame = frame.f_back
-        if frame.f_code.co_name == "_forward_metadata_inference":
-            return True
-    return False
+    return frame is not None
 
 
 def doubtful(ranks: list[Holding]) -> str | None:

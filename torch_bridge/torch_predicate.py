@@ -1,8 +1,8 @@
 """A predicate written with torch, ``(batch, head, query, key) -> bool`` on integers, as a ``mask_mod`` that JAX traces.
 
-The predicate is traced once on scalars into a few of torch's operators, which are interpreted in ``jax.numpy``. What does not depend on
-the four integers is computed in torch at once and becomes an array that the ``mask_mod`` closes over: its values may change from call
-to call, as those of a batch do, and the program stays the same.
+The predicate is traced once on scalars into a few of torch's operators, which are interpreted in ``jax.numpy``. What does not
+depend on the four integers is computed in torch at once and becomes an array that the ``mask_mod`` closes over: its values may
+change from call to call, as those of a batch do, and the program stays the same.
 """
 
 import operator
@@ -85,8 +85,8 @@ def _graph(predicate: Predicate, name: str) -> fx.GraphModule:
             module = make_fx(lambda b, h, q, k: predicate(b, h, q, k))(*scalars)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotImplementedError(
-            f"the mask function {name} cannot be traced on integers (batch, head, query, key): it must be made of torch's operators "
-            f"on them and on tensors that they index, without Python that branches on their values ({error})"
+            f"the mask function {name} cannot be traced on integers (batch, head, query, key): it must be made of torch's "
+            f"operators on them and on tensors that they index, without Python that branches on their values ({error})"
         ) from error
     if not isinstance(list(module.graph.nodes)[-1].args[0], fx.Node):
         raise NotImplementedError(f"the mask function {name} must return one boolean tensor")
@@ -129,7 +129,8 @@ def _name(node: fx.Node) -> str:
 def _step(name: str, node: fx.Node, numbers: dict[fx.Node, _Value]) -> _Step:
     if _name(node) not in _OPERATORS:
         raise NotImplementedError(
-            f"the mask function {name} uses {node.target}, which is not translated to JAX; known are {', '.join(sorted(_OPERATORS))}"
+            f"the mask function {name} uses {node.target}, which is not translated to JAX; known are "
+            f"{', '.join(sorted(_OPERATORS))}"
         )
     arguments, settings = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
     kept = {key: _plain(value) for key, value in settings.items() if key not in _OF_TORCH_ALONE}

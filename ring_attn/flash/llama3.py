@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ring_attn.flash.arguments import Result, Window, attend, kvpacked, qkvpacked
 from ring_attn.flash.varlen import check_slopes
-from ring_attn.packed_ids import check_cumulative, documents_of
+from ring_attn.packed.ids import check_cumulative, documents_of
 from torch_bridge.mesh import MeshLike
 from torch_bridge.roads import road_of
 

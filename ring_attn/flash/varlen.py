@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.flash.arguments import Result, Window, attend, kvpacked, qkvpacked
-from ring_attn.packed_ids import check_cumulative, documents_of
+from ring_attn.packed.ids import check_cumulative, documents_of
 from torch_bridge.mesh import MeshLike
 from torch_bridge.roads import road_of
 

@@ -1,4 +1,4 @@
-"""transformers models on a ring against "eager" attention in one process: the families, what used to be silently wrong, and refusals.
+"""transformers models on a ring against "eager" attention in one process: families, what used to be silently wrong, and refusals.
 
 Where a model runs on a ring of one here, the ring is "local"; rings of two and four are processes under torchrun.
 """
@@ -71,7 +71,7 @@ def test_layer_types_of_the_table_and_no_others():
     config.layer_types = list(OPTIONS)
     check_layer_types(config)
     config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(NotImplementedError, match="layer 1 of LlamaConfig is of type 'linear_attention'.* a state along"):
+    with pytest.raises(NotImplementedError, match=r"layer 1 of LlamaConfig is of type 'linear_attention'.* a state along"):
         check_layer_types(config)
     config.layer_types = ["of the future"]
     with pytest.raises(NotImplementedError, match="of the future"):
@@ -83,7 +83,7 @@ def test_a_batch_is_sharded_whole(local):
     _, cp = local
     batch = tiny.batch("left")
     sharded = cp.shard(batch)
-    assert sharded["position_ids"].tolist() == [list(range(27)) + [0]] * 2
+    assert sharded["position_ids"].tolist() == [[*range(27), 0]] * 2
     assert torch.equal(sharded["shift_labels"][:, :26], batch["labels"][:, 1:])
     assert sharded["shift_labels"][1, 5] == batch["input_ids"][1, 6], "the first token, predicted from padding"
     assert sharded["num_items_in_batch"] == (batch["labels"][:, 1:] != -100).sum()
@@ -132,7 +132,7 @@ def test_a_batch_of_another_model_is_refused(local):
 def test_a_batch_that_was_not_sharded_is_refused_on_a_ring(monkeypatch, local):
     model, _ = local
     monkeypatch.setattr(Ring, "size", 2)
-    with pytest.raises(ValueError, match="not sharded over the ring of 2 ranks: call batch = cp.shard"):
+    with pytest.raises(ValueError, match=r"not sharded over the ring of 2 ranks: call batch = cp\.shard"):
         model(**tiny.batch())
 
 
@@ -169,6 +169,7 @@ def test_one_call_does_all_of_it(local):
     assert torch.equal(as_tuple[0], outputs.loss) and torch.equal(as_tuple[1], outputs.logits)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # the name in older versions
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_layer_finds_its_mask_in_the_backward(local, reentrant):
     model, cp = local

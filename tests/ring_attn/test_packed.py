@@ -8,7 +8,7 @@ from packed_reference import axolotl_batch, of_documents, trl_batch
 from workers import packed_worker
 
 from ring_attn import Ring, ring_attention, shard_batch, shard_packed
-from ring_attn.packed_documents import read_documents
+from ring_attn.packed.documents import read_documents
 from torch_bridge import dlpack_road
 
 

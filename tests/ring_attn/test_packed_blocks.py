@@ -13,9 +13,9 @@ from jax_core.kernels.contract import Extras, Scores
 from jax_core.kernels.xla import blocks as xla
 from jax_core.masks.layout import LAYOUTS, Run, runs
 from jax_core.masks.static import Mask, make_mask
-from ring_attn.packed import _order
-from ring_attn.packed_documents import read_documents
-from ring_attn.packed_placement import place
+from ring_attn.packed.batch import _order
+from ring_attn.packed.documents import read_documents
+from ring_attn.packed.placement import place
 
 SIZE, BLOCK, TOTAL = 4, 16, 2048
 

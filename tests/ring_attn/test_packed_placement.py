@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_mixes import mixes
 
-from ring_attn.packed_placement import Piece, place
+from ring_attn.packed.placement import Piece, place
 
 
 def in_layouts(lengths: list[int], size: int) -> tuple[float, float]:

@@ -121,7 +121,9 @@ def modernbert() -> Any:
 
 
 def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_NO_HEAD_DIM, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**_NO_HEAD_DIM, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
 
 
 def t5() -> Any:
@@ -184,7 +186,7 @@ def batch(padding: str = "none", length: int = LENGTH) -> dict[str, Tensor]:
 
 
 def packed(*lengths: int) -> dict[str, Tensor]:
-    """One row of documents, as a padding-free collator makes it: position ids restart, and no label lies on a document's first token."""
+    """One row of documents, as a padding-free collator makes it: position ids restart, a document's first token has no label."""
     ids = tokens(sum(lengths), rows=1)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}

@@ -90,6 +90,10 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
             f"the batch needs either {names.ids} [batch, seq] or {names.embeddings} [batch, seq, dim], of the whole sequence"
         )
     mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
+    if positions is not None and positions.shape[-1] != tokens.shape[1]:
+        raise ValueError(
+            f"{names.positions} {list(positions.shape)} must be those of the whole sequence, of {tokens.shape[1]} tokens"
+        )
     documents, by_position = documents_of(tokens, mask, positions, {x: given.pop(x) for x in PACKING if x in given})
     plan.check_positions(positions, mask)
     sequence = describe(ring, tokens, mask, documents, positions, labels)
@@ -108,8 +112,6 @@ def _positions(sequence: Sequence, positions: Tensor | None) -> Tensor:
     """Position ids of this rank's tokens; those of padding are 0, which every model has."""
     if positions is None:
         positions = torch.arange(sequence.length, device=sequence.device)
-    if positions.shape[-1] != sequence.length:
-        raise ValueError(f"position ids {list(positions.shape)} must be those of the whole sequence, of {sequence.length} tokens")
     if positions.ndim <= 2:
         positions = positions.expand(sequence.batch, -1)
     return sequence.shard(positions, dim=-1)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ring_attn.gradients import sync_gradients
 from ring_attn.integrations.transformers.attention import NAME, register
 from ring_attn.integrations.transformers.batch import MARK, REFUSED, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
@@ -15,6 +14,7 @@ from ring_attn.integrations.transformers.patches import Patches
 from ring_attn.integrations.transformers.plan import plan_of
 from ring_attn.integrations.transformers.versions import PreTrainedModel
 from ring_attn.ring import Ring, one_ring
+from ring_attn.training.gradients import sync_gradients
 from torch_bridge.mesh import MeshLike
 
 

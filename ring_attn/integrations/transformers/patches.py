@@ -64,13 +64,11 @@ class Patches:
     def _own_configs(self, plan: Plan) -> None:
         copies: dict[int, Any] = {}
         self._replace(plan.model, copies)
+        # Some versions give the layers a copy of the text configuration, so it is told by its type.
         sharded = plan.model.config.get_text_config()
-        if plan.encoder_decoder:
-            whole = {} if plan.whole_encoder is None else _kept_whole(plan.model)
-            self._configs = list({id(x): x for x in _configs(plan.model)}.values())
-            self._replace_all(whole)
-        else:
-            self._configs = [sharded]
+        found = {id(x): x for x in (sharded, *_configs(plan.model)) if type(x) is type(sharded)}
+        self._configs = list(found.values())
+        self._replace_all({} if plan.whole_encoder is None else _kept_whole(plan.model))
         self._use(NAME)
 
     def _replace_all(self, modules: dict[nn.Module, None]) -> None:

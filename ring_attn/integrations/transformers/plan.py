@@ -80,8 +80,8 @@ def plan_of(model: Any) -> Plan:
     kind, config = type(model).__name__, model.config.get_text_config()
     if not uses_the_interface(model):
         raise NotImplementedError(
-            f"the layers of {kind} do not look their attention up in the AttentionInterface of this version of transformers, so they "
-            "cannot be given another; a newer version may have it"
+            f"the layers of {kind} do not look their attention up in the AttentionInterface of this version of transformers, so "
+            "they cannot be given another; a newer version may have it"
         )
     check_layer_types(config)
     head = _head(model)

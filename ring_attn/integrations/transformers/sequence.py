@@ -19,7 +19,7 @@ class Sequence:
     ``[batch, padded]``: ``documents``, int32 ids, None where each entry is one document; ``hidden``, what nothing sees, None where
     there is no padding but that at the end. ``left``: ``[batch]``, the padding before each entry's first token, None where there is
     none. ``unfounded``: ``[batch, padded]``, that padding where a label is to be predicted from it, else None. ``positions``: of
-    this rank's tokens within their documents, if transformers counts so. ``highest``: the highest position id of the whole sequence.
+    this rank's tokens within their documents, if transformers counts so. ``highest``: the highest position id of the whole.
     """
 
     ring: Ring
@@ -57,7 +57,7 @@ class Sequence:
 def describe(
     ring: Ring, tokens: Tensor, mask: Tensor | None, documents: Tensor | None, positions: Tensor | None, labels: Tensor | None
 ) -> Sequence:
-    """The sequence of ``tokens [batch, seq, ...]``; ``mask [batch, seq]`` is 0 on padding, ``labels`` are where they are predicted."""
+    """The sequence of ``tokens [batch, seq, ...]``; ``mask [batch, seq]`` is 0 on padding; labels lie where they are predicted."""
     batch, length = tokens.shape[:2]
     padded = ring.pad(tokens.new_empty(1, length)).shape[1]
     sequence = Sequence(ring, batch, length, padded, padded // ring.size, tokens.device)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import shard_multiple
-from ring_attn.packed_documents import CUMULATIVE, LONGEST, NUMBERED, Documents, read_documents
-from ring_attn.packed_placement import Placement, place
+from ring_attn.packed.documents import CUMULATIVE, LONGEST, NUMBERED, Documents, read_documents
+from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import unshard
 from torch_bridge.mesh import MeshLike

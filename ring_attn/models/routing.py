@@ -11,8 +11,8 @@ import torch.utils.checkpoint as checkpointing
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from ring_attn.models.sdpa import sdpa
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sdpa import sdpa
 from torch_bridge.mesh import MeshLike
 
 Cross = Literal["sharded", "whole"] | None

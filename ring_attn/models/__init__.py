@@ -1,0 +1,1 @@
+"""torch models as they are: their attention routed to a ring, or swapped."""

@@ -1,0 +1,1 @@
+"""Packed sequences: documents joined into one sequence, each of which sees only itself."""

@@ -1,0 +1,1 @@
+"""Training loops: the loss and the gradients over a ring."""
