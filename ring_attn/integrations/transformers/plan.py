@@ -1,7 +1,6 @@
 """What has to be known of a model before it is sharded, and what cannot be."""
 
 import inspect
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.positions import has_relative_bias
 from ring_attn.integrations.transformers.table import check_layer_types
-from ring_attn.integrations.transformers.versions import counts_within_documents, uses_the_interface
+from ring_attn.integrations.transformers.versions import counts_within_documents, in_modelling_file, uses_the_interface
 
 # Heads by the names of their classes, and whether a token's label is the token after it.
 _HEADS = {
@@ -55,7 +54,7 @@ class Plan:
         """Labels shifted to the right, as the model itself would from whole ones."""
         if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
             return self.model.prepare_decoder_input_ids_from_labels(labels)
-        shift = sys.modules[type(self.model).__module__].shift_tokens_right
+        shift = in_modelling_file(self.model, "shift_tokens_right")
         return shift(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
 
     def check_labels(self) -> None:

@@ -74,14 +74,21 @@ def attention_function_of(implementation: str, module: nn.Module) -> Callable[..
     """Another attention implementation, as the layer ``module`` would call it; "eager" is one of its modelling file."""
     if implementation in AttentionInterface._global_mapping:
         return AttentionInterface._global_mapping[implementation]
-    return sys.modules[type(module).__module__].eager_attention_forward
+    return in_modelling_file(module, "eager_attention_forward")
 
 
 def uses_the_interface(model: nn.Module) -> bool:
     """Whether the model's layers look their attention function up by name."""
-    return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+    return in_modelling_file(model, "ALL_ATTENTION_FUNCTIONS") is not None
 
 
 def load_balancing_loss(model: nn.Module) -> Callable[..., Any] | None:
     """The auxiliary loss of the routers, as the model's modelling file defines it."""
-    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    return in_modelling_file(model, "load_balancing_loss_func")
+
+
+def in_modelling_file(module: nn.Module, name: str) -> Any:
+    """What the file that defines a module's class has by this name, or None; also for a user's subclass, and for the class that
+    FSDP makes of it."""
+    files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__]
+    return next((file[name] for file in files if name in file), None)
