@@ -35,8 +35,8 @@ def assert_same(measured: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_trainer(runs, ranks: int):
-    """Four ranks are two rings of two, with batches of their own. There eval_loss is another mean, with and without rings: the Trainer
-    weighs batches by the labels that all data-parallel ranks have at a time."""
+    """Four ranks are two rings of two, with batches of their own. There eval_loss is another mean, with and without rings: the
+    Trainer weighs batches by the labels that all data-parallel ranks have at a time."""
     expected = {name: values for name, values in runs[1]["trained"].items() if ranks == 2 or name != "eval"}
     assert_same(runs[ranks]["trained"], expected)
 
