@@ -42,6 +42,7 @@ with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         folder,
         parallelism_config=RingParallelism(model, layout="zigzag"),
+        use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=1,
         max_steps=options.steps,
         learning_rate=1e-5 if options.model else 3e-3,

@@ -39,6 +39,8 @@ with tempfile.TemporaryDirectory() as folder:
         packing=True,
         max_length=options.context,
         parallelism_config=RingParallelism(model, layout="zigzag"),
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
         per_device_train_batch_size=1,
         max_steps=options.steps,
         learning_rate=3e-3,

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,3 +94,9 @@ def test_too_few_processes(model):
     """One process, where two are asked for."""
     with pytest.raises(ValueError, match="started, 1, got dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=2"):
         Accelerator(cpu=True, parallelism_config=RingParallelism(model, 2))
+
+
+def test_an_accelerate_that_does_not_see_the_processes_is_refused(model):
+    """Without use_cpu it is alone on a machine without GPUs: each rank would train with its own part of the gradient."""
+    with pytest.raises(ValueError, match="sees 1 of the 2 processes.*use_cpu=True"):
+        RingParallelism(model, 2)._validate_accelerator(SimpleNamespace(num_processes=1))
