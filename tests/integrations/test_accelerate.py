@@ -98,5 +98,5 @@ def test_too_few_processes(model):
 
 def test_an_accelerate_that_does_not_see_the_processes_is_refused(model):
     """Without use_cpu it is alone on a machine without GPUs: each rank would train with its own part of the gradient."""
-    with pytest.raises(ValueError, match="sees 1 of the 2 processes.*use_cpu=True"):
+    with pytest.raises(ValueError, match=r"sees 1 of the 2 processes.*use_cpu=True"):
         RingParallelism(model, 2)._validate_accelerator(SimpleNamespace(num_processes=1))
