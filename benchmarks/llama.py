@@ -24,7 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ring_attn.integrations.transformers import context_parallel
 from ring_run import GIB, tidy
 from team import ON_GPU, Team, hardware, software
-from timing import reason
 from torch_bridge import runtime
 
 VOCABULARY = 32768
@@ -56,7 +55,7 @@ def on_ring(model: LlamaForCausalLM, tokens: torch.Tensor, mesh: DeviceMesh) -> 
     batch = cp.shard({"input_ids": tokens, "labels": tokens})
 
     def step() -> torch.Tensor:
-        loss = model(**batch, use_cache=False).loss
+        loss = model(**batch).loss
         (loss * mesh.size()).backward()  # FSDP takes the mean over the ranks
         return loss.detach()
 
@@ -141,7 +140,7 @@ def main() -> None:
         try:
             train(team, name, options, mesh)
         except Exception as error:
-            team.say(f"{name} failed: {reason(error)}")
+            team.say(f"{name} failed: {str(error)[-600:]}")
     team.close()
 
 

@@ -100,7 +100,7 @@ class RingParallelism(ParallelismConfig):
         # In the place of accelerate's own checks, which know of torch's context parallelism only: with FSDP2, on GPUs.
         if accelerator.num_processes != self.total_size:
             raise ValueError(
-                f"accelerate sees {accelerator.num_processes} of the {self.total_size} processes, so it would not reduce gradients; "
+                f"accelerate sees {accelerator.num_processes} of the {self.total_size} processes, so it would reduce no gradients; "
                 "on CPUs give TrainingArguments use_cpu=True, or the Accelerator cpu=True"
             )
         kind = accelerator.distributed_type
