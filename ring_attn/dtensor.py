@@ -28,6 +28,7 @@ class Split(NamedTuple):
     mesh: DeviceMesh
     roles: Roles
     heads: int  # of the queries
+    batch: int
 
     def parts(self, role: str) -> int:
         return self.over([found == role for found in self.roles])
@@ -65,7 +66,7 @@ def local_parts(
             raise ValueError(f"{listed} must all be DTensors or none; {names.get(name, name)} is none: DTensor.from_local")
     query = qkv["query"]
     assert isinstance(query, DTensor)
-    split = Split(query.device_mesh, _roles(query, names.get("query", "query")), query.shape[2])
+    split = Split(query.device_mesh, _roles(query, names.get("query", "query")), query.shape[2], query.shape[0])
     if options["mask_builder"] is not None and _HEADS in split.roles:
         raise NotImplementedError("mask_builder is called for all heads, which are sharded here; use mask_mod, mask or bias")
     local = {name: _part(split, name, names.get(name, name), x) for name, x in qkv.items()}
@@ -159,6 +160,8 @@ def _part(split: Split, name: str, word: str, x: Tensor) -> Tensor:
     axes = _axes(split, name, x.shape)
     needed: list[Placement] = [Replicate() if role not in axes else Shard(axes[role]) for role in split.roles]
     if not isinstance(x, DTensor):
+        if name not in ("query", "key", "value"):
+            _check_whole(split, word, x, axes)
         held = [place if role == _SEQUENCE else Replicate() for role, place in zip(split.roles, needed, strict=True)]
         x = DTensor.from_local(x, split.mesh, held, run_check=False)
     _check_placements(split, word, x, needed)
@@ -168,6 +171,16 @@ def _part(split: Split, name: str, word: str, x: Tensor) -> Tensor:
         for role, place in zip(split.roles, needed, strict=True)
     ]
     return x.redistribute(placements=needed).to_local(grad_placements=gradient)
+
+
+def _check_whole(split: Split, word: str, x: Tensor, axes: dict[str, int]) -> None:
+    """A plain tensor is taken for the whole operand. One of a part's size would be cut again, perhaps to a size that broadcasts."""
+    for role, whole in ((_BATCH, split.batch), (_HEADS, split.heads)):
+        if role in axes and x.shape[axes[role]] != whole:
+            raise ValueError(
+                f"{word} {list(x.shape)} must have {whole} in dimension {axes[role]}, as the queries: a plain tensor beside "
+                "DTensors is taken whole; give the whole one, or a DTensor of the parts (DTensor.from_local)"
+            )
 
 
 def _check_placements(split: Split, word: str, x: DTensor, needed: list[Placement]) -> None:

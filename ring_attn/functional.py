@@ -189,7 +189,8 @@ def ring_attention(
 
     Returns:
         The output in q's dtype and format; a row that sees no key gives 0. The gradient of an operand that all ranks hold (sinks,
-        slopes) is this rank's part, to be summed over the ring like that of any other parameter.
+        slopes) is this rank's part, to be summed over the ring like that of any other parameter. With DTensors it is that of the
+        whole, summed already: leave it out of ``sync_gradients``.
 
     Raises:
         ValueError: inputs that do not fit together, here or on another rank of the ring. NotImplementedError: the given platform or

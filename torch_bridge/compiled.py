@@ -63,7 +63,7 @@ class Program:
         value = operands[VALUE]
         assert value is not None
         if self.ring.size > 1:
-            look_at_shards(self.ring, self.request.options.layout, value)
+            look_at_shards(self.ring, self.request.layout_in_use, value)
         self.looked = True
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:

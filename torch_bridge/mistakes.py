@@ -20,17 +20,21 @@ from torch_bridge.calls import exchange, known_to_all
 from torch_bridge.mesh import Ring
 
 _SAMPLES = 64  # positions of a shard that its fingerprint reads
-_MANY_HEADS = 128  # what no known model exceeds by much
+_MANY_HEADS = 128  # what no known model exceeds
 
 
 class Holding(TypedDict):
-    """What one rank tells the others: the layout of the call, the layouts that it has sharded in, and its values' fingerprint."""
+    """What one rank tells the others: whether a doubt is an error there, the layout of the call (empty where it has no meaning),
+    the layouts that the rank has sharded in, and its values' fingerprint."""
 
+    strict: bool
     layout: str
     sharded: list[str]
     values: str
 
 
+# The lengths of shards and sequences whose cu_seqlens have been looked at.
+_looked_at: set[tuple[int, int]] = set()
 # By the global ranks of a ring: the layouts in which this process has taken shards or positions for it.
 _sharded: defaultdict[tuple[int, ...], set[str]] = defaultdict(set)
 
@@ -43,12 +47,15 @@ def note_layout(ring: Any, layout: str) -> None:
 
 def look_at_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
     """Compare what the ranks of a ring hold. A ring call: all ranks make it, and all of them object or none."""
-    own = Holding(layout=layout, sharded=sorted(_sharded[ring.ranks]), values=fingerprint(value))
+    own = Holding(strict=_strict(), layout=layout, sharded=sorted(_sharded[ring.ranks]), values=fingerprint(value))
     told = exchange(ring, "what each rank holds", json.dumps(own))
-    doubt = doubtful([json.loads(text) for text in told] if told else [own] * ring.size)
-    if doubt:
+    ranks: list[Holding] = [json.loads(text) for text in told] if told else [own] * ring.size
+    doubt = doubtful(ranks)
+    if doubt and any(rank["strict"] for rank in ranks):  # one rank's environment holds for all: they raise together
         with known_to_all():
-            object_to(f"{doubt} ({ring})")
+            raise ValueError(_as_error(f"{doubt} ({ring})"))
+    if doubt:
+        _warn_once(f"{doubt} ({ring})")
 
 
 def shapes_only() -> bool:
@@ -66,7 +73,7 @@ def doubtful(ranks: list[Holding]) -> str | None:
         each = "; ".join(f"ring rank {number}: {', '.join(layouts) or 'none'}" for number, layouts in enumerate(sharded))
         return f"the ranks of this ring took their shards in different layouts: {each}; use one ring_attn.Ring for all"
     layout = ranks[0]["layout"]
-    if sharded[0] and layout not in sharded[0]:
+    if layout and sharded[0] and layout not in sharded[0]:
         return (
             f"the sequence was sharded as {', '.join(sharded[0])} but attention was called with layout={layout!r}, so masks and "
             "positions are wrong; give both the same layout, or use one ring_attn.Ring for both"
@@ -93,7 +100,7 @@ def doubt_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) 
     """Object to ``[batch, seq, heads, dim]`` tensors whose heads look like positions. The format is the one they were given in."""
     if torch.compiler.is_compiling():
         return
-    if all(x.shape[2] >= _MANY_HEADS and x.shape[2] >= 4 * max(1, x.shape[1]) for x in (query, key)):
+    if all(x.shape[2] > _MANY_HEADS and x.shape[2] >= 4 * max(1, x.shape[1]) for x in (query, key)):
         other = "bhsd" if qkv_format == "bshd" else "bshd"
         object_to(
             f"with qkv_format={qkv_format!r} the queries have {query.shape[1]} positions and {query.shape[2]} heads; if it is the "
@@ -101,11 +108,32 @@ def doubt_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) 
         )
 
 
+def doubt_local_lengths(name: str, ends: torch.Tensor, shard: int, total: int) -> None:
+    """Object to ``cu_seqlens`` of the whole sequence that end within the first rank's shard. The host waits for their values, so
+    only the first of each length are looked at."""
+    if shard == total or torch.compiler.is_compiling() or (shard, total) in _looked_at:
+        return
+    _looked_at.add((shard, total))
+    if 0 < (last := int(ends[-1])) <= shard:
+        object_to(
+            f"{name} ends at {last}, within the first rank's shard of {shard} tokens, and the rest is padding: it must be that of "
+            f"the whole sequence of {total}; the ring_ and zigzag_ring_ functions of ring_attn.flash take a rank's own"
+        )
+
+
 def object_to(doubt: str) -> None:
     """Raise ValueError under ``RING_ATTN_STRICT=1``, or else warn, once for each text."""
-    if os.environ.get("RING_ATTN_STRICT", "0") not in ("", "0"):
-        raise ValueError(f"{doubt}. (RING_ATTN_STRICT is set; without it this is a warning.)")
+    if _strict():
+        raise ValueError(_as_error(doubt))
     _warn_once(doubt)
+
+
+def _strict() -> bool:
+    return os.environ.get("RING_ATTN_STRICT", "0") not in ("", "0")
+
+
+def _as_error(doubt: str) -> str:
+    return f"{doubt}. (RING_ATTN_STRICT is set; without it this is a warning.)"
 
 
 @cache

@@ -34,7 +34,7 @@ def gather(
 
 def _seed_words(road: Road, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     if isinstance(seed, torch.Tensor):  # drawn in a graph, where it has no value yet
-        return seed.to(torch.int64).reshape(1).view(torch.int32).to(device)
+        return seed.to(torch.int64).reshape(1).view(torch.int32).to(device, non_blocking=True)
     return None if seed is None else road.seed_words(seed, device)
 
 

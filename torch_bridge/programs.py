@@ -4,6 +4,7 @@ call and one set of shapes, and is looked up by them when the tensors are there:
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -45,20 +46,27 @@ class _Made(NamedTuple):
 
 # Custom ops take tensors, numbers and text, so a call is passed by its description.
 _CALLS: dict[str, Call] = {}
+_WORDS: dict[tuple[Ring, Settings, Names], str] = {}
+_NUMBERS: Counter[str] = Counter()  # how many calls have had one description
 _PROGRAMS: dict[tuple[str, Forms, torch.device], _Made] = {}
 
 
-@cache
 def describe(ring: Ring, settings: Settings, names: Names) -> str:
     """The call in words, by which its programs are found: equal calls have one description. It means the same in every process,
     for a graph may be saved and loaded; so a call with functions, which may differ under one name, names this process."""
+    found = _WORDS.get((ring, settings, names))
+    return _describe(ring, settings, names) if found is None else found
+
+
+def _describe(ring: Ring, settings: Settings, names: Names) -> str:
     call = Call(ring, Options(**dict(settings)), names)
     words = f"{in_words(call.options)} on {ring}"
     if call.options.predicates or call.options.mask_builder:
         words += f", in process {_process()}"
-    alike = sum(known == words or known.startswith(f"{words}, number ") for known in _CALLS)
-    words += f", number {alike + 1}" if alike else ""
+    _NUMBERS[words] += 1
+    words += f", number {_NUMBERS[words]}" if _NUMBERS[words] > 1 else ""
     _CALLS[words] = call
+    _WORDS[ring, settings, names] = words
     return words
 
 
@@ -106,6 +114,15 @@ def _drop_the_oldest(ring: Ring) -> None:
     of_this_ring = [key for key, made in _PROGRAMS.items() if made.request.ring == ring]
     for key in of_this_ring[:-KEPT]:
         del _PROGRAMS[key]
+        _forget_functions(key[0])
+
+
+def _forget_functions(words: str) -> None:
+    """A call with a mask function holds its arrays. Without programs it is dropped too: no compiled graph holds such a call."""
+    if _CALLS[words].options.predicates and not any(of == words for of, *_ in _PROGRAMS):
+        del _CALLS[words]
+        for key in [key for key, named in _WORDS.items() if named == words]:
+            del _WORDS[key]
 
 
 def _warn_of_many(words: str, request: Request) -> None:

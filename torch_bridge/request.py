@@ -48,6 +48,13 @@ class Request:
         return results(self.forms[0], self.forms[2])
 
     @property
+    def layout_in_use(self) -> str:
+        """The layout; empty where position ids say all that it would."""
+        given = {name for name, form in zip(ARRAYS, self.forms, strict=False) if form is not None}
+        by_ids = "q_position_ids" in given and not given & {"bias", "mask"}
+        return "" if by_ids else self.options.layout
+
+    @property
     def empty(self) -> bool:
         """Whether there is no query-key pair: a batch or a sequence of length 0."""
         return any(form is not None and 0 in form.shape[:2] for form in self.forms[:3])

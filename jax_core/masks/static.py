@@ -51,6 +51,7 @@ def moved(mask: Mask, by: int) -> Mask:
     assert mask.chunk is None and not mask.any_position
     left = None if mask.left is None else mask.left - by
     right = by if mask.causal else None if mask.right is None else mask.right + by
+    left, right = (None if side is not None and side > _FARTHEST else side for side in (left, right))
     return Mask(causal=right == 0, left=left, right=None if right == 0 else right)
 
 

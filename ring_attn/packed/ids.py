@@ -8,6 +8,7 @@ from torch import Tensor
 
 from jax_core.masks.layout import runs
 from torch_bridge.mesh import MeshLike
+from torch_bridge.mistakes import doubt_local_lengths
 from torch_bridge.ring import tensors_per_sequence
 from torch_bridge.roads import road_of
 
@@ -45,7 +46,7 @@ def with_documents(
             'cu_seqlens_q (and cu_seqlens_k, max_seqlen_q, max_seqlen_k) say where the documents of qkv_format="thd" are, instead '
             f"of ids; got qkv_format={qkv_format!r}, cu_seqlens_q={'none' if cu_q is None else 'given'} and ids {twice or 'none'}"
         )
-    query, key = qkv["query"], qkv["key"]
+    query, key, bottom_right = qkv["query"], qkv["key"], options["bottom_right"]
     same = cu_k is None or cu_k is cu_q
     if same and query.shape[1] != key.shape[1]:
         raise ValueError(
@@ -59,16 +60,21 @@ def with_documents(
     check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0])
     if not same or longest[0] != longest[1]:
         check_cumulative("cu_seqlens_k", cu_k, key.shape[1] * per_sequence, query.device, longest[1])
-    q_index, k_index = (_index(where, options["layout"], x) for x in (query, key))
-    q_document, k_document = documents_of(q_index, cu_q), documents_of(k_index, cu_k)
-    ids = dict(q_segment_ids=_or_padding(q_document, cu_q), kv_segment_ids=_or_padding(k_document, cu_k))
+    doubt_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
+    options, q_index = {**options, "bottom_right": False}, _index(where, options["layout"], query)
+    q_document = documents_of(q_index, cu_q)
+    ids = dict(q_segment_ids=_or_padding(q_document, cu_q))
     relative = options["chunk_size"] is not None or options["mask_mod"] is not None
-    if not same or relative:
-        shift = (cu_k - cu_q).roll(-1) if options["bottom_right"] else cu_k - cu_q
-        starts = cu_k if relative else torch.zeros_like(cu_k)
-        ids["q_position_ids"] = q_index + (shift - starts)[q_document]
-        ids["kv_position_ids"] = k_index - starts[k_document]
-    return {**others, **ids}, {**options, "bottom_right": False}
+    if same and not relative:
+        return {**others, **ids}, options  # which serve both sides
+    k_index = _index(where, options["layout"], key)
+    k_document = documents_of(k_index, cu_k)
+    shift = (cu_k - cu_q).roll(-1) if bottom_right else cu_k - cu_q
+    starts = cu_k if relative else torch.zeros_like(cu_k)
+    ids["kv_segment_ids"] = _or_padding(k_document, cu_k)
+    ids["q_position_ids"] = q_index + (shift - starts)[q_document]
+    ids["kv_position_ids"] = k_index - starts[k_document]
+    return {**others, **ids}, options
 
 
 def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
@@ -87,7 +93,7 @@ def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str
 
 def documents_of(index: Tensor, ends: Tensor) -> Tensor:
     """The number of the document of each place; that of padding is the number of documents."""
-    return torch.searchsorted(ends, index.to(ends.dtype), right=True) - 1
+    return torch.searchsorted(ends, index.to(ends.dtype), right=True, out_int32=True) - 1
 
 
 def _or_padding(document: Tensor, ends: Tensor) -> Tensor:

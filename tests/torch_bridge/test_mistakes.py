@@ -1,5 +1,6 @@
 """Calls that are valid but probably not meant are noticed."""
 
+import json
 import warnings
 
 import pytest
@@ -38,8 +39,8 @@ def test_strict_makes_them_errors_on_all_ranks():
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "bhsd"])
 def test_swapped_dims_are_doubted_once(qkv_format, monkeypatch):
-    q = torch.randn(1, 2, 128, 8) if qkv_format == "bshd" else torch.randn(1, 128, 2, 8)
-    with pytest.warns(RuntimeWarning, match="2 positions and 128 heads; if it is the other way round"):
+    q = torch.randn(1, 2, 256, 8) if qkv_format == "bshd" else torch.randn(1, 256, 2, 8)
+    with pytest.warns(RuntimeWarning, match="2 positions and 256 heads; if it is the other way round"):
         ring_attention(q, q, q, qkv_format=qkv_format)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -66,3 +67,26 @@ def test_a_fingerprint_tells_values_and_ignores_what_is_the_same_everywhere():
     assert mistakes.fingerprint(x) == mistakes.fingerprint(x.clone()) != mistakes.fingerprint(x + 1)
     assert mistakes.fingerprint(x[:, :1].expand(-1, 200, -1, -1)) == mistakes.fingerprint(x[:, :0]) == ""
     assert mistakes.fingerprint(x.to(torch.bfloat16))
+
+
+def test_cumulative_lengths_of_one_rank_are_doubted(monkeypatch):
+    """Where those of the whole sequence are meant, all tokens after them would be padding, in silence."""
+    monkeypatch.setattr(mistakes, "_looked_at", set())
+    monkeypatch.setenv("RING_ATTN_STRICT", "1")
+    mistakes.doubt_local_lengths("cu_seqlens_q", torch.tensor([0, 5, 9]), 8, 16)
+    mistakes.doubt_local_lengths("cu_seqlens_q", torch.tensor([0, 4]), 4, 4)
+    with pytest.raises(ValueError, match="cu_seqlens_q ends at 8, within the first rank's shard of 8 tokens"):
+        mistakes.doubt_local_lengths("cu_seqlens_q", torch.tensor([0, 5, 8]), 8, 24)
+
+
+def test_strictness_of_one_rank_holds_for_all(monkeypatch):
+    """The others would wait in the call that it raises from."""
+    ring = mesh.Ring((0, 1), 0)
+    other = mistakes.Holding(strict=True, layout="zigzag", sharded=["striped"], values="")
+    own = {**other, "strict": False}
+    monkeypatch.setattr(mistakes, "exchange", lambda *_: [json.dumps(own), json.dumps(other)])
+    with pytest.raises(ValueError, match="was sharded as striped") as caught:
+        mistakes.look_at_shards(ring, "zigzag", torch.ones(1, 4, 1, 2))
+    assert caught.value._ring_knows
+    monkeypatch.setattr(mistakes, "exchange", lambda *_: [json.dumps({**rank, "layout": ""}) for rank in (own, other)])
+    mistakes.look_at_shards(ring, "", torch.ones(1, 4, 1, 2))  # position ids say what the layout would
