@@ -229,6 +229,28 @@ REFUSED = {
         NotImplementedError,
         "takes no decoder_position_ids",
     ),
+    "without the interface": (
+        lambda: transformers.GPTJForCausalLM(transformers.GPTJConfig(vocab_size=97, n_embd=16, n_head=2, n_layer=1, rotary_dim=4)),
+        NotImplementedError,
+        "do not look their attention up",
+    ),
+    "the share of masked tokens": (
+        lambda: transformers.EsmForMaskedLM(
+            transformers.EsmConfig(
+                vocab_size=33,
+                hidden_size=16,
+                num_attention_heads=2,
+                num_hidden_layers=1,
+                intermediate_size=16,
+                pad_token_id=1,
+                mask_token_id=32,
+                token_dropout=True,
+                position_embedding_type="rotary",
+            )
+        ),
+        NotImplementedError,
+        "token_dropout",
+    ),
     "a pooler": (
         lambda: transformers.BertModel(transformers.BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)),
         NotImplementedError,
@@ -242,6 +264,33 @@ def test_models_that_cannot_be_sharded_are_refused(name):
     make, kind, words = REFUSED[name]
     with pytest.raises(kind, match=words):
         context_parallel(make(), "local")
+
+
+def test_what_a_sharded_batch_is_given_after_it_was_made_counts(local):
+    """The count of labels of all micro-batches, other labels, and a mask, which would be too late."""
+    model, cp = local
+    batch = cp.shard(tiny.batch())
+    items = batch["num_items_in_batch"]
+    loss = model(**batch).loss
+    torch.testing.assert_close(model(**batch | {"num_items_in_batch": items * 2}).loss, loss / 2)
+    torch.testing.assert_close(cp.loss(model(**batch), batch | {"num_items_in_batch": items * 2}), loss / 2)
+    assert model(**batch | {"shift_labels": batch["labels"].roll(1, 1)}).loss != loss
+    mask = batch["attention_mask"].clone()
+    mask[:, :3] = 0
+    with pytest.raises(ValueError, match="mask of a sharded batch was changed"):
+        model(**batch | {"attention_mask": mask})
+
+
+def test_a_wrapper_may_call_forward_past_the_hooks(local):
+    model, cp = local
+    batch = cp.shard(tiny.batch())
+    torch.testing.assert_close(model.forward(**batch).loss, model(**batch).loss)
+
+
+def test_arrays_of_numpy_are_a_batch(local):
+    _, cp = local
+    arrays = {name: value.numpy() for name, value in tiny.batch().items()}
+    torch.testing.assert_close(cp(**arrays).loss, cp(**tiny.batch()).loss)
 
 
 def test_a_model_is_made_parallel_once(local):

@@ -22,7 +22,6 @@ from ring_attn.integrations.transformers.versions import (
     chunked,
     mask_function_of,
 )
-from ring_attn.ring import Ring
 
 NAME = "ring_attn"
 # Arguments of attention functions that say nothing the mask does not say, or nothing about attention.
@@ -57,11 +56,16 @@ class RingMask:
     ``averaging``: bool ``[batch, local]``, queries that see nothing and get the mean of all values, or None.
     """
 
-    def __init__(self, ring: Ring, keys: Sequence, options: dict[str, Any], averaging: Tensor | None) -> None:
-        self.ring, self.keys, self.options, self.averaging = ring, keys, options, averaging
+    def __init__(self, call: Call, keys: Sequence, options: dict[str, Any], averaging: Tensor | None) -> None:
+        self.call, self.ring, self.keys, self.options, self.averaging = call, call.ring, keys, options, averaging
 
     def __getitem__(self, index: object) -> Any:
         raise NotImplementedError("this layer cuts its mask into parts, which a mask over a ring does not allow")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for these
+            raise AttributeError(name)
+        raise NotImplementedError(f"this layer reads {name} of its mask, as of a tensor, and a mask over a ring is none")
 
 
 def register() -> None:
@@ -94,7 +98,7 @@ def _ring_mask(call: Call, arguments: dict[str, Any]) -> RingMask:
     averaging = None
     if own.unfounded is not None and call.previous == "eager" and rule.causal:
         averaging = call.ring.shard(own.unfounded)
-    return RingMask(call.ring, keys, _options(rule, own, keys), averaging)
+    return RingMask(call, keys, _options(rule, own, keys), averaging)
 
 
 def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence) -> None:
@@ -139,16 +143,15 @@ def attention_function(
 ) -> tuple[Tensor, Any]:
     """The attention function that transformers calls: query, key and value ``[batch, heads, seq, dim]``, the output
     ``[batch, seq, heads, dim]``, and None for the weights."""
-    call = CALL.get()
     if isinstance(attention_mask, WholeMask):
         function = attention_function_of(attention_mask.implementation, module)
         return function(module, query, key, value, attention_mask.mask, **options)
     if not isinstance(attention_mask, RingMask):
+        call = CALL.get()
         if call is not None and call.sharded is None:
             return attention_function_of(call.previous, module)(module, query, key, value, attention_mask, **options)
         raise NotImplementedError(_no_mask(module, attention_mask))
-    if call is not None:
-        call.attended += 1
+    attention_mask.call.attended += 1
     return _on_ring(module, (query, key, value), attention_mask, **options), None
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -49,7 +50,7 @@ REFUSED = {
 
 def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole batch: what :meth:`ContextParallel.shard` returns."""
-    given = {name: value for name, value in batch.items() if value is not None}
+    given = {name: _tensor(value) for name, value in batch.items() if value is not None}
     labels, items = _labels(plan, given), given.pop("num_items_in_batch", None)
     own: dict[str, Any] = {}
     sequences: dict[str, Sequence] = {}
@@ -67,6 +68,10 @@ def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any])
         own["labels"] = own["shift_labels"] = sequence.shard(labels, IGNORED)
         own["num_items_in_batch"] = items = (labels != IGNORED).sum() if items is None else items
     return {**own, MARK: Sharded(owner, sequences, items)}
+
+
+def _tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def _labels(plan: Plan, given: dict[str, Any]) -> Tensor | None:
@@ -101,6 +106,7 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
     own[name].ring_attn_shard = True  # for generate, which may be given this tensor alone
     if plan.takes(names.mask):  # what it says is in the sequence; without one transformers would look for documents in position ids
         own[names.mask] = torch.ones(sequence.batch, sequence.local, dtype=torch.bool, device=tokens.device)
+        own[names.mask].ring_attn_shard = True
     own_positions = _positions(sequence, positions)
     if plan.takes(names.positions):
         own[names.positions] = own_positions

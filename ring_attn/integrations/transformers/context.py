@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from contextvars import Token
+from functools import wraps
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.attention import NAME, register
@@ -24,6 +26,7 @@ class _Entered(NamedTuple):
     call: Call
     token: Token[Call | None]
     labels: Tensor | None
+    items: Any
 
 
 class ContextParallel:
@@ -37,7 +40,7 @@ class ContextParallel:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
         self._outer, self._entered, self._off = model, [], False  # type: tuple[nn.Module, list[_Entered], bool]
         register()
-        self._patches = Patches(self.plan, ring, self)
+        self._patches = Patches(self.plan, ring, self, self._through_hooks(self.model.forward))
         self._hooks = [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
@@ -66,7 +69,8 @@ class ContextParallel:
         sharded = batch.get(MARK)
         if not isinstance(sharded, Sharded) or "labels" not in batch:
             raise ValueError("cp.loss needs the batch that cp.shard made, with labels")
-        return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded)
+        items = batch.get("num_items_in_batch", sharded.items)
+        return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded, items)
 
     def reduce_gradients(self) -> None:
         """Sums the gradients of the parameters over the ring, once, after the last ``backward()`` before the optimizer's step.
@@ -98,42 +102,55 @@ class ContextParallel:
             finally:
                 self._off = False
 
+    def _through_hooks(self, forward: Any) -> Any:
+        """Some wrappers (PEFT's older releases) call ``model.forward``, past the hooks."""
+
+        @wraps(forward)
+        def through(*arguments: Any, **options: Any) -> Any:
+            inside = self._off or self._entered
+            return forward(*arguments, **options) if inside else self.model(*arguments, **options)
+
+        return through
+
     @property
     def off(self) -> bool:
         """Whether the model runs as it did before."""
         return self._off
 
+    @torch.compiler.disable
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if self._off:
             return None
         sharded = options.pop(MARK, None)
-        labels = self._check(sharded, options)
+        self._check(sharded, options)
+        labels, items = (None, None) if sharded is None else _taken(sharded, options)
         call = Call(self.ring, self.previous, sharded)
-        self._entered.append(_Entered(call, CALL.set(call), labels))
+        self._entered.append(_Entered(call, CALL.set(call), labels, items))
         return arguments, options
 
-    def _check(self, sharded: Sharded | None, options: dict[str, Any]) -> Tensor | None:
-        """Takes the labels out, which the model would count by itself."""
+    def _check(self, sharded: Sharded | None, options: dict[str, Any]) -> None:
         if sharded is None:
             if self.ring.size > 1:
                 raise ValueError(
                     f"the batch was not sharded over the ring of {self.ring.size} ranks: call batch = cp.shard(batch), then "
                     "model(**batch); or cp(**batch). To generate, use model.generate with the whole prompt"
                 )
-            return None
+            return
         if sharded.owner is not self:
             raise ValueError("the batch was sharded by another ContextParallel than that of this model; use its own cp.shard")
         for name in REFUSED:
             if name in options and not (options[name] is None or options[name] is False or name == self.plan.whole_encoder):
                 raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
-        options.pop("num_items_in_batch", None)
-        options.pop("shift_labels", None)
-        return options.pop("labels", None)
+        mask = None if self.plan.whole_encoder else options.get("attention_mask")
+        ours = not isinstance(mask, Tensor) or mask.ndim != 2 or hasattr(mask, "ring_attn_shard")
+        if not ours and bool(torch.any(mask != 1)):
+            raise ValueError("the attention mask of a sharded batch was changed; give the whole mask to cp.shard")
 
+    @torch.compiler.disable
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
         if self._off or not self._entered:
             return None
-        call, token, labels = self._entered.pop()
+        call, token, labels, items = self._entered.pop()
         CALL.reset(token)
         if output is None or call.sharded is None:  # None: an error is on its way
             return None
@@ -142,7 +159,16 @@ class ContextParallel:
                 f"{call.attended} attentions of {type(self.model).__name__} went through the ring, but it has {self.plan.layers} "
                 "layers: the others attended to this rank's tokens alone, or carry a state along the sequence"
             )
-        return output if labels is None else with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded))
+        if labels is None:
+            return output
+        return with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded, items))
+
+
+def _taken(sharded: Sharded, options: dict[str, Any]) -> tuple[Tensor | None, Any]:
+    """Takes the labels and their count out of a model's inputs, which the model would use by itself."""
+    items, shifted = options.pop("num_items_in_batch", None), options.pop("shift_labels", None)
+    labels = options.pop("labels", None)
+    return labels if shifted is None else shifted, sharded.items if items is None else items
 
 
 def context_parallel(

@@ -11,10 +11,10 @@ from ring_attn.ring import Ring
 from ring_attn.training.loss import cross_entropy, total_loss
 
 
-def loss_of(plan: Plan, ring: Ring, outputs: Any, labels: Tensor, sharded: Sharded) -> Tensor:
-    """The loss of the whole ring, with the gradient of this rank's share of it."""
+def loss_of(plan: Plan, ring: Ring, outputs: Any, labels: Tensor, sharded: Sharded, items: Any) -> Tensor:
+    """The loss of the whole ring, divided by ``items``, with the gradient of this rank's share of it."""
     logits = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs.logits
-    share = cross_entropy(logits, labels, ring=ring, num_items=sharded.items)
+    share = cross_entropy(logits, labels, ring=ring, num_items=items)
     routers = getattr(outputs, "router_logits", None)
     if routers is not None:
         share = share + _balance(plan, ring, routers, sharded) / ring.size
@@ -42,7 +42,8 @@ def _balance(plan: Plan, ring: Ring, routers: tuple[Tensor, ...], sharded: Shard
 
 
 def with_loss(outputs: Any, loss: Tensor) -> Any:
-    """The outputs with this loss, in the place where transformers has it."""
+    """The outputs with this loss, in the place where transformers has it; without the routers' loss of this rank's tokens."""
     if isinstance(outputs, tuple):
         return (loss, *outputs)
-    return type(outputs)(**{**outputs, "loss": loss})
+    without = {"aux_loss": None} if "aux_loss" in outputs else {}
+    return type(outputs)(**{**outputs, **without, "loss": loss})

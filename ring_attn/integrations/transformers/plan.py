@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ring_attn.integrations.transformers.positions import has_relative_bias
+from ring_attn.integrations.transformers.positions import has_relative_bias, knows_its_bias
 from ring_attn.integrations.transformers.table import check_layer_types
 from ring_attn.integrations.transformers.versions import counts_within_documents, in_modelling_file, uses_the_interface
 
@@ -106,7 +106,13 @@ def _head(model: Any) -> str | None:
 
 
 def _check_layers(model: Any, config: Any) -> None:
-    for name, _ in model.named_modules():
+    for name, module in model.named_modules():
+        if getattr(module, "token_dropout", False) is True:
+            raise NotImplementedError(
+                f"{name} scales by the share of masked tokens that it sees, which are one rank's; set token_dropout=False"
+            )
+        if has_relative_bias(module) and not knows_its_bias(module):
+            raise NotImplementedError(f"{name} makes its position bias in a way that is not known")
         if name.split(".")[-1] == "pooler":
             raise NotImplementedError(
                 f"{name} reads the first token, which one rank has; make the model without it (add_pooling_layer=False)"

@@ -1,5 +1,6 @@
 """Layers that take the index in their input for the position in the sequence, put right: on a rank these differ."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,12 @@ def at_global_positions(module: Any, query: Tensor, ring: Ring) -> Tensor:
 def has_relative_bias(module: nn.Module) -> bool:
     """Whether the layer makes a bias for all pairs of positions, as T5's do."""
     return callable(getattr(module, "compute_bias", None)) and hasattr(module, "_relative_position_bucket")
+
+
+def knows_its_bias(module: Any) -> bool:
+    """Whether the layer makes its bias as T5 does."""
+    bias, bucket = (inspect.signature(function).parameters for function in (module.compute_bias, module._relative_position_bucket))
+    return {"query_length", "key_length"} <= set(bias) and "bidirectional" in bucket
 
 
 def relative_bias(module: Any, ring: Ring, is_off: Callable[[], bool]) -> Callable[..., Tensor]:

@@ -90,5 +90,5 @@ def load_balancing_loss(model: nn.Module) -> Callable[..., Any] | None:
 def in_modelling_file(module: nn.Module, name: str) -> Any:
     """What the file that defines a module's class has by this name, or None; also for a user's subclass, and for the class that
     FSDP makes of it."""
-    files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__]
+    files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind not in PreTrainedModel.__mro__]
     return next((file[name] for file in files if name in file), None)
