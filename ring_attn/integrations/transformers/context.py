@@ -141,9 +141,9 @@ class ContextParallel:
         for name in REFUSED:
             if name in options and not (options[name] is None or options[name] is False or name == self.plan.whole_encoder):
                 raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
-        mask = None if self.plan.whole_encoder else options.get("attention_mask")
+        mask: Any = None if self.plan.whole_encoder else options.get("attention_mask")
         ours = not isinstance(mask, Tensor) or mask.ndim != 2 or hasattr(mask, "ring_attn_shard")
-        if not ours and bool(torch.any(mask != 1)):
+        if not ours and bool(mask.ne(1).any()):
             raise ValueError("the attention mask of a sharded batch was changed; give the whole mask to cp.shard")
 
     @torch.compiler.disable
