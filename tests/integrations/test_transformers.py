@@ -262,6 +262,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_cannot_be_sharded_are_refused(name):
     make, kind, words = REFUSED[name]
+    if int(transformers.__version__.split(".")[0]) < 5:
+        words += "|do not look their attention up"  # of older versions some models cannot be sharded at all
     with pytest.raises(kind, match=words):
         context_parallel(make(), "local")
 
