@@ -286,7 +286,7 @@ def bad_inputs():
         "device": (dict(k=k.to("meta")), "one device"),
         "layout": (dict(layout="zigzag"), "divisible by 2"),
         "unknown layout": (dict(layout="spiral"), "contiguous, zigzag, striped"),
-        "format": (dict(qkv_format="sbhd"), "bshd, bhsd"),
+        "format": (dict(qkv_format="hbsd"), "bshd, bhsd"),
         "platform": (dict(platform="metal"), "platform must be one of"),
         "window": (dict(sliding_window=-3), "sliding_window"),
         "dropout": (dict(dropout_p=1.5), r"\[0, 1\)"),
