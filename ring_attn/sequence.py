@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
-from ring_attn.reduction import agree, recorded, sum_over_ring
+from ring_attn.reduction import agree, recorded, sum_over_ring, where
 from torch_bridge.announced import announced, telling
 from torch_bridge.calls import watch
 from torch_bridge.mesh import MeshLike
@@ -67,7 +67,7 @@ def shard(
     return ring.split(shards, dim)
 
 
-@announced(lambda *arguments, mesh=None, mesh_dim=None, **_: (arguments[1] if len(arguments) > 1 else mesh, mesh_dim))
+@announced(where)
 def unshard(
     tensor: Tensor,
     mesh: MeshLike = None,

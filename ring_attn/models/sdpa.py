@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.functional import ring_attention
+from ring_attn.reduction import where
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
@@ -23,8 +24,9 @@ class _Sizes(NamedTuple):
     columns: int
 
 
-def _where(*_: object, ring: object = None, mesh: Any = None, mesh_dim: str | int | None = None, **__: object) -> Any:
-    return (ring.mesh, ring.mesh_dim) if isinstance(ring, Ring) else (mesh, mesh_dim)
+def _where(*_: object, **options: object) -> Any:
+    """No positional argument is the mesh."""
+    return where(**options)
 
 
 @announced(_where)
