@@ -14,9 +14,17 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("ring_attn", "torch_bridge", "jax_core")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-STANDARD_LIBRARY_ONLY = ("jax_core.masks.layout", "jax_core.masks.static")
+STANDARD_LIBRARY_ONLY = ("jax_core.caches", "jax_core.masks.layout", "jax_core.masks.static")
 # The layers of jax_core from the lowest up: none imports one above it.
-LAYERS = (("config", "keywords", "varying"), ("masks",), ("kernels",), ("strategies",), ("request",), ("api",), ("integrations",))
+LAYERS = (
+    ("caches", "config", "keywords", "varying"),
+    ("masks",),
+    ("kernels",),
+    ("strategies",),
+    ("request",),
+    ("api",),
+    ("integrations",),
+)
 # Layers whose folders are alternatives to each other: none imports another, only the files beside them.
 WITH_SIBLINGS = ("kernels", "strategies")
 OUTSIDE = ("testing",)  # the oracle: only tests and benchmarks import it, and it imports nothing but the definition of dropout
@@ -84,7 +92,7 @@ def standard_library_reason(module: str, name: str) -> str | None:
     if module not in STANDARD_LIBRARY_ONLY:
         return None
     allowed = name.split(".")[0] in sys.stdlib_module_names or any(within(name, other) for other in STANDARD_LIBRARY_ONLY)
-    return None if allowed else "layouts and static masks are standard library only"
+    return None if allowed else "it is standard library only"
 
 
 def sibling_reason(module: str, name: str) -> str | None:
