@@ -22,9 +22,10 @@ import torch.distributed as dist
 from report import default_folder, short
 from ring_overlap import overlap
 from ring_profile import profile
-from ring_run import Run, tidy
+from ring_run import Run
 from ring_systems import CONTEXT_PARALLEL, RING_FLASH, SYSTEMS, Group
 from systems import Prepared
+from team import tidy
 from timing import reason
 from torch_bridge import runtime
 

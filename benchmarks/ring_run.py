@@ -2,7 +2,6 @@
 
 import argparse
 import faulthandler
-import gc
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from report import Report
 from ring_systems import PEERS, SYSTEMS, Group
 from systems import Case, Inputs, Prepared, difference, make_inputs
-from team import ON_GPU, Team
+from team import ON_GPU, Team, tidy
 from timing import Timed, Times, reason, take_turns
 
 GIB = 2**30
@@ -112,10 +111,3 @@ class Run:
         figures: dict[str, Any] = {f"{name} GiB": size / GIB for name, size in sizes.items()}
         figures |= {"peak / held": (of_torch + of_jax) / held, "KiB a token": (of_torch + of_jax) / length / 1024}
         self.report.add(case=case.name, system="auto", phase="memory", **figures)
-
-
-def tidy() -> None:
-    gc.collect()
-    if ON_GPU:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

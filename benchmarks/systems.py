@@ -28,6 +28,7 @@ class Case:
     causal: bool = True
     window: int | None = None
     documents: tuple[int, ...] = ()
+    softcap: float | None = None
 
     @property
     def pairs(self) -> float:
@@ -109,15 +110,28 @@ def through_jax(attention: Callable[..., Any], inputs: Inputs) -> Prepared:
     """No torch in the timed part; the backward is compiled separately, with the residuals of a forward as its operands."""
     import jax
 
-    *arrays, dout = (jax.dlpack.from_dlpack(x) for x in (*inputs.qkv, inputs.dout))
+    from torch_bridge.dlpack import to_jax, to_torch
+
+    tensors = (*inputs.qkv, inputs.dout)
+    arrays = list(map(to_jax, tensors))
+
+    def after_torch() -> None:
+        arrays[:] = map(to_jax, tensors)
+
+    def before_torch(result: Any) -> None:
+        to_torch(jax.tree.leaves(result)[0])
+
     forward = jax.jit(attention)
-    out, transpose = jax.vjp(forward, *arrays)
-    backward = jax.jit(lambda transpose, dout: transpose(dout))
-    wait = jax.block_until_ready
-    passes = {
-        "forward": Timed(lambda: forward(*arrays), wait),
-        "backward": Timed(partial(backward, transpose, dout.astype(out.dtype)), wait),
+    out, transpose = jax.vjp(forward, *arrays[:3])
+    backward = jax.jit(lambda transpose, dout: transpose(dout.astype(out.dtype)))
+    both = jax.jit(lambda q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout.astype(out.dtype)))
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: forward(*arrays[:3]),
+        "backward": lambda: backward(transpose, arrays[3]),
+        "both": lambda: both(*arrays),
     }
+    wait = jax.block_until_ready
+    passes = {name: Timed(call, wait, after_torch, before_torch) for name, call in calls.items()}
     return Prepared(passes, lambda array: torch.from_dlpack(wait(array)))
 
 

@@ -1,5 +1,6 @@
 """The processes of one benchmark: one alone, or all that torchrun started. They measure together, and none waits forever."""
 
+import gc
 import os
 import platform
 from datetime import timedelta
@@ -9,7 +10,10 @@ import torch
 import torch.distributed as dist
 
 ON_GPU = torch.cuda.is_available()
-PACKAGES = ("torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "ring-flash-attn", "ejkernel")
+PACKAGES = (
+    *("torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton"),
+    *("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi", "ring-flash-attn", "ejkernel"),
+)
 
 
 class Team:
@@ -60,6 +64,14 @@ class Team:
         if self.votes is not None:
             dist.all_reduce(reduced, operation, group=self.votes)
         return reduced.item()
+
+
+def tidy() -> None:
+    """Returns memory that nothing holds any more."""
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def versions() -> dict[str, str]:

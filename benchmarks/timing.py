@@ -21,10 +21,19 @@ REST = 0.1  # seconds before a sample: a GPU at its power limit is slower after 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call and how it is timed: by CUDA events on torch's stream, or by the wall clock until `wait` on its result returns."""
+    """A call and how it is timed: by CUDA events on torch's stream, or by the wall clock until `wait` on its result returns.
+
+    A call that computes on another stream can be timed by events too, and then costs what it costs on torch's: after `begin` its
+    work waits for torch's stream, and after `end` on its result torch's stream waits for that."""
 
     call: Callable[[], Any]
     wait: Callable[[Any], Any] | None = None
+    begin: Callable[[], Any] | None = None
+    end: Callable[[Any], Any] | None = None
+
+    @property
+    def by_events(self) -> bool:
+        return ON_GPU and (self.wait is None or self.end is not None)
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Times:
 
 
 def sample(timed: Timed, calls: int) -> float:
-    return by_events(timed, calls) if ON_GPU and timed.wait is None else by_wall_clock(timed, calls)
+    return by_events(timed, calls) if timed.by_events else by_wall_clock(timed, calls)
 
 
 def by_wall_clock(timed: Timed, calls: int) -> float:
@@ -65,8 +74,12 @@ def by_events(timed: Timed, calls: int) -> float:
     torch.cuda.synchronize()
     torch.cuda._sleep(HEAD_START)
     start.record()
+    if timed.begin is not None:
+        timed.begin()
     for _ in range(calls):
-        timed.call()
+        result = timed.call()
+    if timed.end is not None:
+        timed.end(result)
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / calls
@@ -109,12 +122,14 @@ def rested_sample(team: Team, timed: Timed, calls: int) -> float:
 
 def first_sample(team: Team, timed: Timed, sample_ms: float) -> tuple[int, float]:
     """How many calls fill a sample, and one such sample. A first call may be slow, so the second one decides, unless calls take
-    very long."""
-    first = rested_sample(team, timed, 1)
+    very long. These two need no rest: they only count."""
+    team.ready()
+    first = sample(timed, 1)
     once = team.slowest(first)
     if once >= max(sample_ms, FIRST_IS_ENOUGH_MS):
         return 1, first
-    once = min(once, team.slowest(rested_sample(team, timed, 1)))
+    team.ready()
+    once = min(once, team.slowest(sample(timed, 1)))
     calls = max(1, min(200, round(sample_ms / max(once, 1e-3))))
     return calls, rested_sample(team, timed, calls)
 

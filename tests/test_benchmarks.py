@@ -1,6 +1,9 @@
 """The parts of the benchmarks that need no GPU: what is counted, how it is timed and told, and what peers are handed."""
 
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -8,10 +11,13 @@ import torch
 from jax.sharding import Mesh
 
 import flash_attn_of_torch
+import one_gpu_choice
+import one_gpu_systems
 import ring_overlap
 import ring_profile
 import timing
 from report import Report, short
+from ring_attn import ring_attention
 from ring_profile import COPY, REST, ROTATION, Event
 from systems import Case, difference, make_inputs, ours
 from team import Team
@@ -32,6 +38,68 @@ def test_all_passes_of_a_system_give_the_same_gradients():
     assert difference(prepared.results("backward"), prepared.results("both")) == 0.0
     whole = ours("xla", inputs, mesh="local")
     assert difference(whole.results("both"), prepared.results("both")) > 0.1
+
+
+def test_a_call_from_jax_is_the_call_from_torch():
+    case = Case("", 64, heads=4, kv_heads=2, dim=8)
+    inputs = make_inputs(case, "cpu")
+    here, there = (make("xla", case, inputs) for make in (one_gpu_systems.ours_in_jax, one_gpu_systems.ours))
+    for gradients in ("backward", "both"):
+        assert difference(here.results(gradients), there.results(gradients)) < 0.01
+    timed = here.passes["backward"]
+    timed.begin()
+    timed.end(timed.call())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("features", [{}, {"window": 9}, {"documents": (5, 40, 19)}, {"softcap": 2.0}, {"causal": False}], ids=str)
+def test_peers_compute_the_same_case(features, monkeypatch):
+    """FlexAttention's masks and flash-attn's arguments, with stand-ins for what compiles and for what needs a GPU."""
+    monkeypatch.setattr(torch, "compile", partial(without_gradients, torch.compile))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", SimpleNamespace(**FLASH_ATTN))
+    case = Case("", 64, heads=4, kv_heads=2, dim=16, **features)
+    inputs = make_inputs(case, "cpu")
+    truth = one_gpu_systems.ours("xla", case, inputs).passes["forward"].call()
+    for system in (one_gpu_systems.flex, one_gpu_systems.flash_attn_4):
+        prepared = system(case, inputs)
+        assert difference([prepared.arrange_back(prepared.passes["forward"].call())], [truth]) < 0.01
+
+
+def without_gradients(compiled, function, **options):
+    """In place of torch.compile: on CPUs FlexAttention has no backward, and refuses what would need one."""
+    if function.__name__ != "flex_attention":
+        return compiled(function, **options)
+    return lambda *qkv, **more: function(*(x.detach() for x in qkv), **more)
+
+
+def flash_attn_stand_in(q, k, v, *, causal, softcap, window_size=(None, None), cu_seqlens_q=None, **more):
+    """Through our own kernel, from flash-attn's arguments; returns the LSE's place too, as some versions do."""
+    assert set(more) <= {"cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    options = dict(platform="xla", mesh="local", causal=causal, softcap=softcap or None)
+    if cu_seqlens_q is not None:
+        lengths = cu_seqlens_q.diff()
+        assert more["max_seqlen_q"] == more["max_seqlen_k"] == lengths.max()
+        options["q_segment_ids"] = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
+        q, k, v = (x[None] for x in (q, k, v))
+    if window_size[0] is not None:
+        options["sliding_window"] = window_size
+    out = ring_attention(q, k, v, **options)
+    return (out if cu_seqlens_q is None else out[0]), None
+
+
+FLASH_ATTN = dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), flash_attn_stand_in)
+
+
+def test_the_fastest_is_marked():
+    rows = [dict(case="c", phase="both", system=name, ms=ms) for name, ms in (("cute", 2.0), ("triton", 1.5))]
+    told = one_gpu_choice.choices([*rows, dict(case="c", phase="check", system="cuda", failed="no")], ("cute", "cuda", "triton"))
+    assert told[-1] == "| c | both | 2.000 |  | **1.500** | triton |"
+    assert len(told) == 3
+
+
+def test_documents_of_a_case_fill_it():
+    for length in one_gpu_choice.LENGTHS:
+        assert sum(one_gpu_choice.make_case("segments", length).documents) == length
 
 
 def test_systems_take_turns_and_a_failing_one_stops_none(monkeypatch):
