@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal, Self, get_args
 
-Platform = Literal["triton", "pallas", "cuda", "cudnn", "xla", "auto"]
+Platform = Literal["triton", "pallas", "cute", "cuda", "cudnn", "xla", "auto"]
 Backend = Literal["gpu", "tpu", "cpu", "any"]
 PLATFORMS: tuple[str, ...] = get_args(Platform)
 _ALIASES = {"cudnn": "cuda"}

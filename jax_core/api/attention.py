@@ -33,6 +33,7 @@ class _Static(TypedDict, total=False):
     dropout_prob: float
     layout: str
     fused_backward: bool
+    deterministic: bool
     precision: Precision | str | None
     platform: str | None
     strategy: str
@@ -117,6 +118,7 @@ def ring_attention(
     layout: str = "contiguous",
     return_lse: bool = False,
     fused_backward: bool = False,
+    deterministic: bool = False,
     precision: Precision | str | None = None,
     platform: str | None = None,
     strategy: str = "auto",
@@ -165,8 +167,11 @@ def ring_attention(
         return_lse: also return the logarithm of the softmax's denominator.
         fused_backward: True requires a kernel that computes dQ, dK and dV in one sweep over the scores (xla does), and is an error
             with one that cannot; False leaves the choice to the kernel.
+        deterministic: True requires a kernel that gives the same bits in every run (xla, pallas, triton without ``fused_backward``,
+            cute without lists of blocks), and "auto" takes the first of those. cuDNN's dQ may differ in its last bits.
         precision: of the matrix products, a ``jax.lax.Precision`` or its name; None means the highest.
-        platform: "xla", "triton", "cuda", "pallas", or "auto"/None to choose. A named one runs, or the error says why it cannot.
+        platform: "xla", "triton", "cute", "cuda", "pallas", or "auto"/None to choose. A named one runs, or the error says why it
+            cannot.
         strategy: "ring" (K/V travel between kernel calls), "fused" (TPUs only: one kernel sends K/V while it computes), or
             "auto": fused if ``mesh`` shows that the ring's devices are neighbours on the TPU torus, no platform is named, and
             fused can compute the request. Fused takes no bias, mask, mask function, position ids, ALiBi or dropout.
@@ -215,6 +220,7 @@ def ring_attention(
         layout=layout,
         return_lse=return_lse,
         fused_backward=fused_backward,
+        deterministic=deterministic,
         precision=precision,
         platform=platform,
         strategy=strategy,

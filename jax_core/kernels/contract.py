@@ -8,9 +8,14 @@ A kernel is a module with
 - ``forward(q, k, v, q_runs, k_runs, *, diagonal, scores, extras, carry, out_dtype, config) -> Partial``: attention of the query
   shard over the key shard, continuing the online softmax from ``carry``, the partial result so far (None at the first pair);
   ``out`` in ``out_dtype``;
-- ``backward(q, k, v, residuals, q_runs, k_runs, *, diagonal, scores, extras, dq, fused, config) -> Grads``: the pair's share of the
-  gradients, given the query rows' final statistics. ``dq`` is the query gradient so far (or None), and is included in the result's
-  ``dq``; ``fused`` requires dQ, dK and dV in one sweep over the scores.
+- ``CONTINUES``: whether it does so. If not, ``carry`` is None, ``out`` is in the query's dtype, and the ring joins the partials
+  (``merge.join``), several in one pass over memory. Then rows with LSE -inf may hold anything;
+- ``backward(q, k, v, residuals, q_runs, k_runs, *, diagonal, scores, extras, dq, fused, deterministic, config) -> Grads``: the
+  pair's share of the gradients, given the query rows' final statistics. ``dq`` is the query gradient so far (or None), and is
+  included in the result's ``dq``; ``fused`` requires dQ, dK and dV in one sweep over the scores, ``deterministic`` the same bits in
+  every run;
+- ``finish((q, k, v), (dq, dk, dv), scores) -> (dq, dk, dv)``: the sums over all pairs as gradients in their operands' dtype. Until
+  then they may be in a form of the kernel's own: trees of arrays, which the ring adds and sends.
 
 ``diagonal``: whether it is known statically that both shards belong to the same rank, as at the first pair.
 
@@ -21,7 +26,7 @@ query's dtype. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key (
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -123,9 +128,9 @@ class Grads(NamedTuple):
     """A pair's share of the gradients; ``dq`` includes the pairs before. ``dbias``, ``dalibi_slopes`` have their operand's shape,
     or are None without one."""
 
-    dq: Array
-    dk: Array
-    dv: Array
+    dq: Any  # [batch, q_length, heads, dim], or a form of the kernel's own, which its ``finish`` takes
+    dk: Any
+    dv: Any
     dbias: Array | None
     dalibi_slopes: Array | None
 
@@ -134,6 +139,7 @@ class Kernel(Protocol):
     """What a kernel's module provides."""
 
     HANDLES: frozenset[str]
+    CONTINUES: bool
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None: ...
 
@@ -167,10 +173,22 @@ class Kernel(Protocol):
         diagonal: bool,
         scores: Scores,
         extras: Extras,
-        dq: Array | None,
+        dq: Any,
         fused: bool,
+        deterministic: bool,
         config: BwdParams,
     ) -> Grads: ...
+
+    def finish(
+        self, operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores
+    ) -> tuple[Array, Array, Array]: ...
+
+
+def finish(operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores) -> tuple[Array, Array, Array]:
+    """For kernels whose gradients are plain arrays."""
+    del scores
+    dq, dk, dv = (grad.astype(operand.dtype) for grad, operand in zip(grads, operands, strict=True))
+    return dq, dk, dv
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:

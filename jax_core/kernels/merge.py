@@ -1,14 +1,30 @@
-"""Attention sinks, merged by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+"""Partial results and attention sinks, merged by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
 A sink is a logit without a value: it joins the softmax's denominator once, after the last step of the ring. Its gradient needs only
 the rows' final ``lse`` and ``delta``.
 """
 
+from collections.abc import Sequence
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jax_core.kernels.contract import Partial
+
+
+def join(partials: Sequence[Partial], out_dtype: DTypeLike) -> Partial:
+    """Any number of partials as one. Where ``lse`` is -inf, ``out`` is ignored and may hold anything, even NaN.
+
+    Elementwise in ``out``, so that XLA makes it one pass over memory.
+    """
+    lse = reduce(jnp.logaddexp, (partial.lse for partial in partials))
+    finite = jnp.where(jnp.isneginf(lse), 0, lse)
+    weights = [jnp.swapaxes(jnp.exp(partial.lse - finite), 1, 2)[..., None] for partial in partials]
+    terms = (jnp.where(weight == 0, 0, weight * partial.out) for weight, partial in zip(weights, partials, strict=True))
+    return Partial(reduce(jnp.add, terms).astype(out_dtype), lse)
 
 
 def join_sinks(partial: Partial, sinks: Array) -> Partial:

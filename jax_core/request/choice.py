@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, checked_platform
-from jax_core.kernels import cudnn, tpu, triton, xla
+from jax_core.kernels import cudnn, cute, tpu, triton, xla
 from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
 from jax_core.request.measured import preferred_kernels, preferred_strategies
@@ -16,10 +16,10 @@ from jax_core.request.options import Options
 from jax_core.strategies import empty, fused_ring, ring
 from jax_core.strategies.contract import Strategy
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType({"cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
+KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"ring": ring, "fused": fused_ring})
 _NO_PARAMS = FwdParams(), BwdParams()
-_PER_PROCESS = ("cuda", "triton")  # these query this process's own GPU
+_PER_PROCESS = ("cute", "cuda", "triton")  # these query this process's own GPU
 
 
 class Choice(NamedTuple):

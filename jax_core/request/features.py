@@ -43,6 +43,7 @@ _WORDS = {
     "alibi_slopes": "ALiBi slopes",
     "lse_gradient": "a gradient of the LSE (return_lse=True)",
     "fused_backward": "fused_backward=True",
+    "deterministic": "deterministic=True",
 }
 
 

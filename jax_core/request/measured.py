@@ -18,13 +18,13 @@ class Row(NamedTuple):
 ON_GPU = (
     Row(
         4096,
-        ("cuda", "triton", "xla"),
+        ("cute", "cuda", "triton", "xla"),
         "cuDNN's kernels are faster by more than its joining of partial results costs: at 8k 508 / 452 against Triton's 456 / 368, "
         "at 32k 568 / 531 against 476 / 396",
     ),
     Row(
         0,
-        ("triton", "cuda", "xla"),
+        ("triton", "cute", "cuda", "xla"),
         "one launch a step and no joining: at 2k 91 / 110 against cuDNN's 69 / 100. Not measured between 2k and 8k",
     ),
 )

@@ -46,6 +46,7 @@ class Options:
     cfg: RingAttentionConfig | None = None
     predicates: tuple[Predicate, ...] = ()  # mask functions already traced, whose arrays are among the operands
     fused_backward: bool = False
+    deterministic: bool = False
     lse_gradient: bool = True  # False: the LSE has no cotangent, and one passed anyway is ignored
     precision: str | Precision | None = None
     logits_dtype: str | None = None

@@ -54,6 +54,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
         fwd_params=choice.fwd_params,
         bwd_params=choice.bwd_params,
         fused_backward=options.fused_backward,
+        deterministic=options.deterministic,
         lse_gradient=options.lse_gradient,
     )
     return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)

@@ -72,6 +72,7 @@ class RingSpec:
     fwd_params: FwdParams = FwdParams()
     bwd_params: BwdParams = BwdParams()
     fused_backward: bool = False
+    deterministic: bool = False
     lse_gradient: bool = True
 
 

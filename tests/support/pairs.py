@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels import xla
+from jax_core.kernels import contract, xla
 from jax_core.kernels.contract import Extras, Grads, Partial, Residuals, Scores
+from jax_core.kernels.merge import join
 from jax_core.masks.layout import runs
 from jax_core.masks.static import make_mask
 from jax_core.strategies.contract import make_residuals
@@ -37,6 +38,7 @@ class ShardPair:
     carry: bool = False
     last: bool = False  # the output is requested in the inputs' dtype
     fused: bool = False
+    deterministic: bool = False
 
 
 SMALL = FwdParams(16, 16), BwdParams(16, 32)
@@ -75,29 +77,38 @@ def run(kernel, pair: ShardPair, params: tuple[FwdParams, BwdParams], dtype: str
     """Forward and backward of the pair by ``kernel`` in ``dtype``; the backward takes the float64 result of the forward."""
     wide = jnp.float64 if dtype == "float64" else jnp.float32
     qkv, dout, carry, dq = inputs(pair)
-    q_runs, k_runs = (
-        runs(pair.layout, rank, pair.size, length) for rank, length in ((pair.rank, pair.queries), (pair.source, pair.keys))
-    )
     diagonal = pair.rank == pair.source
 
     @jax.jit
-    def both(qkv, dout, carry, dq, residuals):
+    def both(qkv, dout, carry, dq, residuals, ranks):
+        places = ranks if pair.size > 1 else (0, 0)  # as in a ring: on the device, unless there is one rank
+        q_runs, k_runs = (
+            runs(pair.layout, rank, pair.size, length) for rank, length in zip(places, (pair.queries, pair.keys), strict=True)
+        )
         settings: dict[str, Any] = dict(diagonal=diagonal, scores=pair.scores, extras=Extras())
         result = kernel.forward(
             *qkv,
             q_runs,
             k_runs,
             **settings,
-            carry=carry if pair.carry else None,
+            carry=carry if pair.carry and kernel.CONTINUES else None,
             out_dtype=qkv[0].dtype if pair.last else wide,
             config=params[0],
         )
+        if not kernel.CONTINUES:
+            result = join([carry, result] if pair.carry else [result], wide)
         residuals = residuals or make_residuals(result.out, result.lse, dout, None)
-        settings |= dict(dq=dq if pair.carry else None, fused=pair.fused, config=params[1])
-        return result, kernel.backward(*qkv, residuals, q_runs, k_runs, **settings), residuals
+        settings |= dict(fused=pair.fused, deterministic=pair.deterministic, config=params[1])
+        plain = kernel.finish is contract.finish
+        grads = kernel.backward(*qkv, residuals, q_runs, k_runs, dq=dq if pair.carry and plain else None, **settings)
+        if not plain:
+            found = kernel.finish(qkv, (grads.dq, grads.dk, grads.dv), pair.scores)
+            grads = Grads(found[0].astype(wide) + (dq if pair.carry else 0), *found[1:], None, None)
+        return result, grads, residuals
 
     with jax.enable_x64(True):
-        exact = both(qkv, dout, carry, dq, None) if dtype == "float64" else None
+        ranks = jnp.int32(pair.rank), jnp.int32(pair.source)
+        exact = both(qkv, dout, carry, dq, None, ranks) if dtype == "float64" else None
         if exact is not None:
             return exact
         residuals = both_in_float64(pair)[2]
@@ -105,7 +116,8 @@ def run(kernel, pair: ShardPair, params: tuple[FwdParams, BwdParams], dtype: str
     residuals = Residuals(
         cast(residuals.out, dtype), cast(residuals.dout, dtype), cast(residuals.lse, wide), cast(residuals.delta, wide)
     )
-    return both(cast(qkv, dtype), cast(dout, dtype), cast(carry, wide), cast(dq, wide), residuals)
+    ranks = jnp.int32(pair.rank), jnp.int32(pair.source)
+    return both(cast(qkv, dtype), cast(dout, dtype), cast(carry, wide), cast(dq, wide), residuals, ranks)
 
 
 def both_in_float64(pair: ShardPair):

@@ -1,5 +1,6 @@
 """cuDNN's fused attention, for NVIDIA GPUs."""
 
-from jax_core.kernels.cudnn.kernel import HANDLES, backward, default_params, forward, unsupported
+from jax_core.kernels.contract import finish
+from jax_core.kernels.cudnn.kernel import CONTINUES, HANDLES, backward, default_params, forward, unsupported
 
-__all__ = ["HANDLES", "backward", "default_params", "forward", "unsupported"]
+__all__ = ["CONTINUES", "HANDLES", "backward", "default_params", "finish", "forward", "unsupported"]

@@ -26,6 +26,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores
 from jax_core.kernels.cudnn import calls, tiles
 
+CONTINUES = True
 HANDLES = frozenset("causal left logits_dtype fused_backward float16 bfloat16".split())
 
 
@@ -134,9 +135,10 @@ def backward(
     extras: Extras,
     dq: Array | None,
     fused: bool,
+    deterministic: bool,
     config: BwdParams,
 ) -> Grads:
-    del extras, fused, config  # one sweep in any case
+    del extras, fused, deterministic, config  # one sweep in any case
     before = _before(q_runs, k_runs)
     dout, lse = residuals.dout, residuals.lse  # every row sees a key, so the LSE is never +inf
     if diagonal or not scores.mask.causal:

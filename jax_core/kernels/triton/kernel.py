@@ -19,10 +19,11 @@ from jax_core.kernels.triton.tables import Tables, make_tables
 _WIDEST = 256
 _GRID = 65535  # programs along the second and third grid dimensions
 _DTYPES = ("float16", "bfloat16", "float32")
+CONTINUES = True
 HANDLES = frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
-    "lse_gradient fused_backward float16 bfloat16 float32".split()
+    "lse_gradient fused_backward deterministic float16 bfloat16 float32".split()
 )
 
 
@@ -33,6 +34,8 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
         return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
     if max(problem.batch, problem.heads, problem.batch * problem.heads if "bias" in problem.features else 0) > _GRID:
         return f"a GPU takes at most {_GRID} batch entries and heads (their product, with a bias)"
+    if {"deterministic", "fused_backward"} <= problem.features:
+        return "Triton's backward in one sweep adds dQ in any order; without fused_backward it is deterministic"
     return launch.missing() or _params_reason(problem, forward, backward)
 
 
@@ -110,11 +113,12 @@ def backward(
     extras: Extras,
     dq: Array | None,
     fused: bool,
+    deterministic: bool,
     config: BwdParams,
 ) -> Grads:
     from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 
-    del diagonal
+    del diagonal, deterministic  # two sweeps are, one is refused
 
     extras = _prepared(extras)
     arrays = [q, k, v, residuals.dout, residuals.lse, residuals.delta, *_positional(q_runs, k_runs, extras)]

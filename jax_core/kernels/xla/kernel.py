@@ -32,10 +32,11 @@ from jax_core.kernels.xla.blocks import (
 from jax_core.kernels.xla.scores import distance, dropout_factor, logits, product, sum_to
 from jax_core.varying import vary, varying_axes
 
+CONTINUES = True
 HANDLES = frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
-    "lse_gradient fused_backward float16 bfloat16 float32 float64".split()
+    "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
 )
 
 
@@ -157,6 +158,7 @@ def backward(
     extras: Extras,
     dq: Array | None,
     fused: bool,
+    deterministic: bool,
     config: BwdParams,
 ) -> Grads:
     del diagonal, fused  # the runs show it; always fused

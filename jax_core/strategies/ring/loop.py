@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Grads, Kernel, accumulation_dtype
-from jax_core.kernels.merge import join_sinks, sink_gradient
+from jax_core.kernels.contract import Extras, Grads, Kernel, Partial, accumulation_dtype
+from jax_core.kernels.merge import join, join_sinks, sink_gradient
 from jax_core.masks.layout import Run, runs
 from jax_core.strategies.contract import Operands, RingSpec, make_residuals
 from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
@@ -35,7 +35,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     last_dtype = final if operands.softmax_aux is None else wide
 
     def run_step(state, step: Step):
-        buffer, shift, result = state
+        buffer, shift, (carry, apart) = state
         transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
         arriving = start_transfers(transfers, spec.axis_name, spec.size)
         shards, extras = _step_inputs(spec, operands, unpack(buffer, local_kv) if step.hop_in else local_kv, shift)
@@ -44,16 +44,22 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
             diagonal=not step.hop_in,
             scores=spec.scores,
             extras=extras,
-            carry=result,
+            carry=carry,
             out_dtype=wide if step.hop_out else last_dtype,
             config=spec.fwd_params,
         )
         if transfers:
             arriving, result = lax.optimization_barrier((arriving, result))
-        return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, result
+        found = _Found(result, ()) if kernel.CONTINUES else _joined(_Found(carry, (*apart, result)), wide, _MOST_APART)
+        return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, found
+
+    def settle(state):
+        buffer, shift, found = state
+        return buffer, shift, _joined(found, wide)
 
     buffer = pack(local_kv, _wire_dtype(spec, operands)) if len(plan) > 1 else None
-    _, _, result = _run_steps(spec, run_step, (buffer, jnp.int32(0), None), plan)
+    *_, found = _run_steps(spec, run_step, settle, (buffer, jnp.int32(0), _Found(None, ())), plan)
+    result = _only(_joined(found, last_dtype))
     if operands.softmax_aux is not None:
         result = join_sinks(result, operands.softmax_aux)
     return result.out.astype(final), result.lse
@@ -88,6 +94,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
             extras=extras,
             dq=sums.dq,
             fused=spec.fused_backward,
+            deterministic=spec.deterministic,
             config=spec.bwd_params,
         )
         if transfers:
@@ -98,11 +105,12 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
 
     # The first rotation must not run alongside the forward's, nor be merged with it, which would keep its result alive until now.
     buffer = ordered_after(pack(local_kv, word), residuals.delta) if len(plan) > 1 else None
-    _, _, dkv, sums = _run_steps(spec, run_step, (buffer, jnp.int32(0), None, _no_gradients(operands, lse.dtype)), plan)
+    state = buffer, jnp.int32(0), None, _no_gradients(operands, lse.dtype)
+    _, _, dkv, sums = _run_steps(spec, run_step, lambda state: state, state, plan)
     dk, dv = _return_to_owner(spec, dkv, word, sum(step.hop_out for step in plan))
     dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta)
     small = to_given_shape(SmallOperands(dsinks, sums.dbias, sums.dalibi_slopes))
-    query, key, value = (x.astype(operand.dtype) for x, operand in zip((sums.dq, dk, dv), operands[:3], strict=True))
+    query, key, value = kernel.finish(operands[:3], (sums.dq, dk, dv), spec.scores)
     nothing = jax.tree.map(lambda _: None, operands)
     return nothing._replace(query=query, key=key, value=value, **small._asdict())
 
@@ -135,20 +143,52 @@ def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
     return steps(visible_shifts(spec.scores.mask, spec.layout, spec.size, operands.query.shape[1], operands.key.shape[1]))
 
 
-def _run_steps(spec: RingSpec, run_step, state, plan: list[Step]):
+class _Found(NamedTuple):
+    """The result so far: a partial, and those of later pairs that have not been joined to it."""
+
+    carry: Partial | None
+    apart: tuple[Partial, ...]
+
+
+_MOST_APART = 4  # a partial is an output in 16 bits
+
+
+def _joined(found: _Found, dtype, from_count: int = 1) -> _Found:
+    """With everything in ``carry``, its output in ``dtype``, unless fewer than ``from_count`` partials are apart."""
+    partials = found.apart if found.carry is None else (found.carry, *found.apart)
+    if len(found.apart) < from_count or not found.apart:
+        return found
+    return _Found(join(partials, dtype) if len(partials) > 1 else partials[0]._replace(out=partials[0].out.astype(dtype)), ())
+
+
+def _only(found: _Found) -> Partial:
+    assert found.carry is not None and not found.apart
+    return found.carry
+
+
+def _run_steps(spec: RingSpec, run_step, settle, state, plan: list[Step]):
     """The state after all steps. Consecutive equal steps (all but the first and the last, if there are no gaps) are one loop: XLA
     then cannot run all rotations before the kernels, which would overlap nothing and hold every shard at once, and the program does
-    not grow with the ring."""
+    not grow with the ring. ``settle`` gives a state the form that it has at the end of the loop's body."""
     for step, equal in groupby(plan):
-        state = _repeat(partial(run_step, step=step), state, len(list(equal)), unroll=1 if spec.backend == "cpu" else 2)
+        state = _repeat(partial(run_step, step=step), settle, state, len(list(equal)), unroll=1 if spec.backend == "cpu" else 2)
     return state
 
 
-def _repeat(run_step, state, count: int, unroll: int):
+def _repeat(run_step, settle, state, count: int, unroll: int):
     """``unroll``: with two steps in the body, two buffers alternate; with one, arrivals are copied to where the next step reads."""
-    if count == 1:
-        return run_step(state)
-    return lax.scan(lambda state, _: (run_step(state), None), state, length=count, unroll=min(unroll, count))[0]
+    outside = count if count <= unroll else count % unroll
+    for _ in range(outside):
+        state = run_step(state)
+    if count == outside:
+        return state
+
+    def body(state, _):
+        for _ in range(unroll):
+            state = run_step(state)
+        return settle(state), None
+
+    return lax.scan(body, settle(state), length=(count - outside) // unroll)[0]
 
 
 def _step_inputs(spec: RingSpec, operands: Operands, here: _KVShard, shift):

@@ -10,7 +10,7 @@ from oracle_assertions import assert_like_the_oracle
 from pairs import ShardPair, check
 
 import jax_core
-from jax_core.kernels import triton
+from jax_core.kernels import cute, triton
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.layout import LAYOUTS
 from jax_core.masks.static import make_mask
@@ -63,6 +63,80 @@ def test_triton_with_its_own_blocks(dims, dtype):
 def defaults(pair: ShardPair):
     sizes = pair.batch, pair.queries, pair.keys, pair.heads, pair.kv_heads, pair.dim, pair.value_dim or pair.dim
     return triton.default_params(Problem(pair.scores, pair.dtype, *sizes))
+
+
+# What flash-attn-4 lacks, in the words of the refusals.
+LACKS = ("dropout", "a bias", "ALiBi", "value dim equal", "without position ids", "64 bits", "logits_dtype", "a precision")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_cute_against_the_oracle(case: Case):
+    case = whole(replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16"), platform="cute")
+    try:
+        against_the_oracle(case)
+    except NotImplementedError as refusal:
+        assert any(word in str(refusal) for word in LACKS), refusal
+
+
+# 16 modulo 32: where flash-attn-4 itself gives a wrong dQ.
+CUTE_DIMS = (
+    (16, 16),
+    (48, 48),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (112, 112),
+    (128, 128),
+    (64, 128),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+)
+CUTE_PAIRS = {
+    "own shard": dict(rank=2, source=2),
+    "an earlier shard": dict(rank=2, source=1),
+    "a later shard": dict(rank=1, source=3),
+    "full": dict(rank=1, source=3, scores=Scores(make_mask(), 0.1), keys=640),
+    "a window, by lists": dict(rank=2, source=1, scores=Scores(make_mask(True, 300), 0.1)),
+}
+
+
+@pytest.mark.parametrize("pair", CUTE_PAIRS)
+@pytest.mark.parametrize("dims", CUTE_DIMS)
+def test_cute_pairs_of_a_ring(dims, pair):
+    number = CUTE_DIMS.index(dims)
+    shared = dims[0] == dims[1] and number % 2 == 0
+    multiple = 3840 if "lists" in pair else 1280  # of the blocks of all dims, twice
+    settings = dict(queries=multiple, keys=multiple, heads=4, kv_heads=2 if shared else 4, dim=dims[0], value_dim=dims[1])
+    settings |= dict(dtype="bfloat16", layout="zigzag" if number % 3 else "contiguous", size=4, batch=1 + number % 2, carry=True)
+    settings |= dict(deterministic="lists" not in pair, scores=Scores(make_mask(True), 0.1)) | CUTE_PAIRS[pair]
+    check(cute, ShardPair(**settings), cute.default_params(None))
+
+
+@pytest.mark.parametrize("lengths", [(1000, 1000), (129, 129), (77, 1000), (1, 300)])
+@pytest.mark.parametrize(
+    "mask", [make_mask(True), make_mask(True, 100), make_mask(False, (50, 80)), make_mask(chunk=96), make_mask()]
+)
+def test_cute_lengths_that_end_inside_a_tile(lengths, mask):
+    pair = ShardPair(*lengths, 4, 2, 64, 64, "float16", batch=2, scores=Scores(mask, 0.125))
+    check(cute, pair, cute.default_params(None))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(), dict(causal=True, sliding_window=(200, 0))], ids=str)
+def test_the_deterministic_backward_of_cute(options, kv_heads):
+    shapes = [(2, 1500, heads, 128) for heads in (8, kv_heads, kv_heads, 8)]
+    q, k, v, dout = (jax.random.normal(jax.random.key(i), shape, "bfloat16") for i, shape in enumerate(shapes))
+
+    @jax.jit
+    def gradients(q, k, v):
+        attend = lambda *x: jax_core.ring_attention(*x, deterministic=True, platform="cute", **options)  # noqa: E731
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    first = gradients(q, k, v)
+    for _ in range(10):
+        for once, again in zip(first, gradients(q, k, v), strict=True):
+            np.testing.assert_array_equal(np.asarray(once, np.float32), np.asarray(again, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,0 +1,79 @@
+"""What flash-attn-4's kernels take, and the reasons in words for what they do not."""
+
+import math
+
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Problem
+from jax_core.kernels.cute import calls
+from jax_core.kernels.cute.lists import QUERY_BLOCK
+from jax_core.kernels.cute.pairs import needs_lists
+from jax_core.kernels.cute.tiles import backward_tile, forward_tile
+
+HANDLES = frozenset(
+    "causal left right chunk any_position softcap predicates logits_dtype mask q_segment_ids kv_segment_ids q_position_ids "
+    "kv_position_ids origin lse_gradient fused_backward deterministic float16 bfloat16".split()
+)
+_DATA = frozenset("mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids".split())
+
+
+def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    if any(number is not None for params in (forward, backward) for number in vars(params).values()):
+        return "flash-attn-4's tiles are chosen by head dim; leave fwd_params and bwd_params without numbers"
+    checks = (_dim_reason, _scores_reason, _list_reason, _length_reason)
+    return next((reason for check in checks if (reason := check(problem))), None) or calls.missing()
+
+
+def listed(problem: Problem) -> bool:
+    has_data = bool(problem.features & _DATA)
+    return needs_lists(problem.scores, has_data, problem.size == 1, problem.q_length == problem.k_length)
+
+
+def _dim_reason(problem: Problem) -> str | None:
+    dims = problem.dim, problem.value_dim
+    if any(dim % 8 or not 8 <= dim <= 256 for dim in dims):
+        return f"flash-attn-4's head dims are multiples of 8 from 8 to 256, got {dims[0]} and {dims[1]}"
+    if dims[0] != dims[1] and problem.heads != problem.kv_heads:
+        return f"flash-attn-4's backward with shared K/V heads needs a value dim equal to the head dim, got {dims[0]} and {dims[1]}"
+    return None
+
+
+def _scores_reason(problem: Problem) -> str | None:
+    if problem.scores.logits_dtype not in (None, "float32"):
+        return f"flash-attn-4 keeps logits in float32, got logits_dtype {problem.scores.logits_dtype}"
+    if problem.scores.scale <= 0:
+        return f"flash-attn-4's softmax needs a positive softmax_scale, got {problem.scores.scale}"
+    return None
+
+
+def _list_reason(problem: Problem) -> str | None:
+    mask = problem.scores.mask
+    if not listed(problem):
+        if mask.causal and problem.size > 1 and problem.layout == "striped":
+            return 'in a causal ring flash-attn-4 needs layout="zigzag" or "contiguous", got "striped"'
+        return None
+    if problem.layout == "striped" and problem.size > 1:
+        return 'with layout="striped" every block is partly visible, which flash-attn-4 judges pair by pair; use another layout'
+    if mask.any_position and mask.chunk is not None:
+        return "flash-attn-4 takes chunk_size without position ids only"
+    if "deterministic" in problem.features:
+        return "flash-attn-4's backward over lists of blocks is not deterministic"
+    return None
+
+
+def _length_reason(problem: Problem) -> str | None:
+    """Blocks and tiles must not span the two runs of a zigzag shard."""
+    if problem.size == 1 or not (problem.scores.mask.causal or listed(problem)):
+        return None
+    backward = backward_tile(problem.dim, problem.value_dim, True, listed(problem))
+    if listed(problem):
+        forward = forward_tile(problem.dim, problem.value_dim, True, True)
+        multiple = math.lcm(QUERY_BLOCK, forward.tile_n, backward.tile_n)
+    else:
+        multiple = backward.tile_m
+    lengths = {problem.q_length, problem.k_length} if listed(problem) else {problem.q_length}
+    came = f"here, got {' and '.join(map(str, sorted(lengths)))}"
+    if problem.layout == "zigzag" and any(length // 2 % multiple for length in lengths):
+        return f"in zigzag flash-attn-4 needs shards of a multiple of {2 * multiple} positions {came}"
+    if not listed(problem) and problem.batch > 1 and problem.q_length % multiple:
+        return f"with several batch entries flash-attn-4 needs shards of a multiple of {multiple} positions {came}"
+    return None

@@ -1,0 +1,69 @@
+"""Gradients as flash-attn-4's backward accumulates them: float32, in an order of elements that its tiles decide."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_core.kernels.cute import pairs
+from jax_core.kernels.cute.calls import Shaped, call
+from jax_core.kernels.cute.settings import ConvertSettings
+from jax_core.kernels.cute.tiles import BackwardTile
+from jax_core.varying import vary, varying_axes
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tile", "of", "packed"])
+@dataclass(frozen=True)
+class Sums:
+    """``values``: ``[batch, heads, rows * padded dim]``, or, if ``packed``, ``[heads, all rows * padded dim]``, which with one
+    batch entry is the same. ``of``: whose gradient, "query" or "key" (or value)."""
+
+    values: Array
+    tile: BackwardTile
+    of: str
+    packed: bool
+
+    def shaped(self, packed: bool, group: int) -> Shaped:
+        """As an operand of a call whose other operands are ``packed`` or not."""
+        heads, length = self.values.shape[-2:]
+        shape = (heads, length) if packed else self.values.shape if not self.packed else (1, heads, length)
+        whole_rows = _tile_rows(self.tile, self.of) * self.tile.multiple
+        return Shaped(self.values.reshape(shape), (*(1,) * (len(shape) - 2), group, whole_rows))
+
+    def filled(self, values: Array) -> Self:
+        return replace(self, values=values.reshape(self.values.shape))
+
+
+def zeros(x: Array, of: str, tile: BackwardTile, packed: bool) -> Sums:
+    """For the gradient of ``x [batch, length, heads, dim]``."""
+    batch, length, heads, dim = x.shape
+    rows = _tile_rows(tile, of)
+    length = (batch * length + (batch + 1) * rows - 1) // rows * rows if packed else -(-length // rows) * rows
+    shape = (heads, length * tile.padded(dim))
+    values = jnp.zeros(shape if packed else (batch, *shape), jnp.float32)
+    return Sums(vary(values, varying_axes(x)), tile, of, packed)
+
+
+def converted(sums: Sums, operand: Array, factor: float) -> Array:
+    """The gradient of ``operand``: ``factor`` times the sums, in its dtype."""
+    batch, length, _, dim = operand.shape
+    settings = ConvertSettings(sums.of, str(operand.dtype), dim, factor, sums.tile)
+    where = (Shaped(pairs.offsets(batch, length), (1,)) if sums.packed else None, None)
+    result = rows_of(jax.ShapeDtypeStruct(operand.shape, operand.dtype), 1, sums.packed)
+    (made,) = call("convert", settings, [sums.shaped(sums.packed, 1), where], [], [result])
+    return made.reshape(operand.shape)
+
+
+def _tile_rows(tile: BackwardTile, of: str) -> int:
+    return tile.tile_m if of == "query" else tile.tile_n
+
+
+def rows_of(x: Any, group: int, packed: bool) -> Shaped:
+    """An operand or result ``[batch, length, heads, dim]``; ``packed``: as ``[batch * length, heads, dim]``. ``group`` divides the
+    number of heads."""
+    batch, length, heads, dim = x.shape
+    shape, units = ((batch * length, heads, dim), (1, group, dim)) if packed else (x.shape, (1, 1, group, dim))
+    return Shaped(x.reshape(shape) if isinstance(x, Array) else jax.ShapeDtypeStruct(shape, x.dtype), units)

@@ -1,0 +1,70 @@
+"""Tiles of flash-attn-4's kernels for compute capability 9.0, by head dim: what its own interface chooses, as data, so that nothing
+has to be imported to know it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """``tile_m`` queries x ``tile_n`` keys; the weights in registers or in shared memory."""
+
+    tile_m: int
+    tile_n: int
+    weights_in_registers: bool = True
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """The arguments of flash-attn-4's backward class with the same names. ``multiple``: head dims are padded to it in the float32
+    accumulators."""
+
+    tile_m: int
+    tile_n: int
+    Q_stage: int = 2
+    dO_stage: int = 2
+    PdS_stage: int = 2
+    SdP_swapAB: bool = True
+    dKV_swapAB: bool = False
+    dQ_swapAB: bool = False
+    AtomLayoutNdKV: int = 2
+    AtomLayoutMdQ: int = 1
+    dQ_single_wg: bool = False
+
+    @property
+    def multiple(self) -> int:
+        return 64 if self.dKV_swapAB else 32
+
+    def padded(self, dim: int) -> int:
+        return -(-dim // self.multiple) * self.multiple
+
+
+def forward_tile(dim: int, value_dim: int, diagonal: bool, listed: bool) -> ForwardTile:
+    """``diagonal``: causal or a window; ``listed``: with lists of blocks, whose query blocks are 128 long."""
+    widest = max(dim, value_dim)
+    if widest <= 64:
+        return ForwardTile(128 if listed else 192, 128)
+    if widest <= 96:
+        return ForwardTile(128 if listed else 192, 128 if listed or diagonal else 144, weights_in_registers=False)
+    if widest <= 128:
+        return ForwardTile(128, 128)
+    if widest <= 192:
+        return ForwardTile(128, 128 if value_dim <= 128 else 112)
+    return ForwardTile(128, 80)
+
+
+def backward_tile(dim: int, value_dim: int, diagonal: bool, listed: bool) -> BackwardTile:
+    """One for a whole ring: the layout of the gradient of the queries depends on ``tile_m``."""
+    widest = max(dim, value_dim)
+    if widest <= 64:
+        return BackwardTile(128, 128, AtomLayoutMdQ=2)
+    if widest <= 96:
+        return BackwardTile(64, 128, dQ_single_wg=True)
+    if widest <= 128:
+        longer = not (diagonal or listed)
+        return BackwardTile(80 if longer else 64, 128, dQ_swapAB=longer)
+    if widest <= 192:
+        return BackwardTile(64, 96, dO_stage=2 if value_dim <= 128 else 1, PdS_stage=1, SdP_swapAB=False, dKV_swapAB=True)
+    if listed:
+        return BackwardTile(64, 64, Q_stage=1, dO_stage=1, PdS_stage=1, SdP_swapAB=False, AtomLayoutNdKV=1)
+    return BackwardTile(64, 48, dO_stage=1, PdS_stage=1, SdP_swapAB=False, dKV_swapAB=True, AtomLayoutNdKV=1)
