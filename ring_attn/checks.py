@@ -1,6 +1,11 @@
-"""Checks of the module's sizes and inputs."""
+"""Checks of the module's sizes and inputs, and of the arguments of ``ring_attention`` that are the same on every road."""
 
+from collections.abc import Hashable, Mapping
+
+import torch
 from torch import Tensor
+
+from jax_core.config import RingAttentionConfig
 
 
 def check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float, sinks: int) -> None:
@@ -27,3 +32,54 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, features: tuple[int,
             "query, key and value must have one batch size, key and value one length, got (batch, length) "
             f"{tuple(query.shape[:2])}, {tuple(key.shape[:2])} and {tuple(value.shape[:2])}; mind batch_first"
         )
+
+
+def check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str, str], dims: int = 4) -> None:
+    for argument, x in tensors.items():
+        if x is None:
+            continue
+        name, q = names.get(argument, argument), names.get("query", "query")
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        check_dense(name, x)
+        if argument in ("query", "key", "value") and x.dim() != dims:
+            order = "batch, seq, heads, dim in the order of qkv_format" if dims == 4 else "tokens, heads, dim"
+            raise ValueError(f"{name} must have {dims} dimensions ({order}), got {list(x.shape)}")
+        if x.device != query.device:
+            raise ValueError(
+                f"all tensors must be on one device: {q} is on {query.device}, {name} on {x.device}; move it with .to()"
+            )
+        if x.dtype == torch.float64 != query.dtype:
+            raise ValueError(f"{name} may be float64 only where {q} is: {q} is {query.dtype}; cast it with .to({q}.dtype)")
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise ValueError(f"{name} must be a dense tensor, got a nested one; pad it, and give padding negative segment ids")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; call .to_dense()")
+
+
+def check_numbers(numbers: Mapping[str, object], names: dict[str, str]) -> None:
+    for argument, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(
+                f"{names.get(argument, argument)} must be a number, which is compiled in and has no gradient; got "
+                f"{type(value).__name__}; take .item() of a tensor, or multiply the queries by one that is learned"
+            )
+
+
+def check_settings(cfg: object, mask_builder: object) -> None:
+    """Checked before programs are looked up by them, which asks for a hash."""
+    if cfg is not None and not isinstance(cfg, RingAttentionConfig):
+        raise ValueError(f"cfg must be a ring_attn.RingAttentionConfig or None, got {type(cfg).__name__}")
+    if mask_builder is not None and not isinstance(mask_builder, Hashable):
+        raise ValueError(f"mask_builder must be hashable, as functions are, got {type(mask_builder).__name__}; each compiles anew")
+
+
+def check_integers(numbers: Mapping[str, object]) -> None:
+    """Checked here as well, because programs are looked up by their options, and 4.0 equals 4."""
+    for name, value in numbers.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")

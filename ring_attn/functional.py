@@ -1,6 +1,6 @@
 """``ring_attention`` for torch tensors: this rank's shards in, this rank's shard out."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from numbers import Integral, Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, Unpack, overload
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
+from ring_attn.checks import check_integers, check_numbers, check_settings, check_tensors
 from ring_attn.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.names import OF_FUNCTION
 from ring_attn.packed.ids import Packing, with_documents, with_positions
+from torch_bridge import repeated
 from torch_bridge.announced import announced
 from torch_bridge.mesh import MeshLike
 from torch_bridge.mistakes import doubt_swapped_dims
@@ -30,6 +32,10 @@ NAMES = {
     "dropout_prob": "dropout_p",
     "jax_core.RingAttentionConfig": "ring_attn.RingAttentionConfig",
 }
+
+
+# Their values are checked in each call.
+_IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -213,7 +219,7 @@ def ring_attention(
         ),
         dropout_seed=dropout_seed,
         qkv_format=qkv_format,
-        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        packing=_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         causal=causal,
         bottom_right=bottom_right,
         sliding_window=sliding_window,
@@ -245,15 +251,22 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``, with the core's argument names. ``names``: the caller's names for them, where they differ, used in errors."""
+    key = None
+    if not torch.compiler.is_compiling():
+        key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)
+        repeat = repeated.find(key)
+        if repeat is not None:
+            qkv = _autocast({name: batch_first(x, qkv_format) for name, x in qkv.items()}, qkv["query"].device.type)
+            return as_given(*repeat({**qkv, **others}), qkv_format)
     check_format(qkv_format)
-    _check_tensors({**qkv, **others}, qkv["query"], names, dims_of(qkv_format))
+    check_tensors({**qkv, **others}, qkv["query"], names, dims_of(qkv_format))
     options = {name: _plain(value) for name, value in options.items()}
-    _check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
-    _check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
-    _check_settings(options["cfg"], options["mask_builder"])
+    check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
+    check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
+    check_settings(options["cfg"], options["mask_builder"])
     qkv = {name: batch_first(x, qkv_format) for name, x in qkv.items()}
-    if qkv_format != "thd":
-        doubt_swapped_dims(qkv["query"], qkv["key"], qkv_format)
+    if qkv_format != "thd" and doubt_swapped_dims(qkv["query"], qkv["key"], qkv_format):
+        key = None  # so that it is objected to each time
     whole = None
     if any(map(is_dtensor, qkv.values())):
         from ring_attn.dtensor import local_parts
@@ -264,12 +277,41 @@ def attention(
     elif options.get("bottom_right"):
         others, options = with_positions(where, qkv, others, options)
     # Imported here so that importing ring_attn does not load JAX.
-    from torch_bridge.autograd import differentiable_attention
+    from torch_bridge.autograd import differentiable_attention, repetition
 
     seed = _seed(options["dropout_prob"], dropout_seed)
     qkv = _autocast(qkv, qkv["query"].device.type)
-    out, lse = differentiable_attention(where, {**qkv, **others}, seed, tuple(names.items()), **options)
+    tensors, called = {**qkv, **others}, tuple(names.items())
+    out, lse = differentiable_attention(where, tensors, seed, called, **options)
+    if key is not None:
+        repeated.remember(key, repetition(where, tensors, called, options))
     return as_given(*(whole(out, lse) if whole else (out, lse)), qkv_format)
+
+
+def _packing(*given: Any) -> Packing | None:
+    return None if all(value is None for value in given) else Packing(*given)
+
+
+def _key(
+    names: dict[str, str],
+    where: tuple[MeshLike, str | int | None],
+    qkv: dict[str, Tensor],
+    others: dict[str, Tensor | None],
+    dropout_seed: int | Tensor | None,
+    qkv_format: str,
+    packing: Packing | None,
+    options: dict[str, Any],
+) -> Hashable:
+    """All that the checks of this call look at, by which it is found again; None where they look at values, or where the operands
+    are made anew in each call."""
+    functions = options["mask_mod"] is not None or options["mask_builder"] is not None
+    if functions or options.get("bottom_right") or options["dropout_prob"] or dropout_seed is not None or packing is not None:
+        return None
+    if any(others.get(name) is not None for name in _IDS):
+        return None
+    values, window = tuple(options.values()), options["sliding_window"]
+    kinds = *map(type, values), *(map(type, window) if type(window) is tuple else ())  # 4.0 equals 4, and is checked
+    return repeated.key(where, (*qkv.values(), *others.values()), qkv_format, values, kinds, *names.items())
 
 
 def _plain(value: object) -> object:
@@ -286,57 +328,6 @@ def _plain(value: object) -> object:
     if isinstance(value, (Integral, torch.SymInt)):
         return int(value)
     return float(value) if isinstance(value, (Real, torch.SymFloat)) else value
-
-
-def _check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str, str], dims: int = 4) -> None:
-    for argument, x in tensors.items():
-        if x is None:
-            continue
-        name, q = names.get(argument, argument), names.get("query", "query")
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        check_dense(name, x)
-        if argument in ("query", "key", "value") and x.dim() != dims:
-            order = "batch, seq, heads, dim in the order of qkv_format" if dims == 4 else "tokens, heads, dim"
-            raise ValueError(f"{name} must have {dims} dimensions ({order}), got {list(x.shape)}")
-        if x.device != query.device:
-            raise ValueError(
-                f"all tensors must be on one device: {q} is on {query.device}, {name} on {x.device}; move it with .to()"
-            )
-        if x.dtype == torch.float64 != query.dtype:
-            raise ValueError(f"{name} may be float64 only where {q} is: {q} is {query.dtype}; cast it with .to({q}.dtype)")
-
-
-def check_dense(name: str, x: Tensor) -> None:
-    if x.is_nested:
-        raise ValueError(f"{name} must be a dense tensor, got a nested one; pad it, and give padding negative segment ids")
-    if x.layout != torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; call .to_dense()")
-
-
-def _check_numbers(numbers: Mapping[str, object], names: dict[str, str]) -> None:
-    for argument, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise ValueError(
-                f"{names.get(argument, argument)} must be a number, which is compiled in and has no gradient; got "
-                f"{type(value).__name__}; take .item() of a tensor, or multiply the queries by one that is learned"
-            )
-
-
-def _check_settings(cfg: object, mask_builder: object) -> None:
-    """Checked before programs are looked up by them, which asks for a hash."""
-    if cfg is not None and not isinstance(cfg, RingAttentionConfig):
-        raise ValueError(f"cfg must be a ring_attn.RingAttentionConfig or None, got {type(cfg).__name__}")
-    if mask_builder is not None and not isinstance(mask_builder, Hashable):
-        raise ValueError(f"mask_builder must be hashable, as functions are, got {type(mask_builder).__name__}; each compiles anew")
-
-
-def _check_integers(numbers: Mapping[str, object]) -> None:
-    """Checked here as well, because programs are looked up by their options, and 4.0 equals 4."""
-    for name, value in numbers.items():
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-                raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
 
 
 def _autocast(qkv: dict[str, Tensor], device_type: str) -> dict[str, Tensor]:

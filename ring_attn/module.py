@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from jax_core.config import RingAttentionConfig
 from jax_core.keywords import explains
 from jax_core.masks.static import make_mask
-from ring_attn.checks import check_inputs, check_sizes
-from ring_attn.functional import NAMES, attention, check_dense
+from ring_attn.checks import check_dense, check_inputs, check_sizes
+from ring_attn.functional import NAMES, attention
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.names import OF_FORWARD, OF_MODULE
 from ring_attn.projections import repack, rows

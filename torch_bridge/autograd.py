@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torch_bridge.operands import gather
 from torch_bridge.operators import backward_op, forward_op
 from torch_bridge.programs import Names, Settings, describe, program_for, program_of
-from torch_bridge.request import QKV, Forms, Where
+from torch_bridge.repeated import PLAIN, Repeat, observed
+from torch_bridge.request import ARRAYS, QKV, Forms, Where
 from torch_bridge.ring import Tensors
-from torch_bridge.road import Operators
+from torch_bridge.road import Operators, Program
 from torch_bridge.roads import road_of
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
 def differentiable_attention(
@@ -55,9 +53,10 @@ def _call(
     options, arrays = gather(road_of(query.device), where, tensors, dropout_seed, options)
     call = _described(where, tuple(options.items()), query.device, names)
     if torch.compiler.is_compiling():
-        return _Attention.apply(call, *_distinct(arrays))
-    function = _Transformable if _are_functorch_transforms_active() else _Attention
-    return function.apply(call, *arrays)
+        return _Attention.apply(call, None, *_distinct(arrays))
+    if _are_functorch_transforms_active():
+        return _Transformable.apply(call, *arrays)
+    return _Attention.apply(call, None, *arrays)
 
 
 _untraced_call = torch.compiler.disable(_call)
@@ -75,13 +74,28 @@ def _described(where: Where, settings: Settings, device: torch.device, names: Na
     return describe(road_of(device).resolve(*where), settings, names)
 
 
+def repetition(where: Where, tensors: dict[str, torch.Tensor | None], names: Names, options: dict[str, Any]) -> Repeat:
+    """A call that has been made, as a function of other tensors of the same forms. For calls whose operands are these tensors."""
+    query = tensors["query"]
+    assert query is not None
+    call = _described(where, tuple(options.items()), query.device, names)
+    program = program_of(call, [tensors.get(name) for name in ARRAYS])
+    last = max(number for number, name in enumerate(ARRAYS) if tensors.get(name) is not None)
+    names_given = ARRAYS[: last + 1]  # each further argument of an autograd function takes time, also a None
+    return lambda tensors: _Attention.apply(call, program, *map(tensors.get, names_given))
+
+
 class _Attention(torch.autograd.Function):
-    """Forward and backward outside of torch's function transforms."""
+    """Forward and backward outside of torch's function transforms. ``program``: None if it has to be looked up. Operands that are
+    absent may be left out at the end."""
 
     @staticmethod
-    def forward(ctx, call: str, *operands: torch.Tensor | None):
-        ctx.program = program_of(call, operands) if _unobserved(operands) else None
-        out, lse = _forward(call, operands) if ctx.program is None else ctx.program.forward(operands)
+    def forward(ctx, call: str, program: Program | None, *operands: torch.Tensor | None):
+        operands += (None,) * (len(ARRAYS) - len(operands))
+        if program is None and _unobserved(operands):
+            program = program_of(call, operands)
+        out, lse = _forward(call, operands) if program is None else program.forward(operands)
+        ctx.program = program
         _save(ctx, call, operands, out, lse)
         return out, lse
 
@@ -90,7 +104,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
         saved = ctx.saved_tensors  # looked at once: a checkpoint makes them again at the first look, and refuses a second
         direct = ctx.program is not None and _unobserved((*saved, dout, dlse))
-        return _gradients(ctx, saved, dout, dlse, ctx.program.backward if direct else partial(_backward, ctx.call))
+        run = ctx.program.backward if direct else partial(_backward, ctx.call)
+        return None, None, *_gradients(ctx.needs_input_grad[2:], saved, dout, dlse, run)
 
 
 class _Transformable(torch.autograd.Function):
@@ -113,7 +128,7 @@ class _Transformable(torch.autograd.Function):
             *tensors, made = results
             return _Once.apply(ctx.call, len(operands), tuple(made), *operands, *tensors)
 
-        return _gradients(ctx, ctx.saved_tensors, dout, dlse, once)
+        return None, *_gradients(ctx.needs_input_grad[1:], ctx.saved_tensors, dout, dlse, once)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -148,20 +163,20 @@ class _Once(torch.autograd.Function):
 
 
 def _gradients(
-    ctx,
+    needed: Sequence[bool],
     saved: Tensors,
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
     backward: Callable[..., Sequence[torch.Tensor]],
-):
+) -> list[torch.Tensor | None]:
     *operands, out, lse = saved
     assert out is not None
     dout = torch.zeros_like(out) if dout is None else dout
-    wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+    wanted = [number for number, need in enumerate(needed) if need]
     # Always include query, key and value: what is sent must not depend on which gradients a rank needs.
     made = sorted({*QKV, *wanted})
     gradients = dict(zip(made, backward(operands, out, lse, dout, dlse, made), strict=True))
-    return None, *(gradients[number] if number in wanted else None for number in range(len(operands)))
+    return [gradients[number] if need else None for number, need in enumerate(needed)]
 
 
 def _save(ctx, call: str, operands: Tensors, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -201,6 +216,4 @@ def _number_of_operators(call: str, forms: Forms, device: torch.device) -> int |
 def _unobserved(tensors: Tensors) -> bool:
     """Whether nothing needs to see the custom op: no tracing, no function transform, no dispatch mode, no profiler, no tensor
     subclass. Going through torch's dispatcher takes longer than passing the tensors to JAX and back."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled():
-        return False
-    return not _are_functorch_transforms_active() and all(type(tensor) in _PLAIN for tensor in tensors)
+    return not observed() and PLAIN.issuperset(map(type, tensors))

@@ -113,7 +113,7 @@ class _OnGpu:
         self._release(stream)
         homes = [torch.empty(shape, dtype=dtype, device=self._torch_device) for shape, dtype in compiled.results]
         # Held until the stream waits for JAX: they are the only owners of any copy that was made for JAX.
-        arrays = self.arrays(join, (*tensors, *homes) if self.in_place else tensors, stream)
+        arrays = self.arrays(join, tensors, homes if self.in_place else [], stream)
         return self._settle(compiled.function(*arrays), homes, stream)
 
     def _release(self, stream: torch.cuda.Stream) -> None:
@@ -122,13 +122,17 @@ class _OnGpu:
             stream.wait_event(self._copied.event)
         self._copied = None
 
-    def arrays(self, join: Join, tensors: Tensors, stream: torch.cuda.Stream) -> list[jax.Array | None]:
-        ready = [None if tensor is None else exportable(tensor) for tensor in tensors]
+    def arrays(self, join: Join, tensors: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream) -> list[jax.Array | None]:
+        ready = [*(None if tensor is None else exportable(tensor) for tensor in tensors), *homes]
         after: int | None = self.after(stream)  # ordered after any copies that ``exportable`` made
+        to_array = self.convert.to_array
         arrays: list[jax.Array | None] = []
         for tensor in ready:
-            arrays.append(None if tensor is None else join(self.convert.to_array(tensor, after)))
-            after = None if tensor is not None else after  # a program waits for all its arguments, so the first carries the event
+            if tensor is None:
+                arrays.append(None)
+                continue
+            arrays.append(join(to_array(tensor, after)))
+            after = None  # a program waits for all its arguments, so the first carries the event
         return arrays
 
     def after(self, stream: torch.cuda.Stream) -> int:
@@ -142,9 +146,13 @@ class _OnGpu:
     def _settle(self, arrays: list[jax.Array], homes: list[torch.Tensor], stream: torch.cuda.Stream) -> Outcome:
         event, number = torch.cuda.Event(), stream.cuda_stream or DEFAULT_STREAM
         self.convert.to_tensor(arrays[-1], number)  # makes the stream wait; all results of a program are ready together
+        pointers = [array.unsafe_buffer_pointer() for array in arrays]
+        if pointers == [home.data_ptr() for home in homes]:
+            event.record(stream)
+            return Outcome(homes, event)
         # XLA may have swapped the memory of two results of the same form.
         found = {(home.data_ptr(), home.shape, home.dtype): home for home in homes}
-        results = [found.get((_pointer(array), home.shape, home.dtype)) for array, home in zip(arrays, homes, strict=True)]
+        results = [found.get((pointer, home.shape, home.dtype)) for pointer, home in zip(pointers, homes, strict=True)]
         elsewhere = [array for array, result in zip(arrays, results, strict=True) if result is None]
         self._copied = _Copied(stream, event, elsewhere) if elsewhere else None
         try:
@@ -152,10 +160,6 @@ class _OnGpu:
             return Outcome([next(copies) if result is None else result for result in results], event)
         finally:
             event.record(stream)
-
-
-def _pointer(array: jax.Array) -> int:
-    return array.addressable_data(0).unsafe_buffer_pointer()
 
 
 def _jax_gpu(device: torch.device) -> jax.Device:

@@ -31,6 +31,7 @@ GPU_ALIGNMENT = 16  # what GPU kernels rely on
 
 _DL_CPU, _DL_CUDA = 1, 2  # DLPack's device types
 DEFAULT_STREAM = 1  # DLPack's number for the stream that CUDA calls 0
+_NOTHING = nullcontext()
 _INT32 = torch.iinfo(torch.int32)
 _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
@@ -40,7 +41,7 @@ def keeping_device(device: torch.device) -> AbstractContextManager[object]:
 
     torch exports tensors on its current device only, and JAX changes the current device when it starts on several GPUs.
     """
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
 def precision_scope(dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -49,7 +50,7 @@ def precision_scope(dtype: torch.dtype) -> AbstractContextManager[object]:
     x64 is enabled for this thread and scope only, so the rest of the program keeps JAX's default.
     """
     if dtype not in (torch.float64, torch.complex128):
-        return nullcontext()
+        return _NOTHING
     import jax
 
     return jax.enable_x64(True)
@@ -92,8 +93,9 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 def exportable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as DLPack and XLA accept it: no lazy conjugation or negation, contiguous, aligned. Copies only if needed."""
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    if tensor.data_ptr() % (CPU_ALIGNMENT if tensor.device.type == "cpu" else GPU_ALIGNMENT):
+    if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    if tensor.data_ptr() % (GPU_ALIGNMENT if tensor.is_cuda else CPU_ALIGNMENT):
         return tensor.clone()
     return tensor
 

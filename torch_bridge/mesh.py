@@ -88,6 +88,11 @@ def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
     return _alone()
 
 
+def started_by_a_launcher() -> bool:
+    """Whether the environment says that a launcher started several processes."""
+    return any(os.environ.get(count, "1") != "1" for count in _LAUNCHED.values())
+
+
 def _check_started_alone() -> None:
     """Without a process group, each of several processes would attend to its own part alone."""
     for launcher, count in _LAUNCHED.items():

@@ -96,16 +96,19 @@ def fingerprint(value: torch.Tensor) -> str:
     return hashlib.sha256(some.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def doubt_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) -> None:
-    """Object to ``[batch, seq, heads, dim]`` tensors whose heads look like positions. The format is the one they were given in."""
+def doubt_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) -> bool:
+    """Object to ``[batch, seq, heads, dim]`` tensors whose heads look like positions, and tell whether they do. The format is the
+    one they were given in."""
     if torch.compiler.is_compiling():
-        return
-    if all(x.shape[2] > _MANY_HEADS and x.shape[2] >= 4 * max(1, x.shape[1]) for x in (query, key)):
+        return False
+    doubtful = all(x.shape[2] > _MANY_HEADS and x.shape[2] >= 4 * max(1, x.shape[1]) for x in (query, key))
+    if doubtful:
         other = "bhsd" if qkv_format == "bshd" else "bshd"
         object_to(
             f"with qkv_format={qkv_format!r} the queries have {query.shape[1]} positions and {query.shape[2]} heads; if it is the "
             f"other way round, pass qkv_format={other!r}"
         )
+    return doubtful
 
 
 def doubt_local_lengths(name: str, ends: torch.Tensor, shard: int, total: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from jax_core.request.checks import check_operands
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
+from torch_bridge import repeated
 from torch_bridge.announced import telling
 from torch_bridge.empty import Empty
 from torch_bridge.request import ARRAYS, QKV, Form, Forms, Request, forms_of, in_words
@@ -113,6 +114,7 @@ def _make(words: str, forms: Forms, device: torch.device) -> Program:
 def _drop_the_oldest(ring: Ring) -> None:
     of_this_ring = [key for key, made in _PROGRAMS.items() if made.request.ring == ring]
     for key in of_this_ring[:-KEPT]:
+        repeated.forget()
         del _PROGRAMS[key]
         _forget_functions(key[0])
 

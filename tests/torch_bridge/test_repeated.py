@@ -1,0 +1,147 @@
+"""A call that was made before skips its checks, and nothing else."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import ring_attn
+from ring_attn import functional
+from torch_bridge import programs, repeated
+
+
+@pytest.fixture
+def qkv():
+    repeated.forget()
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 12, 2, 8, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Makes every call that is checked fail."""
+
+    def no_checks():
+        monkeypatch.setattr(functional, "check_tensors", lambda *arguments: pytest.fail("this call was checked again"))
+
+    return no_checks
+
+
+def attend(q, k, v, **options):
+    return ring_attn.ring_attention(q, k, v, **{"causal": True, **options})
+
+
+OPTIONS = [{}, {"sinks": torch.ones(2)}, {"return_lse": True}, {"qkv_format": "bhsd"}, {"sliding_window": (3, 0), "softcap": 5.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_second_call_is_the_first_one_again(qkv, unchecked, options):
+    def bits():
+        results = attend(*qkv, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        return *results, *torch.autograd.grad([result.sin().sum() for result in results], qkv)
+
+    first = bits()
+    unchecked()
+    assert all(map(torch.equal, first, bits()))
+
+
+def test_the_second_call_is_that_of_its_own_tensors(qkv, unchecked):
+    attend(*qkv)
+    unchecked()
+    others = [torch.nn.Parameter(x.detach().flip(1)) for x in qkv]
+    out = attend(*others)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in others), is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(out, exact)
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in others)
+
+
+def test_only_what_needs_a_gradient_gets_one(qkv):
+    q, k, v = (x.detach() for x in qkv)
+    attend(q, k, v)
+    assert not attend(q, k, v).requires_grad
+    sinks = torch.zeros(2, requires_grad=True)
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(attend(q, k, v, sinks=sinks).sum(), sinks)
+        assert gradient.abs().sum() > 0
+
+
+WRONG = [
+    (dict(sliding_window=4), dict(sliding_window=4.0), "sliding_window"),
+    (dict(sliding_window=(4, 0)), dict(sliding_window=(4.0, 0)), "sliding_window"),
+    (dict(softcap=1.0), dict(softcap=True), "softcap"),
+    (dict(chunk_size=2), dict(chunk_size=2.0), "chunk_size"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong", "name"), WRONG, ids=str)
+def test_equal_is_not_the_same(qkv, right, wrong, name):
+    attend(*qkv, **right)
+    with pytest.raises(ValueError, match=name):
+        attend(*qkv, **wrong)
+
+
+def test_tensors_of_another_kind_are_checked(qkv):
+    q, k, v = qkv
+    attend(q, k, v)
+    with pytest.raises(ValueError, match="nested"):
+        attend(q, torch.nested.nested_tensor([k[0].detach()], layout=torch.jagged), v)
+    with pytest.raises(ValueError, match="to_dense"):
+        attend(q, k.detach().to_sparse(), v)
+    with pytest.raises(ValueError, match="float64"):
+        attend(q, k.double(), v)
+    with pytest.raises(ValueError, match="Tensor"):
+        attend(q, k.detach().numpy(), v)
+    with pytest.raises(ValueError, match="meta"):
+        attend(*(x.detach().to("meta") for x in qkv))
+
+
+def test_what_surrounds_a_call_counts(qkv, monkeypatch):
+    assert attend(*qkv).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [attend(*qkv).dtype for _ in range(2)] == [torch.bfloat16] * 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="process group"):
+        attend(*qkv)
+    assert attend(*qkv, mesh="local").shape == qkv[0].shape
+
+
+def test_a_repeated_call_is_still_an_operator(qkv):
+    attend(*qkv)
+    with FlopCounterMode(display=False) as counter:
+        attend(*qkv)
+    assert counter.get_total_flops() > 0
+    doubled = torch.vmap(attend)(*(torch.stack([x, x]) for x in qkv))
+    torch.testing.assert_close(doubled[1], attend(*qkv))
+
+
+def test_ids_are_checked_each_time(qkv):
+    ids = torch.zeros(1, 12, dtype=torch.int64)
+    attend(*qkv, q_segment_ids=ids)
+    with pytest.raises(ValueError, match="int32"):
+        attend(*qkv, q_segment_ids=ids + 2**40)
+
+
+def test_each_call_draws_its_own_dropout(qkv):
+    assert not torch.equal(*(attend(*qkv, dropout_p=0.5) for _ in range(2)))
+
+
+def test_a_program_that_is_dropped_is_not_kept(qkv, monkeypatch):
+    attend(*qkv)
+    made = weakref.ref(next(reversed(programs._PROGRAMS.values())).program)
+    monkeypatch.setattr(programs, "KEPT", 1)
+    shorter = [x[:, :7].detach() for x in qkv]
+    attend(*shorter)
+    gc.collect()
+    assert made() is None
+    attend(*qkv)  # is made again
+
+
+def test_a_second_derivative_is_refused(qkv):
+    attend(*qkv)
+    (gradient,) = torch.autograd.grad(attend(*qkv).square().sum(), qkv[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

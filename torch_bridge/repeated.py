@@ -1,0 +1,72 @@
+"""Calls that were made before. What was checked then, by the options and the forms of the tensors, need not be checked again: for a
+short sequence that would take longer than the attention. Importing this module loads no JAX.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch._C import _are_functorch_transforms_active
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from torch_bridge.mesh import started_by_a_launcher
+
+Repeat = Callable[[dict[str, torch.Tensor | None]], tuple[torch.Tensor, torch.Tensor]]
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_ROAD = ("cpu", "cuda")  # the devices whose tensors go through no graph
+# A process has one JAX and one set of programs, hence module-level state.
+_KNOWN: dict[Hashable, Repeat] = {}
+
+
+def find(key: Hashable) -> Repeat | None:
+    """How to make the call of this key once more, if it was made before."""
+    try:
+        return _KNOWN.get(key) if key is not None else None
+    except TypeError:  # an option without a hash, which the call's own checks object to
+        return None
+
+
+def remember(key: Hashable, repeat: Repeat) -> None:
+    with suppress(TypeError):
+        _KNOWN[key] = repeat
+
+
+def forget() -> None:
+    """Forget all calls, as where a program is dropped: a call that is remembered would keep it."""
+    _KNOWN.clear()
+
+
+def observed() -> bool:
+    """Whether something may need to see an operator: tracing, a function transform, a dispatch mode, a profiler."""
+    return bool(
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch.autograd._profiler_enabled()
+        or _are_functorch_transforms_active()
+    )
+
+
+def key(where: tuple[object, object], tensors: Iterable[object], *settings: Hashable) -> Hashable:
+    """What the checks of a call look at: its settings, the forms of its tensors, who shares the sequence, and torch's own settings.
+    None if it must be looked at each time: something observes it, or a tensor is no plain one on a CPU or a GPU."""
+    forms: list[Hashable] = []
+    kind = ""
+    for x in tensors:
+        if x is None:
+            forms.append(None)
+        elif type(x) not in PLAIN or x.is_nested:  # type: ignore[attr-defined]
+            return None
+        else:
+            device = x.device  # type: ignore[attr-defined]
+            kind = kind or device.type
+            forms += (x.shape, x.dtype, device, x.layout)  # type: ignore[attr-defined]
+    return None if observed() or kind not in _ROAD else (*settings, *forms, *where, *_surroundings(where[0], kind))
+
+
+def _surroundings(mesh: object, kind: str) -> tuple[Hashable, ...]:
+    world = dist.group.WORLD if dist.is_available() else None
+    alone = world is None and mesh is None and not started_by_a_launcher()
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return world, alone, autocast, torch.are_deterministic_algorithms_enabled()
