@@ -44,7 +44,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
             diagonal=not step.hop_in,
             scores=spec.scores,
             extras=extras,
-            carry=carry,
+            carry=carry if kernel.CONTINUES else None,
             out_dtype=wide if step.hop_out else last_dtype,
             config=spec.fwd_params,
         )

@@ -6,6 +6,7 @@ memory a rank holds. Needs XLA's compiler for GPUs; `make test-gpu-aot` brings i
 
 import atexit
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_core.kernels.cudnn import calls
+from jax_core.kernels.cute import calls as cute_calls
 from jax_core.kernels.triton import launch
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
@@ -43,7 +45,7 @@ pytestmark = [
 SIZE, SHARD, HEADS, KV_HEADS, DIM = 8, 4096, 32, 8, 128
 KV_BYTES = 2 * SHARD * KV_HEADS * DIM * 2
 BOTH = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-PLATFORMS = pytest.mark.parametrize("platform", ["triton", "cuda"])
+PLATFORMS = pytest.mark.parametrize("platform", ["triton", "cuda", "cute"])
 LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 
 
@@ -52,6 +54,8 @@ def compiled(backward: bool, layout: str = "zigzag", size: int = SIZE, platform:
     """The forward or the backward alone, causal, for ``size`` GPUs of ``SHARD`` tokens each."""
     if platform == "triton":
         pytest.importorskip("jax_triton", reason="it calls Triton's kernels and is not installed: make test-gpu-aot")
+    if platform == "cute" and cute_calls.changed():
+        pytest.skip(f"{cute_calls.changed()}: make test-gpu-aot")
     mesh, place = topologies.make_mesh(gpus(size), (size,), ("ring",)), Placement("ring", size)
     options = Options(platform=platform, layout=layout, causal=True, lse_gradient=False)
 
@@ -80,8 +84,10 @@ def hopper() -> Iterator[None]:
             (calls, "missing", None),
             (calls, "capability", 90),
             (calls._private(), "check_cudnn_version", 91900),
+            (cute_calls, "missing", None),
         ):
             stack.enter_context(patch.object(module, name, lambda answer=answer: answer))
+        stack.enter_context(patch.dict(os.environ, CUTE_DSL_ARCH="sm_90a"))
         yield
 
 
@@ -111,7 +117,7 @@ def is_kernel(program: Program, op: Op) -> bool:
     """An attention kernel, alone or fused with the slices of a packet that it reads."""
     if op.kind == "fusion":
         return any(is_kernel(program, inner) for inner in program[op.called("calls")])
-    return bool(re.search(r'custom_call_target="(triton_kernel_call|__cudnn\$fmha)', op.text))
+    return bool(re.search(r'custom_call_target="(triton_kernel_call|__cudnn\$fmha|CuteDSLRT)', op.text))
 
 
 _PASSES = ("fusion", "copy", "concatenate", "slice", "convert", "transpose", "broadcast")
