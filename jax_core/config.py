@@ -43,16 +43,19 @@ class BwdParams(FwdParams):
 
 @dataclass(frozen=True)
 class RingAttentionConfig:
-    """Settings of one ring attention; without one the kernel chooses the block sizes.
+    """Settings of one ring attention. A pass without numbers has those that were measured on this device, if there are any (the
+    user's cache, then what is shipped), or else the kernel's choice; a pass with some of them is completed by the kernel.
 
     ``platform``: which kernel; "cudnn" is an alias of "cuda". ``backend``: the hardware that the numbers were chosen for
-    (anything but "any" is checked against the actual hardware).
+    (anything but "any" is checked against the actual hardware). ``autotune``: where nothing was measured yet, search when the
+    program is made, which compiles and times the kernel's candidates, and keep what was found (docs/tuning.md).
     """
 
     fwd_params: FwdParams = field(default_factory=FwdParams)
     bwd_params: BwdParams = field(default_factory=BwdParams)
     platform: Platform = "auto"
     backend: Backend = "any"
+    autotune: bool = False
 
     def __post_init__(self):
         if not isinstance(self.fwd_params, FwdParams) or not isinstance(self.bwd_params, BwdParams):
@@ -63,6 +66,8 @@ class RingAttentionConfig:
         object.__setattr__(self, "platform", checked_platform(self.platform))  # the dataclass is frozen
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {self.backend!r}")
+        if not isinstance(self.autotune, bool):
+            raise ValueError(f"autotune must be True or False, got {self.autotune!r}")
 
 
 def checked_platform(platform: str) -> str:

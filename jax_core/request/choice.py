@@ -15,6 +15,7 @@ from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
 from jax_core.strategies import empty, fused_ring, ring
 from jax_core.strategies.contract import Strategy
+from jax_core.tune import lookup
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"ring": ring, "fused": fused_ring})
@@ -82,8 +83,8 @@ def _with_kernel(strategy: str, platform: str, given: RingAttentionConfig, probl
 
 def _try(strategy: Strategy, name: str, given: RingAttentionConfig, problem: Problem) -> tuple[Choice, str | None]:
     kernel = KERNELS[name]
-    (forward, backward), defaults = _completed(given, strategy.default_params(problem)), kernel.default_params(problem)
-    forward, backward = forward.completed(defaults[0]), backward.completed(defaults[1])
+    of_strategy = _completed(given, strategy.default_params(problem))
+    forward, backward = lookup.completed(name, kernel, problem, of_strategy, given.autotune)
     choice = Choice(strategy, kernel, forward, backward)
     if name in _PER_PROCESS and problem.backend != jax.default_backend():
         return choice, f'the arrays are on "{problem.backend}", and this process computes on "{jax.default_backend()}"'

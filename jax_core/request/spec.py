@@ -26,6 +26,27 @@ from jax_core.strategies.contract import Operands, RingSpec
 def make_spec(options: Options, operands: Operands, place: Placement = ALONE) -> tuple[RingSpec, Operands]:
     """Checks everything and returns the static spec, with the operands completed: the ids of a side that was left out, and the
     arrays of the mask functions. ``operands`` are local shards."""
+    problem, operands = make_problem(options, operands, place)
+    choice = choose(options, problem, place.torus)
+    spec = RingSpec(
+        scores=problem.scores,
+        strategy=choice.strategy,
+        kernel=choice.kernel,
+        backend=problem.backend,
+        layout=options.layout,
+        axis_name=place.axis_name,
+        size=place.size,
+        fwd_params=choice.fwd_params,
+        bwd_params=choice.bwd_params,
+        fused_backward=options.fused_backward,
+        deterministic=options.deterministic,
+        lse_gradient=options.lse_gradient,
+    )
+    return spec, operands
+
+
+def make_problem(options: Options, operands: Operands, place: Placement = ALONE) -> tuple[Problem, Operands]:
+    """The same without a choice of strategy and kernel: what is asked of them."""
     check_layout(options.layout)
     if options.cfg is not None and not isinstance(options.cfg, RingAttentionConfig):
         raise ValueError(f"cfg must be a jax_core.RingAttentionConfig or None, got {type(options.cfg).__name__}")
@@ -42,22 +63,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
         logits_dtype=options.logits_dtype,
     )
     problem = _problem(options, operands, place, scores)
-    choice = choose(options, problem, place.torus)
-    spec = RingSpec(
-        scores=scores,
-        strategy=choice.strategy,
-        kernel=choice.kernel,
-        backend=problem.backend,
-        layout=options.layout,
-        axis_name=place.axis_name,
-        size=place.size,
-        fwd_params=choice.fwd_params,
-        bwd_params=choice.bwd_params,
-        fused_backward=options.fused_backward,
-        deterministic=options.deterministic,
-        lse_gradient=options.lse_gradient,
-    )
-    return spec, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
+    return problem, operands._replace(predicate_arrays=operands.predicate_arrays + arrays)
 
 
 def _problem(options: Options, operands: Operands, place: Placement, scores: Scores) -> Problem:

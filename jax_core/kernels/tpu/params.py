@@ -45,3 +45,14 @@ def default_params(problem: Problem, name: str) -> tuple[FwdParams, BwdParams]:
     row = next((row for row in rows if max(problem.dim, problem.value_dim) <= row.dim), rows[-1])
     smaller = 2 if problem.dtype == "float32" else 1  # full precision takes six products instead of one
     return FwdParams(*(size // smaller for size in row.forward)), BwdParams(*(size // smaller for size in row.backward))
+
+
+# Published settings of splash attention, and what lies between them.
+CANDIDATES = (
+    (256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024), (512, 2048), (1024, 2048), (2048, 1024),
+)  # fmt: skip
+
+
+def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
+    fitting = [(q, k) for q, k in CANDIDATES if q <= max(256, problem.q_length) and k <= max(256, problem.k_length)]
+    return tuple(FwdParams(*blocks) for blocks in fitting), tuple(BwdParams(*blocks) for blocks in fitting)

@@ -63,6 +63,10 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     return params.default_params(problem, launch.capability())
 
 
+def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
+    return params.configs(problem)
+
+
 def forward(
     q: Array,
     k: Array,

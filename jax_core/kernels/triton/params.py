@@ -55,6 +55,64 @@ def _table(problem: Problem, capability: int) -> tuple[Row, ...]:
     return HOPPER_WITH_TILES if tiles else HOPPER
 
 
+class Listed(NamedTuple):
+    """What a search tries for padded head dims up to ``dim``."""
+
+    dim: int
+    forward: tuple[Settings, ...]
+    backward: tuple[Settings, ...]
+
+
+# Around what won by hand (benchmarks/NOTES.md); small tiles are for windows and for GPUs with less shared memory.
+CANDIDATES = (
+    Listed(
+        64,
+        (
+            (64, 64, 2, 4), (64, 64, 3, 4), (64, 64, 4, 4), (64, 128, 2, 4), (64, 128, 3, 4), (64, 32, 3, 4), (64, 32, 4, 4),
+            (128, 64, 2, 4), (128, 64, 3, 4), (128, 64, 3, 8), (128, 128, 3, 4), (128, 128, 3, 8), (32, 64, 3, 4),
+        ),
+        (
+            (64, 64, 2, 4), (64, 64, 3, 4), (64, 64, 4, 4), (32, 64, 3, 4), (32, 64, 4, 4), (32, 128, 3, 4), (32, 128, 2, 4),
+            (64, 128, 2, 8), (64, 128, 3, 8), (64, 128, 2, 4), (128, 64, 2, 4), (32, 32, 3, 4),
+        ),
+    ),
+    Listed(
+        128,
+        (
+            (64, 64, 2, 4), (64, 64, 3, 4), (64, 64, 4, 4), (64, 128, 2, 4), (64, 32, 3, 4), (64, 32, 4, 4), (128, 32, 4, 8),
+            (128, 64, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8), (128, 128, 2, 8), (32, 64, 3, 4), (32, 32, 3, 4),
+        ),
+        (
+            (64, 128, 2, 8), (64, 128, 3, 8), (64, 64, 2, 4), (64, 64, 3, 4), (64, 64, 3, 8), (32, 128, 2, 8), (32, 128, 3, 8),
+            (32, 128, 4, 8), (32, 128, 3, 4), (32, 64, 2, 4), (32, 64, 3, 4), (32, 32, 3, 4),
+        ),
+    ),
+    Listed(
+        256,
+        (
+            (64, 32, 2, 4), (64, 32, 3, 4), (64, 32, 4, 4), (64, 64, 2, 4), (64, 64, 2, 8), (64, 64, 3, 8), (128, 32, 2, 8),
+            (128, 32, 3, 8), (128, 64, 2, 8), (32, 32, 3, 4), (32, 64, 2, 4),
+        ),
+        (
+            (32, 64, 2, 8), (32, 64, 3, 8), (32, 64, 2, 4), (32, 64, 1, 8), (32, 32, 2, 4), (32, 32, 3, 4), (64, 64, 1, 8),
+            (64, 64, 2, 8), (16, 64, 2, 4), (16, 64, 3, 4), (32, 128, 1, 8),
+        ),
+    ),
+)  # fmt: skip
+CANDIDATES_FLOAT32 = (
+    (64, 32, 2, 4), (64, 64, 2, 4), (32, 32, 1, 4), (32, 32, 2, 4), (32, 32, 1, 8), (32, 64, 1, 8), (64, 32, 1, 8),
+)  # fmt: skip
+
+
+def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
+    widest = max(padded_dim(problem.dim), padded_dim(problem.value_dim))
+    row = next((row for row in CANDIDATES if widest <= row.dim), CANDIDATES[-1])
+    forward, backward = row.forward, row.backward
+    if problem.dtype == "float32":
+        forward = backward = CANDIDATES_FLOAT32
+    return tuple(FwdParams(*tile) for tile in forward), tuple(BwdParams(*tile) for tile in backward)
+
+
 def shared_memory_of(capability: int) -> int:
     """Bytes of shared memory that a program may use."""
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024

@@ -53,6 +53,13 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     return FwdParams(512, 256), BwdParams(512, 256)
 
 
+def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
+    """Those of which a block is no longer than the shard, but for the smallest."""
+    sides = [(q, k) for q in (128, 256, 512, 1024) for k in (128, 256, 512)]
+    fitting = [(q, k) for q, k in sides if q <= max(128, problem.q_length) and k <= max(128, problem.k_length)]
+    return tuple(FwdParams(*side) for side in fitting), tuple(BwdParams(*side) for side in fitting)
+
+
 class _State(NamedTuple):
     """The online softmax of a query block: numerator, running maximum, denominator."""
 

@@ -1,0 +1,61 @@
+"""One process of a job decides, and the others follow.
+
+What a cache holds, and what a search finds, may differ from host to host; a ring's processes must run one program. Whoever asks
+first decides, so nobody waits for a process that never asks. The answers are kept by JAX's coordination service, which every job of
+several processes has, those that torch started too (``torch_bridge.runtime``).
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax._src import distributed  # no public interface to the service's store
+
+LIMIT = 900.0  # seconds: a search compiles some dozens of programs
+_PREFIX = "ring_attn/tune/"
+
+
+def agreed(what: str, decide: Callable[[], str]) -> str:
+    """The result of ``decide`` in the process that asked for ``what`` first. RuntimeError if it does not answer in time."""
+    client = _store()
+    return decide() if client is None else _first_decides(client, what, decide, LIMIT)
+
+
+def _store():
+    """None in a job of one process."""
+    state = distributed.global_state
+    return None if state.client is None or state.num_processes in (None, 1) else state.client
+
+
+def _first_decides(client, what: str, decide: Callable[[], str], limit: float) -> str:
+    key = f"{_PREFIX}{what}"
+    if not _claims(client, f"{key}/by"):
+        return _answer(client, key, what, limit)
+    try:
+        decision = decide()
+    except Exception:
+        client.key_value_set(f"{key}/is", "")  # nobody waits for an answer that does not come
+        raise
+    client.key_value_set(f"{key}/is", f"={decision}")
+    return decision
+
+
+def _claims(client, key: str) -> bool:
+    """Whether this process is the first; of equal keys the service takes one."""
+    try:
+        client.key_value_set(key, str(distributed.global_state.process_id))
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _answer(client, key: str, what: str, limit: float) -> str:
+    by = client.blocking_key_value_get(f"{key}/by", int(limit * 1000))
+    try:
+        answer = client.blocking_key_value_get(f"{key}/is", int(limit * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(f"process {by} was to choose the configuration of {what}, and did not in {limit:g} s") from error
+    if not answer:
+        raise RuntimeError(f"process {by} failed while it chose the configuration of {what}; see its log")
+    return answer.removeprefix("=")

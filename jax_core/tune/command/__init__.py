@@ -1,0 +1,5 @@
+"""The command ``python -m jax_core.tune`` (docs/tuning.md)."""
+
+from jax_core.tune.command.main import main
+
+__all__ = ["main"]

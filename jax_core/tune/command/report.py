@@ -1,0 +1,86 @@
+"""What the command prints."""
+
+from collections.abc import Iterable, Sequence
+
+from jax_core.request.choice import KERNELS
+from jax_core.tune.command.work import Done, Work
+from jax_core.tune.lookup import origins
+from jax_core.tune.search import in_words
+from jax_core.tune.table import PASSES
+
+
+class Progress:
+    """tqdm's bar where it is installed, or else a line for each problem."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.count = total, 0
+        try:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, unit="problem", dynamic_ncols=True)
+        except ImportError:
+            self.bar = None
+
+    def add(self, done: Done) -> None:
+        self.count += 1
+        lines = [f"{done.work.name} ({done.work.key})", *_lines(done)]
+        if self.bar is None:
+            print(f"[{self.count}/{self.total}]", "\n    ".join(lines), flush=True)
+        else:
+            self.bar.write("\n    ".join(lines))
+            self.bar.update()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _lines(done: Done) -> Iterable[str]:
+    if done.failed:
+        yield f"not searched: {done.failed}"
+    for way, result in done.results.items():
+        found = result.found
+        best = "nothing found" if found is None else f"{in_words(found.params)} in {found.ms:.3f} ms{_won(found.gain)}"
+        yield f"{way}: {result.tried} of {result.listed} tried; {best}"
+        yield from (f"{way}: dropped {reason}" for reason in result.dropped)
+
+
+def _won(gain: float | None) -> str:
+    return ", where the kernel's own choice could not run" if gain is None else f", {gain:.1f} % won"
+
+
+def summary(all_done: Sequence[Done]) -> str:
+    """A table of what was found, and what it won over the heuristic."""
+    rows = [("for", "pass", "heuristic", "ms", "found", "ms", "won")]
+    for done in all_done:
+        for way, result in done.results.items():
+            if (found := result.found) is None:
+                continue
+            own = "-" if found.heuristic_ms is None else f"{found.heuristic_ms:.3f}"
+            won = "-" if found.gain is None else f"{found.gain:.1f} %"
+            rows.append((done.work.name, way, in_words(result.heuristic), own, in_words(found.params), f"{found.ms:.3f}", won))
+    return _aligned(rows)
+
+
+def plan(works: Sequence[Work]) -> str:
+    return _aligned([("for", "candidates", "key"), *((work.name, str(work.candidates), work.key) for work in works)])
+
+
+def used(works: Sequence[Work], device: str) -> str:
+    """What each would be computed with now, and where that comes from."""
+    rows = [("for", "pass", "configuration", "from", "won", "found")]
+    for work in works:
+        there, defaults = origins(work.key, device), KERNELS[work.platform].default_params(work.problem)
+        for way, own in zip(PASSES, defaults, strict=True):
+            if way not in there:
+                rows.append((work.name, way, in_words(own), "heuristic", "", ""))
+                continue
+            found, place = there[way]
+            won = "-" if found.gain is None else f"{found.gain:.1f} %"
+            rows.append((work.name, way, in_words(found.params), place, won, found.day))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,134 @@
+"""The configuration of a request: what the caller gave, else the user's cache, else what is shipped for this device, else a search
+where one was asked for, else the kernel's own choice."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jax_core.caches import cache_folder
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Kernel, Problem
+from jax_core.tune import search, store
+from jax_core.tune.agreement import agreed
+from jax_core.tune.candidates import as_pair
+from jax_core.tune.devices import device_name, file_name
+from jax_core.tune.keys import key_of
+from jax_core.tune.table import PASSES, Found, Table, from_json
+
+SHIPPED = Path(__file__).parent / "shipped"
+Params = tuple[FwdParams, BwdParams]
+
+
+class Origin(NamedTuple):
+    """A pass's configuration that was measured, and where it is kept."""
+
+    found: Found
+    place: str
+
+
+def completed(name: str, kernel: Kernel, problem: Problem, given: Params, autotune: bool = False) -> Params:
+    """``given`` with every number in place. A pass of which it gives some numbers is completed by the kernel; what was measured
+    stands for a pass as a whole.
+
+    Nothing is looked up for a kernel without candidates, nor for devices that JAX does not run on here (a program that is compiled
+    ahead of time). In a job of several processes the one that asks first decides.
+    """
+    defaults = kernel.default_params(problem)
+    chosen = given[0].completed(defaults[0]), given[1].completed(defaults[1])
+    open_passes = [way for way, part in zip(PASSES, given, strict=True) if set(vars(part).values()) == {None}]
+    if not open_passes or problem.backend != jax.default_backend() or not hasattr(kernel, "configs"):
+        return chosen
+    device, key = device_name(problem.backend), key_of(name, problem)
+    what = f"{device}, {key}{', searching' if autotune else ''}"
+    decided = json.loads(agreed(what, lambda: json.dumps(_decide(name, kernel, problem, key, device, autotune))))
+    parts = (_part(way, decided.get(way) if way in open_passes else None, part) for way, part in zip(PASSES, chosen, strict=True))
+    forward, backward = parts
+    assert isinstance(backward, BwdParams)
+    return forward, backward
+
+
+def _part(way: str, numbers: Mapping[str, int] | None, otherwise: FwdParams) -> FwdParams:
+    return PASSES[way](**numbers) if numbers is not None else otherwise
+
+
+def _decide(name: str, kernel: Kernel, problem: Problem, key: str, device: str, autotune: bool) -> dict[str, dict[str, int | None]]:
+    found = {way: origin.found.params for way, origin in origins(key, device).items()}
+    if autotune and len(found) < len(PASSES):
+        found = _searched(name, kernel, problem, key, device) | found
+    return {way: vars(params) for way, params in found.items() if _runs(kernel, problem, key, params)}
+
+
+def origins(key: str, device: str) -> dict[str, Origin]:
+    """By pass, what the user's cache or the shipped data hold for a key."""
+    tables = {"shipped": shipped(device), "cache": user_table(device)}
+    return {way: Origin(found, place) for place, table in tables.items() for way, found in table.get(key, {}).items()}
+
+
+@cache
+def shipped(device: str) -> Table:
+    path = SHIPPED / file_name(device)
+    return from_json(path.read_text(encoding="utf-8"), device) if path.exists() else {}
+
+
+def user_table(device: str) -> Table:
+    path = user_file(device)
+    return {} if path is None else _read_once(path, device)
+
+
+def user_file(device: str) -> Path | None:
+    """Where the user's cache has the configurations of a device; None if caches are off."""
+    folder = cache_folder()
+    return None if folder is None else folder / "tune" / file_name(device)
+
+
+@cache
+def _read_once(path: Path, device: str) -> Table:
+    """So that a lookup costs no file access, and a job's later programs have what its earlier ones had."""
+    return store.read(path, device)
+
+
+def remember(device: str, found: Table) -> None:
+    """Keeps what a search has found in the user's cache; for this process also where there is none."""
+    path = user_file(device)
+    if path is not None and store.merge(path, device, found):
+        _read_once.cache_clear()
+    _searched_here().update(found)
+
+
+@cache
+def _searched_here() -> dict[str, Mapping[str, Found]]:
+    return {}
+
+
+def _searched(name: str, kernel: Kernel, problem: Problem, key: str, device: str) -> dict[str, FwdParams]:
+    if key not in _searched_here():
+        try:
+            # In a thread of its own: the call may be in the middle of a trace, and nothing of the search belongs to it.
+            with ThreadPoolExecutor(1) as thread:
+                results = thread.submit(search.search, kernel, problem).result()
+        except Exception as error:  # the attention itself can still be computed
+            _warn(f"the search for {key} failed ({type(error).__name__}: {error}); the kernel's own configuration is used")
+            return {}
+        remember(device, {key: {way: result.found for way, result in results.items() if result.found is not None}})
+    return {way: found.params for way, found in _searched_here()[key].items()}
+
+
+def _runs(kernel: Kernel, problem: Problem, key: str, params: FwdParams) -> bool:
+    """Whether the kernel takes these parameters: a table is data, and its keys stand for many problems."""
+    pair = as_pair(kernel, problem, params)
+    reason = kernel.unsupported(problem, *pair)
+    if reason is None or kernel.unsupported(problem, *kernel.default_params(problem)) is not None:
+        return True  # or it is no fault of the parameters
+    _warn(f"the configuration kept for {key} cannot run here ({reason}); the kernel's own is used")
+    return False
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,61 @@
+"""Problems, tables and a small kernel for the tests of jax_core.tune."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Grads, Partial, Problem, Scores
+from jax_core.masks.static import Mask
+from jax_core.tune.table import Found
+
+NO_MASK = Mask()
+FORWARD, BACKWARD = FwdParams(32, 16), BwdParams(16, 32)
+
+
+def problem(asked: str = "", mask: Mask = NO_MASK, **changed: Any) -> Problem:
+    sizes = dict(batch=1, q_length=64, k_length=64, heads=4, kv_heads=2, dim=8, value_dim=8)
+    features = frozenset({"contiguous", "float32", *asked.split()})
+    return Problem(**(dict(scores=Scores(mask, 0.3), dtype="float32", features=features) | sizes | changed))
+
+
+def found(params: FwdParams = FORWARD, ms: float = 1.0, **changed: Any) -> Found:
+    settings = dict(heuristic_ms=2.0, complete=True, day="2026-11-22", versions={"jax": "0.10.2"})
+    return Found(**(dict(params=params, ms=ms) | settings | changed))
+
+
+def _logits(q, k, scores, extras):
+    """Of a plain attention, causal or not, with a bias or not."""
+    x = scores.scale * jnp.einsum("bqhd,bkhd->bhqk", q, jnp.repeat(k, q.shape[2] // k.shape[2], 2))
+    x = x if extras.bias is None else x + extras.bias
+    return jnp.where(jnp.tri(q.shape[1], dtype=bool), x, -jnp.inf) if scores.mask.causal else x
+
+
+def dense_forward(q, k, v, q_runs, k_runs, *, scores, extras, out_dtype, config, **settings) -> Partial:
+    x = _logits(q, k, scores, extras)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), jnp.repeat(v, q.shape[2] // v.shape[2], 2))
+    return Partial(out.astype(out_dtype), jax.nn.logsumexp(x, -1))
+
+
+def dense_backward(q, k, v, residuals, q_runs, k_runs, *, scores, extras, config, **settings) -> Grads:
+    group = q.shape[2] // k.shape[2]
+    weights = jnp.exp(_logits(q, k, scores, extras) - residuals.lse[..., None])
+    dweights = jnp.einsum("bqhd,bkhd->bhqk", residuals.dout, jnp.repeat(v, group, 2))
+    dx = weights * (dweights - residuals.delta[..., None])
+    dk, dv = jnp.einsum("bhqk,bqhd->bkhd", dx, q) * scores.scale, jnp.einsum("bhqk,bqhd->bkhd", weights, residuals.dout)
+    dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (dk, dv))
+    dq = jnp.einsum("bhqk,bkhd->bqhd", dx, jnp.repeat(k, group, 2)) * scores.scale
+    return Grads(dq, dk, dv, None if extras.bias is None else dx.sum((0, 1), keepdims=True), None)
+
+
+LISTED = ((16, 16), (32, 16), (64, 64))
+
+
+def kernel(**changed: Any) -> SimpleNamespace:
+    """Plain attention, whose blocks change nothing but what ``changed`` makes of them; its own choice is 64 x 32."""
+    configs = tuple(FwdParams(*sides) for sides in LISTED), tuple(BwdParams(*sides) for sides in LISTED)
+    defaults = FwdParams(64, 32), BwdParams(64, 32)
+    own = dict(forward=dense_forward, backward=dense_backward, unsupported=lambda *_: None, HANDLES=frozenset())
+    return SimpleNamespace(**(own | dict(default_params=lambda _: defaults, configs=lambda _: configs) | changed))
