@@ -106,8 +106,11 @@ def _backward(kernel: Any, problem: Problem, params: BwdParams, inputs: Inputs, 
         extras=inputs.extras,
         dq=None,
         fused="fused_backward" in problem.features,
+        deterministic="deterministic" in problem.features,
         config=params,
     )
+    dq, dk, dv = kernel.finish(inputs[:3], (grads.dq, grads.dk, grads.dv), problem.scores)
+    grads = grads._replace(dq=dq, dk=dk, dv=dv)
     return {name: array for name, array in grads._asdict().items() if array is not None}
 
 

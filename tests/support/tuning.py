@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Grads, Partial, Problem, Scores
+from jax_core.kernels.contract import Grads, Partial, Problem, Scores, finish
 from jax_core.masks.static import Mask
 from jax_core.tune.table import Found
 
@@ -57,5 +57,12 @@ def kernel(**changed: Any) -> SimpleNamespace:
     """Plain attention, whose blocks change nothing but what ``changed`` makes of them; its own choice is 64 x 32."""
     configs = tuple(FwdParams(*sides) for sides in LISTED), tuple(BwdParams(*sides) for sides in LISTED)
     defaults = FwdParams(64, 32), BwdParams(64, 32)
-    own = dict(forward=dense_forward, backward=dense_backward, unsupported=lambda *_: None, HANDLES=frozenset())
+    own = dict(
+        CONTINUES=True,
+        finish=finish,
+        forward=dense_forward,
+        backward=dense_backward,
+        unsupported=lambda *_: None,
+        HANDLES=frozenset(),
+    )
     return SimpleNamespace(**(own | dict(default_params=lambda _: defaults, configs=lambda _: configs) | changed))
