@@ -42,6 +42,14 @@ def rows_of(results: Sequence[Results]) -> tuple[list[Measured], list[str]]:
     return [row for rows, _ in found for row in rows], [reason for _, reasons in found for reason in reasons]
 
 
+def complete(rows: Sequence[Measured]) -> set[str]:
+    """The platforms that were timed in both directions on one or two GPUs."""
+    ways = (
+        {row.platform for row in rows if is_fitted(row) and row.phase in phases} for phases in (("forward",), ("backward", "both"))
+    )
+    return set.intersection(*ways)
+
+
 def is_fitted(row: Measured) -> bool:
     return row.call.size <= FITTED_UP_TO
 
@@ -84,6 +92,11 @@ def without_larger(results: Sequence[Results], rows: Sequence[Measured]) -> tupl
 
 def refit(results: Sequence[Results]) -> None:
     rows, left_out = rows_of(results)
+    known = complete(rows)
+    left_out += sorted(
+        {f"{row.platform}: not timed in both directions on one or two GPUs" for row in rows if row.platform not in known}
+    )
+    rows = [row for row in rows if row.platform in known]
     found = fit([row for row in rows if is_fitted(row)])
     data = {"machine": asdict(found.machine), "provenance": provenance(results, found)}
     FIGURES.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

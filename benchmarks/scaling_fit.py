@@ -33,7 +33,7 @@ NAMES = tuple(field.name for field in fields(Pass))
 class Bench(NamedTuple):
     """What a measured time depends on beside the machine. ``sample``: seconds that the wall clock adds to a sample. ``warming``:
     seconds at work after which a rested GPU is 63 % of the way to its sustained pace. ``warm``: by results, how far it was when a
-    sample began; 0 in those of one GPU, whose samples begin rested, by definition."""
+    sample began; 0 in those of one GPU (or the first), whose samples begin rested, by definition."""
 
     sample: float
     warming: float
@@ -67,7 +67,8 @@ def _timed(machine: Machine, bench: Bench, row: Measured) -> float:
 
 def fit(rows: Sequence[Measured]) -> Fit:
     platforms = sorted({row.platform for row in rows})
-    results = sorted({row.results for row in rows if not row.results.endswith("one-gpu")})
+    results = sorted({row.results for row in rows}, key=lambda name: ("one-gpu" not in name, name))
+    results = [name for name in results[1:] if "one-gpu" not in name]
     names = [f"{platform}.{way}.{name}" for platform in platforms for way in DIRECTIONS for name in NAMES]
     names += [*SHARED, "sample", "warming", *(f"warm.{name}" for name in results)]
     start = [getattr(START, name) for _ in platforms for _ in DIRECTIONS for name in NAMES]
@@ -81,8 +82,10 @@ def fit(rows: Sequence[Measured]) -> Fit:
     limits = {"sharing": (0.0, SHARING_LIMIT), "sustained": (1.0, 2.0)} | {f"warm.{name}": (0.0, 1.0) for name in results}
     lower, upper = np.array([limits.get(name, (0.0, np.inf)) for name in names]).T / scale
     found = least_squares(residuals, np.ones(len(scale)), bounds=(lower - 1e-9, upper), x_scale="jac", max_nfev=400)
-    rounded = np.array([float(f"{value:.4g}") for value in found.x * scale])
-    return Fit(*unpacked(platforms, results, rounded), dict(zip(names, standard_errors(found), strict=True)))
+    errors = standard_errors(found)
+    # A figure that no time depends on is 0 rather than where the search began.
+    rounded = [float(f"{value:.4g}") if np.isfinite(spread) else 0.0 for value, spread in zip(found.x * scale, errors, strict=True)]
+    return Fit(*unpacked(platforms, results, np.array(rounded)), dict(zip(names, errors, strict=True)))
 
 
 def unpacked(platforms: Sequence[str], results: Sequence[str], x: np.ndarray) -> tuple[Machine, Bench]:
@@ -100,7 +103,8 @@ def standard_errors(found: Any) -> list[float]:
     variance = 2 * found.cost / max(1, len(found.fun) - len(found.x))
     with np.errstate(divide="ignore", invalid="ignore"):
         spread = np.sqrt(variance * np.sum((axes.T / sizes) ** 2, axis=1)) / found.x
-    return [float(value) for value in np.where(np.isfinite(spread), spread, np.inf)]
+    seen = np.abs(found.jac).sum(0) > 0
+    return [float(value) for value in np.where(seen & np.isfinite(spread), spread, np.inf)]
 
 
 def error(machine: Machine, bench: Bench, row: Measured) -> float:

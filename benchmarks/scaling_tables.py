@@ -21,6 +21,8 @@ GPUS = tuple(2**power for power in range(3, 11))
 BETWEEN = (50e9, 25e9)  # bytes a second
 ALONE = 2**20  # tokens on one GPU: the rate that efficiencies are relative to
 FASTEST_FIRST = ("cute", "cuda", "triton")
+BENCHMARKED = tuple(2**power for power in (14, 16, 18, 20))
+SAMPLE_MS = 40.0  # of benchmarks/ring.py
 LONGEST = 2**15  # tokens a GPU: transfers of longer shards are taken to be hidden
 SIMULATED = 64  # GPUs: up to here every prediction is simulated too
 
@@ -40,6 +42,7 @@ def blocks(told: Told) -> dict[str, str]:
     lines: dict[str, Callable[[Told], list[str]]] = {
         "errors": errors, "fit": quality, "figures": figures, "hidden": hidden, "predictions": predictions, "limits": limits,
         "sensitivity": sensitivity,
+        "eight": eight,
     }  # fmt: skip
     return {name: "\n".join(make(told)) for name, make in lines.items()}
 
@@ -190,6 +193,22 @@ def predictions(told: Told) -> list[str]:
 
 def _cell(found: tuple[float, float], alone: tuple[float, float]) -> str:
     return f"{found[0]:.0f} / {found[1]:.0f} ({found[1] / alone[1]:.0%})"
+
+
+def eight(told: Told) -> list[str]:
+    """What benchmarks/ring.py should read on one host of eight, whose samples begin on rested GPUs."""
+    platforms = [name for name in FASTEST_FIRST if name in told.machine.kernels]
+    cells = ([name, *(" / ".join(_as_benchmarked(told, name, tokens)) for tokens in BENCHMARKED)] for name in platforms)
+    return markdown(("TFLOP/s a GPU", *(f"{short(tokens)} tokens" for tokens in BENCHMARKED)), cells)
+
+
+def _as_benchmarked(told: Told, platform: str, tokens: int) -> Iterator[str]:
+    call = Call(tokens // 8, 8)
+    for phase, operations in (("forward", 1.0), ("both", 3.5)):
+        once = Measured(platform, "", "", phase, call, ms=0.0, spread=0.0, calls=1)
+        calls = max(1, round(SAMPLE_MS / predicted(told.machine, told.bench, once)))
+        seconds = predicted(told.machine, told.bench, replace(once, calls=calls)) / 1000
+        yield f"{operations * 4 * call.heads * call.dim * tokens**2 / 2 / 8 / seconds / 1e12:.0f}"
 
 
 def limits(told: Told) -> list[str]:
