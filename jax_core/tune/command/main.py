@@ -31,7 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if cache_folder() is None:
         return _refused(f"caches are off, so nothing that is found could be kept: set {VARIABLE}, or give --cache FOLDER")
     wanted = works if options.again else [one for one in works if not _kept(one.key, device)]
-    print(f"{device}: {len(wanted)} problems to search, {len(works) - len(wanted)} kept already in {user_file(device)}", flush=True)
+    shapes = sum(one.also + 1 for one in works)
+    print(
+        f"{device}: {shapes} shapes of {len(works)} configurations, {len(works) - len(wanted)} of them in {user_file(device)}",
+        flush=True,
+    )
     if options.dry_run or not wanted:
         print(report.plan(wanted) if wanted else "--again would search them again")
         return 0

@@ -63,7 +63,9 @@ def summary(all_done: Sequence[Done]) -> str:
 
 
 def plan(works: Sequence[Work]) -> str:
-    return _aligned([("for", "candidates", "key"), *((work.name, str(work.candidates), work.key) for work in works)])
+    """What would be searched; ``shapes``: how many of those that were asked for share the configuration."""
+    rows = [(work.name, str(work.also + 1), str(work.candidates), work.key) for work in works]
+    return _aligned([("for", "shapes", "candidates", "key"), *rows])
 
 
 def used(works: Sequence[Work], device: str) -> str:

@@ -29,11 +29,12 @@ STOP = 0.12  # the part of the time at whose beginning no more candidates are co
 
 
 class Work(NamedTuple):
-    """``name``: for whom it is. ``platform``: the kernel's."""
+    """``name``: for whom it is. ``platform``: the kernel's. ``also``: how many of the asked shapes share its key besides."""
 
     name: str
     platform: str
     problem: Problem
+    also: int = 0
 
     @property
     def key(self) -> str:
@@ -51,12 +52,13 @@ class Done(NamedTuple):
 
 
 def asked(options: argparse.Namespace) -> list[Work]:
-    """One of each key. ValueError or NotImplementedError for what cannot be."""
+    """The first of each key. ValueError or NotImplementedError for what cannot be."""
     found: dict[str, Work] = {}
     for length in options.length:
         for name, sizes, settings, arrays in _shapes(options):
             work = _work(f"{name}, {length}", options, length, sizes, settings, arrays)
-            found.setdefault(work.key, work)
+            first = found.get(work.key)
+            found[work.key] = work if first is None else first._replace(also=first.also + 1)
     return list(found.values())
 
 
