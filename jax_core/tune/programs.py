@@ -36,7 +36,7 @@ def make_reference(problem: Problem, inputs: Inputs) -> Callable[[], Reference]:
 
     def compute(inputs: Inputs) -> Reference:
         exact = inputs.astype(wide)
-        forward = _forward(xla, own, configs[0], exact)
+        forward = _forward(xla, own, configs[0], exact, None)
         residuals = _residuals(forward, exact)
         rounded = _residuals({**forward, "out": forward["out"].astype(problem.dtype)}, inputs)
         backward = _backward(xla, own, configs[1], exact, residuals)
@@ -49,20 +49,20 @@ def make_reference(problem: Problem, inputs: Inputs) -> Callable[[], Reference]:
 
 def make_program(kernel: Kernel, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals, calls: int) -> Program:
     """``calls`` passes one after another, compiled; the results are those of the last one."""
-    if isinstance(params, BwdParams):
-        once = partial(_backward, kernel, problem, params, residuals=residuals)
-    else:
-        once = partial(_forward, kernel, problem, params)
-    return partial(jax.jit(partial(_in_a_row, once, calls)).lower(inputs).compile(), inputs)
+    backward = isinstance(params, BwdParams)
+    once = partial(_backward, kernel, problem, params) if backward else partial(_forward, kernel, problem, params)
+    # As arguments: arrays that a program closes over are constants, copied by the host into every program.
+    arrays = inputs, residuals
+    return partial(jax.jit(partial(_in_a_row, once, calls)).lower(*arrays).compile(), *arrays)
 
 
-def _in_a_row(once: Callable[[Inputs], Results], calls: int, inputs: Inputs) -> Results:
+def _in_a_row(once: Callable[[Inputs, Residuals], Results], calls: int, inputs: Inputs, residuals: Residuals) -> Results:
     def again(_, state):
         q, results = state
         q, results = lax.optimization_barrier((q, results))  # else one call would do for all
-        return q, once(inputs._replace(q=q))
+        return q, once(inputs._replace(q=q), residuals)
 
-    first = inputs.q, once(inputs)
+    first = inputs.q, once(inputs, residuals)
     return first[1] if calls == 1 else lax.fori_loop(1, calls, again, first)[1]
 
 
@@ -82,7 +82,8 @@ def _pairs(problem: Problem) -> float:
     return q * max(1, min(reach))
 
 
-def _forward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs) -> Results:
+def _forward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals | None) -> Results:
+    del residuals  # a backward's
     partial_result = kernel.forward(
         *inputs[:3],
         *inputs.runs,
@@ -96,7 +97,7 @@ def _forward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs) -
     return partial_result._asdict()
 
 
-def _backward(kernel: Any, problem: Problem, params: BwdParams, inputs: Inputs, residuals: Residuals) -> Results:
+def _backward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals) -> Results:
     grads = kernel.backward(
         *inputs[:3],
         residuals,

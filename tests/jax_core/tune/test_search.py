@@ -197,14 +197,14 @@ def test_calls_in_a_row_are_made_one_after_another():
     inputs = make_inputs(CAUSAL)
     settings = dict(scores=CAUSAL.scores, extras=inputs.extras, out_dtype="float32", config=None)
 
-    def once(inputs):
+    def once(inputs, residuals):
         jax.debug.callback(lambda: made.append(1))
         return dense_forward(*inputs[:3], *inputs.runs, **settings)._asdict()
 
-    several = jax.jit(lambda inputs: programs._in_a_row(once, 5, inputs))(inputs)
+    several = jax.jit(lambda inputs: programs._in_a_row(once, 5, inputs, None))(inputs)
     jax.effects_barrier()
     assert len(made) == 5
-    np.testing.assert_allclose(several["out"], once(inputs)["out"], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(several["out"], once(inputs, None)["out"], rtol=1e-6, atol=1e-6)
 
 
 def test_short_calls_are_repeated_on_a_gpu():
