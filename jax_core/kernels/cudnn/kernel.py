@@ -15,11 +15,13 @@ cuDNN's backward sums dQ in any order, so two runs may differ in the last bits. 
 ``xla_gpu_exclude_nondeterministic_ops=True`` prevents this, at some cost.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
@@ -28,6 +30,9 @@ from jax_core.kernels.cudnn import calls, tiles
 
 CONTINUES = True
 HANDLES = frozenset("causal left logits_dtype fused_backward float16 bfloat16".split())
+# Query rows of all heads in a call of a divided backward: eight blocks of 128 rows for each of an H200's multiprocessors.
+ROWS_OF_A_CALL = 2**17
+MOST_GROUPS = 4  # each call is compiled
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
@@ -115,6 +120,7 @@ def forward(
         out, lse = calls.forward(q, k, v, scale=scores.scale)
         found = [Partial(out, jnp.where(before, lse, -jnp.inf))]
     else:
+        q, carry = lax.optimization_barrier((q, carry))  # or the tiles of all steps would be gathered first
         pieces = tiles.query_tiles(q, before), tiles.key_tiles(k, before), tiles.key_tiles(v, before)
         found = tiles.partials(*calls.forward(*pieces, scale=scores.scale), before)
     if carry is None:  # the first pair is the diagonal step
@@ -139,21 +145,75 @@ def backward(
     config: BwdParams,
 ) -> Grads:
     del extras, fused, deterministic, config  # one sweep in any case
+    # Every row sees a key, so the LSE is never +inf.
+    operands = _Operands(q, k, v, residuals.out, residuals.dout, residuals.lse)
     before = _before(q_runs, k_runs)
-    dout, lse = residuals.dout, residuals.lse  # every row sees a key, so the LSE is never +inf
+    pair: Callable[[_Operands], tuple[Array, ...]]
     if diagonal or not scores.mask.causal:
-        grads = _wide(calls.backward(q, k, v, residuals.out, dout, lse, **_settings(scores, q.shape[1])))
+        pair = partial(_whole, **_settings(scores, q.shape[1]))
     elif len(q_runs) == 1:
-        grads = _wide(calls.backward(q, k, v, residuals.out, dout, lse, scale=scores.scale))
-        # A select, not a product with 0: the weights of hidden keys may be infinite, since the LSE does not include them.
-        grads = tuple(jnp.where(before, grad, 0) for grad in grads)
+        pair = partial(_whole_or_nothing, before, scale=scores.scale)
     else:
-        queries, out, dout = (tiles.query_tiles(x, before) for x in (q, residuals.out, dout))
-        keys, values = (tiles.key_tiles(x, before) for x in (k, v))
-        found = calls.backward(queries, keys, values, out, dout, tiles.row_tiles(lse, before), scale=scores.scale)
-        grads = tiles.query_gradient(found[0], before), *(tiles.key_gradient(grad, before) for grad in found[1:])
-    share, dk, dv = grads
-    return Grads(share if dq is None else dq + share, dk, dv, None, None)
+        pair = partial(_two_tiles, before, scale=scores.scale)
+    dq, dk, dv = pair(operands) if dq is None else _by_heads(pair, operands, dq, _head_groups(q, k))
+    return Grads(dq, dk, dv, None, None)
+
+
+class _Operands(NamedTuple):
+    """Of a pair's backward; all but ``lse``, ``[batch, heads, length]``, are ``[batch, length, heads, dim]``."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    dout: Any
+    lse: Any
+
+
+def _whole(operands: _Operands, **settings) -> tuple[Array, ...]:
+    return tuple(grad.astype(jnp.float32) for grad in calls.backward(*operands, **settings))
+
+
+def _whole_or_nothing(before, operands: _Operands, **settings) -> tuple[Array, ...]:
+    # A select, not a product with 0: the weights of hidden keys may be infinite, since the LSE does not include them.
+    return tuple(jnp.where(before, grad, 0) for grad in _whole(operands, **settings))
+
+
+def _two_tiles(before, operands: _Operands, **settings) -> tuple[Array, ...]:
+    queries, out, dout = (tiles.query_tiles(x, before) for x in (operands.q, operands.out, operands.dout))
+    keys, values = (tiles.key_tiles(x, before) for x in (operands.k, operands.v))
+    dq, dk, dv = calls.backward(queries, keys, values, out, dout, tiles.row_tiles(operands.lse, before), **settings)
+    return tiles.query_gradient(dq, before), tiles.key_gradient(dk, before), tiles.key_gradient(dv, before)
+
+
+def _by_heads(pair, operands: _Operands, dq: Array, groups: int) -> tuple[Array, Array, Array]:
+    """``dq`` with the pair's share, and the pair's ``dk`` and ``dv``, computed for one group of heads after the other: the gathered
+    tiles, cuDNN's results and its scratch memory are then those of one group (docs/gpu.md has their sizes)."""
+    found: list[tuple[Array, ...]] = []
+    for group in range(groups):
+        # Or the tiles of all groups, and of the next steps, would be gathered first.
+        operands, dq, found = lax.optimization_barrier((operands, dq, found))
+        share, dk, dv = pair(_of_group(operands, group, groups))
+        dq = _add_to_heads(dq, share, group * share.shape[2])
+        found.append((dk, dv))
+    dk, dv = (jnp.concatenate(grads, axis=2) for grads in zip(*found, strict=True))
+    return dq, dk, dv
+
+
+def _of_group(operands: _Operands, group: int, groups: int) -> _Operands:
+    axes = _Operands(q=2, k=2, v=2, out=2, dout=2, lse=1)
+    return jax.tree.map(lambda x, axis: jnp.split(x, groups, axis)[group], operands, axes)
+
+
+def _add_to_heads(total: Array, share: Array, start: int) -> Array:
+    place = lax.slice_in_dim(total, start, start + share.shape[2], axis=2)
+    return lax.dynamic_update_slice_in_dim(total, place + share, start, axis=2)
+
+
+def _head_groups(q: Array, k: Array) -> int:
+    """Into how many groups of heads a pair's backward is divided: as many as leave each call enough rows to fill a GPU."""
+    most = min(MOST_GROUPS, q.size // q.shape[3] // ROWS_OF_A_CALL)
+    return max((groups for groups in range(1, most + 1) if k.shape[2] % groups == 0), default=1)
 
 
 def _before(q_runs, k_runs):
@@ -169,7 +229,3 @@ def _settings(scores: Scores, q_length: int) -> dict[str, Any]:
 def _window(left: int | None, q_length: int) -> int | None:
     """The number of keys that a query sees, including its own, or None if the window hides none."""
     return None if left is None or left >= q_length - 1 else left + 1
-
-
-def _wide(grads) -> tuple[jax.Array, ...]:
-    return tuple(grad.astype(jnp.float32) for grad in grads)

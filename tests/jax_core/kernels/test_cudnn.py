@@ -26,7 +26,7 @@ import jax_core
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import cudnn
 from jax_core.kernels.contract import Problem, Scores
-from jax_core.kernels.cudnn import calls
+from jax_core.kernels.cudnn import calls, kernel
 from jax_core.kernels.triton import launch
 from jax_core.masks.static import make_mask
 from jax_core.request.choice import choose
@@ -307,6 +307,32 @@ CASES = (
 def test_ring_over_a_stand_in(case: Case):
     inputs, cotangents = make_inputs(case), make_cotangents(case)
     assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [("zigzag", CAUSAL), ("contiguous", CAUSAL), ("striped", {})],
+    ids=["zigzag", "contiguous", "all visible"],
+)
+def test_heads_one_group_after_the_other(monkeypatch, layout: str, options):
+    """As long shards have it; four groups are wanted here, of six K/V heads, so there are three."""
+    monkeypatch.setattr(kernel, "ROWS_OF_A_CALL", 1)
+    seen = []
+    monkeypatch.setattr(calls, "backward", lambda q, *more, **options: seen.append(q) or stand_in_backward(q, *more, **options))
+    case = _case("groups", ring=4, layout=layout, queries=14, options=options, heads=12, kv_heads=6)
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+    assert {q.shape[2] for q in seen} == {12, 4}
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "groups"),
+    [(2**11, 32, 8, 1), (2**13, 32, 8, 2), (2**14, 32, 8, 4), (2**17, 32, 8, 4), (2**17, 32, 6, 3), (2**17, 8, 1, 1)],
+)
+def test_long_shards_divide_their_heads(length, heads, kv_heads, groups):
+    q, k = (jax.ShapeDtypeStruct((1, length, count, 128), jnp.bfloat16) for count in (heads, kv_heads))
+    assert kernel._head_groups(q, k) == groups
 
 
 @pytest.mark.slow
