@@ -3,6 +3,7 @@
 import os
 from os import PathLike
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 VARIABLE = "RING_ATTN_CACHE"
 _OFF = ("", "0", "off")
@@ -23,3 +24,17 @@ def cache_folder(folder: str | PathLike[str] | None = None) -> Path | None:
     # By its specification a relative path in the variable is to be ignored.
     home = home if os.path.isabs(home) else os.path.expanduser("~/.cache")
     return Path(home) / "ring_attn" if os.path.isabs(home) else None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that other processes see whole or not at all, also where several write it. Makes its folder, for this user
+    alone. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

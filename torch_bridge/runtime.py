@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torch_bridge import coordinator, peers
 from torch_bridge.calls import PeerFailure, compare, watch
+from torch_bridge.kept import keep_programs
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT
 from torch_bridge.stuck import named
@@ -153,6 +154,7 @@ def _settings_before_jax(device: torch.device | None) -> None:
     # JAX reads the environment when it is imported, which the user may have done before.
     if not _backends_started() and not _platforms() and "JAX_PLATFORMS" in os.environ:
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    keep_programs()
 
 
 def _warn_of_preallocation() -> None:

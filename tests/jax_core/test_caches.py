@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_core.caches import VARIABLE, cache_folder
+from jax_core.caches import VARIABLE, cache_folder, write_whole
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +41,17 @@ def test_a_relative_folder_does_not_move_with_the_process(monkeypatch, tmp_path)
 def test_a_user_without_a_home_has_no_caches(monkeypatch):
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as it does for a user id that no account has
     assert cache_folder() is None
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "folder" / "file"
+    write_whole(path, b"first")
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(OSError, match="no room"):
+        write_whole(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file"]
+
+
+def fails(*arguments):
+    raise OSError("no room")

@@ -11,6 +11,7 @@ from jax import Array
 
 from jax_core.config import FwdParams
 from jax_core.kernels.contract import capability
+from jax_core.kernels.triton.kept import keep
 from jax_core.varying import vary, varying_axes
 
 
@@ -68,6 +69,7 @@ def jax_triton():
     """Imported late: it needs a jaxlib for GPUs."""
     with _kept("TRITON_CACHE_DIR"):
         import jax_triton
+    keep(jax_triton)
     return jax_triton
 
 

@@ -1,0 +1,66 @@
+"""Triton kernels compiled once a machine. jax-triton calls the stages of Triton's compiler itself, past Triton's own cache on disk,
+so what the stages give is kept here: assembler text and sizes, as JSON, which is read and never executed by Python.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module, metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jax_core.caches import cache_folder, write_whole
+
+_STAGES = "compile_ttir_inplace"  # of jax-triton 0.3 and 0.4: Triton's IR, backend, options, and what else there is -> a dataclass
+_TEXTS = ("ttgir", "llir")  # of its results, which only a dump reads
+
+
+def keep(library: ModuleType) -> None:
+    """Makes jax-triton look for kernels on disk before it compiles them. A version without that function compiles each time."""
+    parts = import_module(f"{library.__name__}.triton_lib")
+    compile_kernel = getattr(parts, _STAGES, None)
+    if compile_kernel is not None and not hasattr(compile_kernel, "kept"):
+        setattr(parts, _STAGES, _kept(compile_kernel, parts))
+
+
+def _kept(compile_kernel: Callable[..., Any], parts: ModuleType) -> Callable[..., Any]:
+    def kept(ir: object, backend: Any, options: Any, *target: Any) -> Any:
+        root = cache_folder()
+        if root is None or backend.target.backend != "cuda" or os.environ.get("JAX_TRITON_DUMP_DIR"):
+            return compile_kernel(ir, backend, options, *target)
+        path = root / "triton" / f"{_key(ir, options, target)}.json"
+        found = _read(path, parts.CompilationResult)
+        if found is None:
+            found = compile_kernel(ir, backend, options, *target)
+            _write(path, found)
+        return found
+
+    kept.kept = True  # type: ignore[attr-defined]
+    return kept
+
+
+def _key(ir: object, options: Any, target: tuple[Any, ...]) -> str:
+    """Everything that the assembler text depends on."""
+    versions = [metadata.version(package) for package in ("triton", "jax-triton")]
+    compiler = import_module("triton._C.libtriton")
+    settings = sorted(compiler.get_cache_invalidating_env_vars().items())
+    ptxas = os.environ.get("TRITON_PTXAS_PATH", "")
+    return hashlib.sha256(repr((str(ir), options.hash(), target, versions, settings, ptxas)).encode()).hexdigest()
+
+
+def _read(path: Path, result: Callable[..., Any]) -> Any:
+    """None for a kernel that is not there, or not whole: it is compiled and written again."""
+    with suppress(OSError, ValueError, TypeError):
+        return result(**json.loads(path.read_text()), **dict.fromkeys(_TEXTS))
+    return None
+
+
+def _write(path: Path, result: Any) -> None:
+    fields = {name: value for name, value in vars(result).items() if name not in _TEXTS}
+    assert dataclasses.is_dataclass(result)
+    with suppress(OSError, TypeError):  # no room, a folder of another user, or a result that is more than text and numbers
+        write_whole(path, json.dumps(fields).encode())

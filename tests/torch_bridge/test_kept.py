@@ -1,0 +1,79 @@
+"""Programs on disk: who finds them, and that nobody is harmed by what is there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent.parent / "support" / "workers" / "kept_programs.py"
+
+
+def start(what, folder, **environment):
+    environment = {**os.environ, "RING_ATTN_CACHE": str(folder), **environment}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen([sys.executable, WORKER, what], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def told(process):
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return json.loads(out.splitlines()[-1])
+
+
+def run(what, folder, **environment):
+    return told(start(what, folder, **environment))
+
+
+def programs(folder):
+    return sorted(path.name for path in Path(folder).rglob("*-cache"))
+
+
+def test_a_second_job_compiles_nothing(tmp_path):
+    first, second = (run("attention", tmp_path) for _ in range(2))
+    assert first["compiled"] >= 2 and first["found"] == 0  # the forward and the backward
+    assert second["compiled"] == 0 and second["found"] == first["compiled"]
+    assert second["results"] == first["results"]
+    assert first["cache"] == "WholeFiles" and not first["warnings"] + second["warnings"]
+
+
+def test_several_write_at_once(tmp_path):
+    jobs = [start("sine", tmp_path) for _ in range(3)]
+    assert len({tuple(told(job)["results"]) for job in jobs}) == 1
+    assert programs(tmp_path) and not list(tmp_path.rglob(".*"))  # no file is left half written
+    assert run("sine", tmp_path)["compiled"] == 0
+
+
+def test_it_can_be_turned_off():
+    told = run("sine", "off")
+    assert told["folder"] is None and told["found"] == told["compiled"] == 0 and told["least"] == 1.0
+
+
+def test_the_users_own_cache_stays(tmp_path):
+    told = run("sine", tmp_path / "ours", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "theirs"))
+    assert told["folder"] == str(tmp_path / "theirs") and told["least"] == 1.0 and told["cache"] != "WholeFiles"
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_users_limits_stay(tmp_path):
+    pytest.importorskip("filelock", reason="JAX limits the size of its cache with it; torch brings it")
+    told = run("sine", tmp_path, JAX_COMPILATION_CACHE_MAX_SIZE="1000000", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="50")
+    assert told["folder"].startswith(str(tmp_path)) and told["least"] == 50 and told["cache"] != "WholeFiles"
+    assert not programs(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    told = run("sine", tmp_path / "file")
+    assert any(str(tmp_path / "file") in text and "RING_ATTN_CACHE" in text for text in told["warnings"])
+    assert told["folder"] is None
+
+
+def test_a_broken_file_is_compiled_again(tmp_path):
+    whole = run("sine", tmp_path)
+    (path,) = (path for path in tmp_path.rglob("jit__lambda*-cache"))
+    path.write_bytes(path.read_bytes()[:100])
+    told = run("sine", tmp_path)
+    assert told["results"] == whole["results"] and any("cache entry" in text for text in told["warnings"])
