@@ -44,13 +44,13 @@ class Clock:
         jax.monitoring.register_event_duration_secs_listener(self._duration)
         jax.monitoring.register_event_listener(self._event)
 
-    def _duration(self, name: str, seconds: float, **_: Any) -> None:
-        if name in PARTS:
-            self.seconds[f"{self.step}: {PARTS[name]}"] += seconds
+    def _duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event in PARTS:
+            self.seconds[f"{self.step}: {PARTS[event]}"] += duration_secs
 
-    def _event(self, name: str, **_: Any) -> None:
+    def _event(self, event: str, **_: str | int) -> None:
         for word in ("cache_hits", "cache_misses"):
-            self.events[word] += name.endswith(word)
+            self.events[word] += event.endswith(word)
 
 
 def first_calls(clock: Clock, options: argparse.Namespace) -> int:
@@ -102,8 +102,9 @@ def show(clock: Clock, options: argparse.Namespace) -> None:
 
     from team import hardware, software
 
+    settings: Any = jax.config
     print(f"{hardware()}; {software()}")
-    print(f"platform={options.platform}, {options.tokens} tokens a process, kept in {jax.config.jax_compilation_cache_dir}")
+    print(f"platform={options.platform}, {options.tokens} tokens a process, kept in {settings.jax_compilation_cache_dir}")
     for step in (name for name in clock.seconds if ": " not in name):
         print(f"{step:40} {clock.seconds[step]:8.2f}")
         for part in PARTS.values():
