@@ -22,8 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ring_attn.integrations.transformers import context_parallel
-from ring_run import GIB, tidy
-from team import ON_GPU, Team, hardware, software
+from team import GIB, ON_GPU, Team, hardware, software, tidy
 from torch_bridge import runtime
 
 VOCABULARY = 32768

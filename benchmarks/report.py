@@ -150,7 +150,8 @@ def table(data: dict[str, Any]) -> str:
     gpu = data["gpus_before"][0] if data["gpus_before"] else {}
     words = ", ".join(map(" ".join, data["versions"].items()))
     machine = f"{len(data['gpus_before'])} x {gpu['name']}, driver {gpu['driver_version']}" if gpu else "no GPU"
-    lines = [f"# {data['title']}", "", f"{data['date']}, {machine}; {words}.", "", f"`{data['command']}`", "", *_clocks(data)]
+    took = f" ({data['seconds']} s)" if "seconds" in data else ""
+    lines = [f"# {data['title']}", "", f"{data['date']}, {machine}; {words}.", "", f"`{data['command']}`{took}", "", *_clocks(data)]
     if data["ratios"]:
         lines += [
             "## Against the targets",

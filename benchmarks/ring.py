@@ -1,29 +1,32 @@
 """Ring attention on the GPUs of one host: this library compared with its peers, in one run.
 
-    torchrun --standalone --nproc-per-node 8 benchmarks/ring.py [--parts compare scaling overlap profile] [--output FOLDER]
+    torchrun --standalone --nproc-per-node 8 benchmarks/ring.py [--parts compare memory ...] [--output FOLDER]
 
 Causal, 32 query heads on 8 K/V heads of 128, bfloat16, standard normal inputs, called from torch. The systems take turns; every
 sample begins at a barrier; a time is the median of a rank's samples, for the slowest rank. TFLOP/s are per GPU:
 4 B H S S D / 2 divided by the number of GPUs, forward and backward together 3.5 times that.
 
-compare   forward and forward + backward, compared with the peers; our memory; the largest size with our ring only
+compare   forward and forward + backward, compared with the peers; the largest size with our ring only
+memory    the peak of every system, each in a process of its own, on rings of several sizes (benchmarks/ring_memory.py)
 scaling   the same number of tokens per GPU on rings of 1, 2, 4, ... GPUs; several rings at once, so that all GPUs work
 overlap   a pass compared with the same pass without any transfer (benchmarks/ring_overlap.py)
-profile   a plot of one GPU's streams (benchmarks/ring_profile.py)
+profile   where a step's time goes, and a plot of one GPU's streams (benchmarks/ring_profile.py)
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from report import default_folder, short
+from ring_memory import memory
 from ring_overlap import overlap
 from ring_profile import profile
 from ring_run import Run
-from ring_systems import CONTEXT_PARALLEL, RING_FLASH, SYSTEMS, Group
+from ring_systems import CONTEXT_PARALLEL, PEERS, RING_FLASH, SYSTEMS, Group
 from systems import Prepared
 from team import tidy
 from timing import reason
@@ -33,24 +36,37 @@ PHASES = ("forward", "both")
 ROUNDS = {16384: 12, 65536: 12, 262144: 5}  # by total tokens
 ALONE_FROM = 2**20  # from this size on only our ring is measured, and only forward and backward together
 SCALING_SAMPLE_MS = 500.0  # longer than any call, so that the GPUs of small and large rings are equally warm
-TARGETS = (  # on eight GPUs: tokens, peer, how many times as fast forward and in both
-    (16384, CONTEXT_PARALLEL, 2.0, 2.2),
-    (65536, CONTEXT_PARALLEL, 1.4, 1.2),
-    (65536, RING_FLASH, 1.6, 1.5),
-    (262144, CONTEXT_PARALLEL, 1.1, 1.05),
-    (262144, RING_FLASH, 1.6, 1.5),
-)
+TARGETS = {  # by number of GPUs: tokens, peer, how many times as fast forward and in both
+    4: (
+        (16384, CONTEXT_PARALLEL, 2.0, 1.9),
+        (65536, CONTEXT_PARALLEL, 1.4, 1.3),
+        (262144, CONTEXT_PARALLEL, 1.15, 1.17),
+    ),
+    8: (
+        (16384, CONTEXT_PARALLEL, 2.0, 2.2),
+        (65536, CONTEXT_PARALLEL, 1.4, 1.2),
+        (65536, RING_FLASH, 1.6, 1.5),
+        (262144, CONTEXT_PARALLEL, 1.1, 1.05),
+        (262144, RING_FLASH, 1.6, 1.5),
+    ),
+}
+RATES = {16384: (480, 440), 65536: (680, 610), 262144: (660, 610)}  # of four H200, TFLOP/s a GPU, forward and both
 
 
 def compare(run: Run) -> None:
-    """Sizes ascend, and our ring comes first: JAX's memory peak covers the process so far, so the largest must come last."""
     for tokens in sorted(run.options.sizes):
         if run.may_begin(f"{short(tokens)} tokens"):
             compare_size(run, tokens, alone=tokens >= run.options.alone_from)
             tidy()
-    for tokens, peer, *at_least in TARGETS if run.team.size == 8 else ():
+    for tokens, peer, *at_least in TARGETS.get(run.team.size, ()):
         for phase, target in zip(PHASES, at_least, strict=True) if tokens in run.options.sizes else ():
             run.report.speedup(f"{short(tokens)} tokens", "auto", peer, phase, target)
+    for tokens, rates in RATES.items() if run.team.size == 4 else ():
+        for phase, target in zip(PHASES, rates, strict=True) if tokens in run.options.sizes else ():
+            name = f"{short(tokens)} tokens"
+            run.report.ratio(
+                f"{name} {phase}: auto, TFLOP/s a GPU", run.report.find(name, "auto", phase, "tflops"), at_least=target
+            )
 
 
 def compare_size(run: Run, tokens: int, alone: bool) -> None:
@@ -58,8 +74,8 @@ def compare_size(run: Run, tokens: int, alone: bool) -> None:
     ready: dict[str, Prepared] = {}
     truth: list[torch.Tensor] | None = None if alone else []
     try:
-        for name in [name for name in run.options.systems if not alone or name == "auto"]:
-            made = run.prepare(case, name, shards, run.group(name), truth, memory=name == "auto")
+        for name in run.options.alone_systems if alone else run.options.systems:
+            made = run.prepare(case, name, shards, run.group(name), truth)
             if made is not None:
                 ready[name] = made
         for phase in ("both",) if alone else PHASES:
@@ -100,19 +116,24 @@ def group_of(run: Run, size: int) -> Group:
     return groups[run.team.rank // size]
 
 
-PARTS = {"compare": compare, "scaling": scaling, "overlap": overlap, "profile": profile}
+PARTS = {"compare": compare, "memory": memory, "scaling": scaling, "overlap": overlap, "profile": profile}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=["auto", CONTEXT_PARALLEL, RING_FLASH])
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=["auto", "cute", "cuda", "triton", *PEERS])
     parser.add_argument("--sizes", nargs="*", type=int, default=[*ROUNDS, ALONE_FROM], help="tokens in all")
-    parser.add_argument("--alone-from", type=int, default=ALONE_FROM, help="from this size on only ours is measured")
+    parser.add_argument("--alone-from", type=int, default=ALONE_FROM, help="from this size on only the next, and only both")
+    parser.add_argument("--alone-systems", nargs="*", choices=SYSTEMS, default=["auto"])
+    parser.add_argument("--memory-tokens", type=int, default=16384, help="a GPU")
+    parser.add_argument("--memory-sizes", nargs="*", type=int, default=[2, 3, 4], help="of the rings whose memory is measured")
+    parser.add_argument("--memory-timeout", type=float, default=100.0, help="seconds for the jobs of one size")
     parser.add_argument("--scaling-length", type=int, default=32768, help="tokens a GPU")
     parser.add_argument("--overlap-lengths", nargs="*", type=int, default=[8192, 32768], help="tokens a GPU")
     parser.add_argument("--profile-tokens", type=int, default=65536, help="tokens in all")
-    parser.add_argument("--platform", default="auto", help="of ours, in scaling, overlap and profile")
+    parser.add_argument("--profile-systems", nargs="*", choices=SYSTEMS, default=["auto", "cute", "cuda", "triton"])
+    parser.add_argument("--platform", default="auto", help="of ours, in scaling and overlap")
     parser.add_argument("--heads", nargs=3, type=int, default=[32, 8, 128], metavar=("QUERY", "KV", "DIM"))
     parser.add_argument("--rounds", type=int, help="instead of what each size has")
     parser.add_argument("--sample-ms", type=float, default=40.0, help="how long one sample takes")
@@ -135,6 +156,7 @@ def main() -> None:
             print(f"rank {run.team.rank}: {part} failed: {reason(error)}", file=sys.stderr, flush=True)
         tidy()
     run.team.ready()
+    run.report.note("seconds", round(time.monotonic() - run.start, 1))
     run.report.finish()
     run.team.close()
 

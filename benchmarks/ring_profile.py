@@ -1,9 +1,10 @@
-"""A plot of one GPU's streams during a forward and backward pass of the ring: do rotations overlap with kernels?
+"""Where a pass of the ring spends its time, and a plot of one GPU's streams: do rotations overlap with kernels?
 
 python benchmarks/ring_profile.py FOLDER [PICTURE]    # remakes the plot from FOLDER/timeline.json
 """
 
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -18,8 +19,7 @@ from torch.profiler import profile as recording
 
 from report import short
 from ring_run import Run
-from ring_systems import SYSTEMS
-from team import ON_GPU
+from team import ON_GPU, tidy
 from timing import Timed
 
 ROTATION, COPY, REST = "rotation (NCCL)", "copies and fills", "other kernels"
@@ -44,18 +44,34 @@ class Event(NamedTuple):
         name = self.name.lower()
         return ROTATION if "nccl" in name else COPY if name.startswith(("memcpy", "memset")) else REST
 
+    @property
+    def is_attention(self) -> bool:
+        """By the names of cuDNN's, flash-attn's and our Triton kernels; not those that only prepare or convert."""
+        found = re.search(r"sdpa|flash|^(forward|keys|queries)_kernel", self.name)
+        return bool(found) and not re.search(r"process|dot_do_o|convert", self.name, re.IGNORECASE)
+
 
 def profile(run: Run) -> None:
-    tokens, size, folder = run.options.profile_tokens, run.team.size, run.report.folder
-    both = SYSTEMS[run.options.platform](run.shards(tokens // size), run.group("auto")).passes["both"]
-    for _ in range(2):
-        both.call()
-    events = recorded_pass(run, both)
-    if folder is not None and events:
-        title = f"{short(tokens)} tokens, {size} GPUs, forward and backward: the streams of one GPU"
-        (folder / "timeline.json").write_text(json.dumps({"title": title, "size": size, "events": events}) + "\n")
-        run.report.add(case=f"profile, {short(tokens)} tokens", system=run.options.platform, phase="both", **summary(events))
-        draw(events, size, title, folder / "timeline.png")
+    """Where the time of each system's passes goes, and the plot of the first one's."""
+    tokens, name = run.options.profile_tokens, f"profile, {short(run.options.profile_tokens)} tokens"
+    for number, system in enumerate(run.options.profile_systems):
+        made = run.prepare(run.case(name, tokens), system, run.shards(tokens // run.team.size), run.group(system))
+        if made is None:
+            continue
+        for phase in ("forward", "both"):
+            events = recorded_pass(run, made.passes[phase])
+            if events:
+                run.report.add(case=name, system=system, phase=phase, **summary(events), **split(events))
+            if events and run.report.folder is not None and phase == "both" and number == 0:
+                keep(events, run.report.folder, f"{short(tokens)} tokens, {run.team.size} GPUs, {system}", run.team.size)
+        made.opened.close()
+        tidy()
+
+
+def keep(events: list[Event], folder: Path, what: str, size: int) -> None:
+    title = f"{what}, forward and backward: the streams of one GPU"
+    (folder / "timeline.json").write_text(json.dumps({"title": title, "size": size, "events": events}) + "\n")
+    draw(events, size, title, folder / "timeline.png")
 
 
 def recorded_pass(run: Run, both: Timed) -> list[Event]:
@@ -89,6 +105,17 @@ def summary(events: list[Event]) -> dict[str, float]:
     hidden = sum(busy[_tenths(event)].sum() / 10 for event in rotations)
     share = round(100 * hidden / rotation, 1) if rotation else 0.0
     return {"span ms": span / 1000, "kernels ms": busy.sum() / 10_000, "rotation ms": rotation / 1000, "beside kernels %": share}
+
+
+def split(events: list[Event]) -> dict[str, float]:
+    """Milliseconds of the span, each counted once, as the first that applies: an attention kernel runs; another kernel (joining,
+    casts, what surrounds attention); a copy or fill; a rotation alone; nothing."""
+    kinds = ("attention", "other kernels", "copies", "rotation alone", "nothing")
+    moments = np.full(round(10 * max((event.end for event in events), default=0.0)), len(kinds) - 1)
+    for event in events:
+        place = {ROTATION: 3, COPY: 2}.get(event.kind, 0 if event.is_attention else 1)
+        moments[_tenths(event)] = np.minimum(moments[_tenths(event)], place)
+    return {f"{kind} ms": int((moments == number).sum()) / 10_000 for number, kind in enumerate(kinds)}
 
 
 def _tenths(event: Event) -> slice:

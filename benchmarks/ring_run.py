@@ -3,7 +3,6 @@
 import argparse
 import faulthandler
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,10 +10,8 @@ import torch.distributed as dist
 from report import Report
 from ring_systems import PEERS, SYSTEMS, Group
 from systems import Case, Inputs, Prepared, difference, make_inputs
-from team import ON_GPU, Team, tidy
+from team import Team
 from timing import Timed, Times, reason, take_turns
-
-GIB = 2**30
 
 
 class Run:
@@ -55,7 +52,7 @@ class Run:
         return make_inputs(self.case("", tokens), self.team.device, seed=self.team.rank)
 
     def prepare(
-        self, case: Case, name: str, shards: Inputs, group: Group, truth: list[torch.Tensor] | None = None, memory: bool = False
+        self, case: Case, name: str, shards: Inputs, group: Group, truth: list[torch.Tensor] | None = None
     ) -> Prepared | None:
         """The system, called once in each way; None on all ranks, with the reason added to the report, if that fails.
 
@@ -64,8 +61,6 @@ class Run:
         try:
             made = SYSTEMS[name](shards, group)
             made.passes["both"].call()
-            if memory and ON_GPU:
-                self.add_memory(case, shards, made.passes["both"])
             if truth is not None:
                 found = made.results("both")
                 truth.extend([] if truth else found)
@@ -92,22 +87,3 @@ class Run:
         rate = {"tflops": case.tflop(phase) / ranks / median * 1000} if ranks else {}
         self.report.add(case=case.name, system=name, phase=phase, **taken.figures() | {"ms": median} | rate)
         return median
-
-    def add_memory(self, case: Case, shards: Inputs, call: Timed) -> None:
-        """Memory peaks of a call: torch's, and JAX's for the process so far. Their sum is an upper bound, because they need not
-        occur at the same moment. Held: q, k, v, out, dout, dq, dk, dv and the LSE of this rank."""
-        import jax
-
-        tidy()
-        torch.cuda.reset_peak_memory_stats()
-        call.call()
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        _, length, heads, _ = shards.query.shape
-        held = 2 * shards.nbytes + 4 * length * heads
-        of_torch = torch.cuda.max_memory_allocated()
-        of_jax = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-        sizes = {"held": held, "torch": of_torch, "jax": of_jax, "card": total - free}
-        figures: dict[str, Any] = {f"{name} GiB": size / GIB for name, size in sizes.items()}
-        figures |= {"peak / held": (of_torch + of_jax) / held, "KiB a token": (of_torch + of_jax) / length / 1024}
-        self.report.add(case=case.name, system="auto", phase="memory", **figures)

@@ -57,6 +57,7 @@ RING_FLASH = "ring-flash-attention"
 PEERS = (CONTEXT_PARALLEL, RING_FLASH)
 SYSTEMS: dict[str, Callable[[Inputs, Group], Prepared]] = {
     "auto": partial(ours, "auto"),
+    "cute": partial(ours, "cute"),
     "triton": partial(ours, "triton"),
     "cuda": partial(ours, "cuda"),
     "xla": partial(ours, "xla"),

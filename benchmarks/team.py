@@ -9,6 +9,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
+GIB = 2**30
 ON_GPU = torch.cuda.is_available()
 PACKAGES = (
     *("torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton"),

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 import flash_attn_of_torch
 import one_gpu_choice
 import one_gpu_systems
+import ring_memory
 import ring_overlap
 import ring_profile
 import timing
@@ -138,7 +139,7 @@ def test_a_report_keeps_what_came_before_the_end(tmp_path: Path):
 
 def test_the_time_beside_kernels_is_read_from_a_trace():
     found = [
-        ("kernel", "attention", 7, 100, 50),
+        ("kernel", "cudnn_sdpa_flash_fprop", 7, 100, 50),
         ("kernel", "ncclDevKernel_SendRecv(args)", 13, 110, 20),
         ("kernel", "ncclDevKernel_SendRecv(args)", 13, 140, 20),
         ("gpu_memcpy", "Memcpy DtoD", 7, 150, 5),
@@ -148,8 +149,39 @@ def test_the_time_beside_kernels_is_read_from_a_trace():
     events = ring_profile.events_of({"traceEvents": [{**event, "args": {"stream": event["stream"]}} for event in trace]})
     assert [event.start for event in events] == [0, 10, 40, 50]
     assert [event.kind for event in events] == [REST, ROTATION, ROTATION, COPY]
+    assert [event.is_attention for event in events] == [True, False, False, False]
+    told = ring_profile.split(events)
+    assert told == {
+        "attention ms": 0.05, "other kernels ms": 0.0, "copies ms": 0.005, "rotation alone ms": 0.005, "nothing ms": 0.0
+    }  # fmt: skip
     told = ring_profile.summary(events)
     assert told == {"span ms": 0.06, "kernels ms": 0.05, "rotation ms": 0.04, "beside kernels %": 75.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (["a warning", '{"peak": {"KiB a token": 88.4}}'], {"KiB a token": 88.4}),
+        (["Traceback", "  ValueError: no", "torch.distributed.elastic...ChildFailedError:"], {"failed": "ValueError: no"}),
+        ([], {"failed": "it printed nothing in the time it had"}),
+    ],
+)
+def test_what_a_job_said_of_its_memory(said, told):
+    assert ring_memory.figures_in(said) == told
+
+
+@pytest.mark.slow
+def test_memory_is_asked_of_a_job_of_its_own(tmp_path: Path, monkeypatch):
+    """On CPUs there is nothing to count; a system that refuses says why."""
+    for name in ("RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    report = Report(tmp_path / "run", "memory")
+    options = SimpleNamespace(systems=["xla", "pallas"], memory_tokens=16, memory_sizes=[1], memory_timeout=100.0, heads=[2, 1, 8])
+    run = SimpleNamespace(options=options, team=Team(), report=report, may_begin=lambda what: True)
+    ring_memory.memory(run)
+    ours, other = report.rows
+    assert ours["held"] == (4 * 2 + 4 * 1) * 8 * 2 / 1024 + 2 * 4 / 1024
+    assert "error: argument system: invalid choice" in other["failed"]
 
 
 def test_a_picture_of_streams_is_drawn(tmp_path: Path):
