@@ -9,7 +9,6 @@ import sys
 from functools import cache
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,9 +31,15 @@ def zigzag_function() -> Any:
     flash_attn = ModuleType("flash_attn")
     flash_attn.__path__ = []
     vars(flash_attn).update(__version__="2.6.0", flash_attn_interface=interface)
-    stand_ins = {"ring_flash_attn": package, "flash_attn": flash_attn, "flash_attn.flash_attn_interface": interface}
-    with mock.patch.dict(sys.modules, stand_ins):  # afterwards flash_attn is again what is installed under that name: flash-attn-4
+    stand_ins = {"flash_attn": flash_attn, "flash_attn.flash_attn_interface": interface}
+    installed = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
+    sys.modules |= {"ring_flash_attn": package, **stand_ins}
+    try:
         return importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
+    finally:  # flash_attn is again what is installed under that name: flash-attn-4
+        for name in stand_ins:
+            del sys.modules[name]
+        sys.modules |= installed
 
 
 # Both are called with keyword arguments: those named here, their defaults, and those that must stay "off".
