@@ -68,6 +68,7 @@ class AttentionOptions(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | Tensor | None
     fused_backward: bool
+    deterministic: bool
     platform: str
     strategy: str
     cfg: RingAttentionConfig | None
@@ -142,6 +143,7 @@ def ring_attention(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     fused_backward: bool = False,
+    deterministic: bool = False,
     platform: str = "auto",
     strategy: str = "auto",
     cfg: RingAttentionConfig | None = None,
@@ -190,6 +192,8 @@ def ring_attention(
             logarithm, float32 (float64 for float64 inputs), ``-inf`` where a row saw no key. Differentiable.
         fused_backward: True computes dQ, dK and dV in one sweep over the scores: faster if memory is slow, but with Triton no
             longer bit-reproducible.
+        deterministic: True gives the same bits in every run, as does ``torch.use_deterministic_algorithms(True)`` for all calls:
+            "auto" then takes a kernel that can (flash-attn-4's, Triton's, XLA's), and a named one that cannot is refused.
         platform, strategy, cfg: the kernel, how it is distributed over the ring ("ring", "fused"), and its settings, as in
             :func:`jax_core.ring_attention`. ``cfg`` is a :class:`ring_attn.RingAttentionConfig`.
 
@@ -234,6 +238,7 @@ def ring_attention(
         strategy=strategy,
         cfg=cfg,
         fused_backward=fused_backward,
+        deterministic=deterministic,
         lse_gradient=return_lse,
     )
     return (out, lse) if return_lse else out
@@ -261,6 +266,7 @@ def attention(
     check_format(qkv_format)
     check_tensors({**qkv, **others}, qkv["query"], names, dims_of(qkv_format))
     options = {name: _plain(value) for name, value in options.items()}
+    options["deterministic"] = options["deterministic"] or torch.are_deterministic_algorithms_enabled()
     check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
     check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
     check_settings(options["cfg"], options["mask_builder"])

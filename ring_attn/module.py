@@ -45,7 +45,7 @@ class RingAttention(nn.MultiheadAttention):
     - ``ring``: a :class:`ring_attn.Ring`; or ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence is laid out on it,
       as for :func:`ring_attn.ring_attention`.
     - ``causal``, ``sliding_window``, ``chunk_size``, ``softcap``, ``scale``, ``mask_mod``, ``mask_builder``, ``fused_backward``,
-      ``platform``, ``strategy``, ``cfg``: as there.
+      ``deterministic``, ``platform``, ``strategy``, ``cfg``: as there.
     - ``alibi_slopes`` ``[num_heads]``: as there. An ``nn.Parameter`` is learned; any other tensor is a buffer, which moves with the
       module and is not in its state dict. (A bias on the logits is a float ``attn_mask``.)
     - ``sinks``: learned attention sinks, parameter ``sinks``: True for one per head ``[num_heads]``, n for ``[num_heads, n]``.
@@ -107,6 +107,7 @@ class RingAttention(nn.MultiheadAttention):
         mask_mod: Callable[..., object] | None = None,
         mask_builder: Callable[..., object] | None = None,
         fused_backward: bool = False,
+        deterministic: bool = False,
         platform: str = "auto",
         strategy: str = "auto",
         cfg: RingAttentionConfig | None = None,
@@ -127,6 +128,7 @@ class RingAttention(nn.MultiheadAttention):
         self.causal, self.sliding_window, self.chunk_size = causal, sliding_window, chunk_size
         self.softcap, self.scale = softcap, scale
         self.mask_mod, self.mask_builder, self.fused_backward = mask_mod, mask_builder, fused_backward
+        self.deterministic = deterministic
         self.platform, self.strategy, self.cfg = platform, strategy, cfg
         self._hold_slopes(alibi_slopes)
         self._make_parameters(bias, add_bias_kv, sinks, {"device": device, "dtype": dtype})
@@ -347,6 +349,7 @@ class RingAttention(nn.MultiheadAttention):
             strategy=self.strategy,
             cfg=self.cfg,
             fused_backward=self.fused_backward,
+            deterministic=self.deterministic,
             lse_gradient=self.bias_k is not None,
         )
         return out if self.bias_k is None else self._join_bias_kv(q, out, lse, k.shape[1], dropout_p, seed)

@@ -12,7 +12,6 @@ _NO_WEIGHTS = "which cannot be done: no process ever has the attention weights. 
 _PLATFORM = 'which is called platform here: "xla", "triton", "cudnn", "pallas" or "auto"'
 _GROUP = "which is called mesh here: it takes a ProcessGroup too"
 
-_SAME_BITS = "which platform='triton' gives without fused_backward"
 
 # Other names for what both the function and the module take.
 _COMMON = {
@@ -27,7 +26,6 @@ _COMMON = {
     "process_group": _GROUP,
     "device_mesh": "mesh",
     "axis_name": "mesh_dim",
-    "deterministic": _SAME_BITS,
 }
 
 OF_FUNCTION = _COMMON | {

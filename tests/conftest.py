@@ -7,8 +7,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-# A developer's own caches change nothing here.
-os.environ["RING_ATTN_CACHE"] = "off"
+# No caches, unless a folder is named for this run: kernels compiled before save a run on a GPU minutes.
+os.environ["RING_ATTN_CACHE"] = os.environ.get("RING_ATTN_CACHE_OF_TESTS", "off")
 
 # For torch-xla, where it is installed: four CPU devices.
 os.environ.setdefault("PJRT_DEVICE", "CPU")

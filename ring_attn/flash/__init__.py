@@ -15,7 +15,7 @@ count from the last key where queries and keys differ in length. float32 and flo
 
 - ``return_attn_probs=True`` returns ``(out, softmax_lse, None)``: nobody has the weights. The LSE is ``[batch, heads, seq]``, or
   ``[heads, tokens]`` in the varlen forms, ``-inf`` where a query sees no key (flash-attn: ``inf``), and differentiable.
-- ``deterministic=True`` takes Triton's kernels on a GPU, whose sums have one order, and is refused where that is not known.
+- ``deterministic=True`` takes kernels whose sums have one order, and is refused where there is none.
 - Windows, ``causal=False`` in zigzag and dropout are computed, not refused or got wrong. Dropout's seed is drawn from torch's
   generator in each call: seed it alike on all ranks to drop what one process would.
 - ``softcap`` of the ``ring_``, ``zigzag_ring_``, ``stripe_`` and ``llama3_`` functions is keyword-only: there they have none.

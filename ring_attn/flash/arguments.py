@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ring_attn.functional import ring_attention
@@ -39,21 +38,13 @@ def attend(
         sliding_window=None if tuple(window_size) == (-1, -1) else tuple(window_size),
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
-        platform=_platform(q.device, deterministic),
+        deterministic=deterministic,
         **more,
     )
     if not return_attn_probs:
         return ring_attention(q, k, v, **options)
     out, lse = ring_attention(q, k, v, return_lse=True, **options)
     return out, lse, None
-
-
-def _platform(device: torch.device, deterministic: bool) -> str:
-    if not deterministic or device.type == "cpu":
-        return "auto"  # on a CPU sums have one order
-    if device.type == "cuda":
-        return "triton"
-    raise NotImplementedError(f"deterministic=True is known to hold on CPUs and with Triton's kernels, not on {device.type}")
 
 
 def qkvpacked(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,9 @@ def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> O
     assert spec.kernel is not None
     keys, q_runs, k_runs = whole_sequence(spec, operands)
     residuals = make_residuals(out, lse, dout, dlse)
-    settings = dict(diagonal=False, scores=spec.scores, extras=Extras(), dq=None, fused=False, config=spec.bwd_params)
+    settings = dict(
+        diagonal=False, scores=spec.scores, extras=Extras(), dq=None, fused=False, deterministic=False, config=spec.bwd_params
+    )
     grads = spec.kernel.backward(operands.query, *keys, residuals, q_runs, k_runs, **settings)
     dk, dv = (lax.psum_scatter(x, spec.axis_name, scatter_dimension=1, tiled=True) for x in (grads.dk, grads.dv))
     nothing = jax.tree.map(lambda _: None, operands)

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jax_core.kernels.cute import pairs
 from jax_core.kernels.cute.calls import Shaped, call
@@ -37,13 +37,17 @@ class Sums:
         return replace(self, values=values.reshape(self.values.shape))
 
 
-def zeros(x: Array, of: str, tile: BackwardTile, packed: bool) -> Sums:
-    """For the gradient of ``x [batch, length, heads, dim]``."""
+def zeros(x: Array, of: str, tile: BackwardTile, packed: bool, after: Sums | None = None) -> Sums:
+    """For the gradient of ``x [batch, length, heads, dim]``; filled when ``after`` has its values, or XLA would fill those of all
+    steps of a ring at once."""
     batch, length, heads, dim = x.shape
     rows = _tile_rows(tile, of)
     length = (batch * length + (batch + 1) * rows - 1) // rows * rows if packed else -(-length // rows) * rows
     shape = (heads, length * tile.padded(dim))
-    values = jnp.zeros(shape if packed else (batch, *shape), jnp.float32)
+    zero = jnp.float32(0)
+    if after is not None:
+        zero, _ = lax.optimization_barrier((zero, after.values))
+    values = jnp.full(shape if packed else (batch, *shape), zero)
     return Sums(vary(values, varying_axes(x)), tile, of, packed)
 
 

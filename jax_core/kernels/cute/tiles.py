@@ -61,7 +61,7 @@ def backward_tile(dim: int, value_dim: int, diagonal: bool, listed: bool) -> Bac
     if widest <= 96:
         return BackwardTile(64, 128, dQ_single_wg=True)
     if widest <= 128:
-        longer = not (diagonal or listed)
+        longer = dim > 96 and not (diagonal or listed)
         return BackwardTile(80 if longer else 64, 128, dQ_swapAB=longer)
     if widest <= 192:
         return BackwardTile(64, 96, dO_stage=2 if value_dim <= 128 else 1, PdS_stage=1, SdP_swapAB=False, dKV_swapAB=True)

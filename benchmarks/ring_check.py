@@ -1,0 +1,109 @@
+"""The kernels for 16 bits in a ring, against Triton's in float32: output, LSE and gradients, as root mean square errors.
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/ring_check.py [--platforms cute cuda] [--cases zigzag ...]
+
+bfloat16, 4096 tokens in all. Exit status 1 if an error is larger than twice that of Triton in bfloat16.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ring_attn
+from ring_attn import shard
+from team import tidy
+
+TOKENS = 4096
+CASES: dict[str, dict[str, Any]] = {
+    "zigzag": dict(layout="zigzag", causal=True),
+    "contiguous": dict(layout="contiguous", causal=True),
+    "full": dict(layout="contiguous", causal=False),
+    "two sequences": dict(layout="zigzag", causal=True, batch=2),
+    "no shared heads": dict(layout="zigzag", causal=True, kv_heads=8),
+    "dim 64": dict(layout="zigzag", causal=True, dim=64),
+    "documents": dict(layout="zigzag", causal=True, documents=5),
+    "window": dict(layout="zigzag", causal=True, sliding_window=(300, 0)),
+    "soft cap": dict(layout="zigzag", causal=True, softcap=20.0),
+    "deterministic": dict(layout="zigzag", causal=True, deterministic=True),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--platforms", nargs="*", default=["cute", "cuda"])
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    torch.cuda.set_device(dist.get_rank())
+    wrong = 0
+    for name in options.cases:
+        exact, plain = attempt(CASES[name], torch.float32, "triton"), attempt(CASES[name], torch.bfloat16, "triton")
+        for platform in options.platforms:
+            try:
+                found = attempt(CASES[name], torch.bfloat16, platform)
+            except NotImplementedError as refusal:
+                say(f"{name:16} {platform:8} refused: {str(refusal)[:110]}")
+                continue
+            figures = [(error(got, want), error(usual, want)) for got, usual, want in zip(found, plain, exact, strict=True)]
+            bad = any(not have <= 2 * usual + 1e-6 for have, usual in figures)
+            wrong += bad
+            shown = "  ".join(f"{kind} {have:.1e} ({usual:.1e})" for kind, (have, usual) in zip(KINDS, figures, strict=True))
+            say(f"{name:16} {platform:8} {'WRONG ' if bad else ''}{shown}")
+    return 1 if wrong else 0
+
+
+KINDS = ("out", "lse", "dq", "dk", "dv")
+
+
+def attempt(case: dict[str, Any], dtype: torch.dtype, platform: str) -> list[torch.Tensor]:
+    """This rank's output, LSE and gradients, in float32."""
+    options = dict(case)
+    batch, kv_heads, dim, documents = (
+        options.pop(*pair) for pair in (("batch", 1), ("kv_heads", 2), ("dim", 128), ("documents", 0))
+    )
+    if dtype == torch.float32:
+        options.pop("deterministic", None)
+    place = lambda x: shard(x, layout=options["layout"]).contiguous()  # noqa: E731
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(heads: int) -> torch.Tensor:
+        whole = torch.randn(batch, TOKENS, heads, dim, device="cuda", generator=generator)
+        return place(whole.to(torch.bfloat16).to(dtype))
+
+    q, k, v, dout = normal(8), normal(kv_heads), normal(kv_heads), normal(8)
+    if documents:
+        ids = torch.arange(TOKENS, device="cuda", dtype=torch.int32)[None] * documents // TOKENS
+        options["q_segment_ids"] = place(ids)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, lse = ring_attn.ring_attention(q, k, v, return_lse=True, platform=platform, **options)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    return [x.detach().float() for x in (out, lse, *gradients)]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the worst rank, relative."""
+    sums = torch.stack([(got - want).square().sum(), want.square().sum()])
+    ratio = (sums[0] / sums[1]).sqrt()
+    dist.all_reduce(ratio, dist.ReduceOp.MAX)
+    return ratio.item()
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def tidied(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    finally:
+        tidy()
+
+
+if __name__ == "__main__":
+    sys.exit(tidied(main))
