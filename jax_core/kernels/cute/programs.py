@@ -108,7 +108,7 @@ def _capped(cap):
         return None
 
     @cute.jit
-    def capped(score, batch, head, q_index, k_index, seqlen, arrays):
+    def capped(score, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
         return cap * _tanh(score * (1 / cap))
 
     return capped
@@ -119,7 +119,7 @@ def _capped_gradient(cap):
         return None
 
     @cute.jit
-    def gradient(dscore, score, batch, head, q_index, k_index, seqlen, arrays):
+    def gradient(dscore, score, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
         tanh = _tanh(score * (1 / cap))
         return dscore * (1.0 - tanh * tanh)
 
