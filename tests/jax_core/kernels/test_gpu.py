@@ -25,9 +25,9 @@ def whole(case: Case, **settings) -> Case:
     return replace(case, ring=1, queries=case.queries * case.ring, keys=keys, mode="alone", block=None, settings=settings)
 
 
-def against_the_oracle(case: Case) -> None:
+def against_the_oracle(case: Case, more: float = 0.0) -> None:
     inputs, cotangents = make_inputs(case), make_cotangents(case)
-    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents, more)
 
 
 FOR_TRITON = [case for case in CASES if case.dtype != "float64"]
@@ -73,8 +73,9 @@ LACKS += ("positive softmax_scale", "multiples of 8")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_cute_against_the_oracle(case: Case):
     case = whole(replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16"), platform="cute")
+    rounded_twice = 0.5 if "softmax_aux" in case.arrays else 0.0  # before sinks join, and after
     try:
-        against_the_oracle(case)
+        against_the_oracle(case, rounded_twice)
     except NotImplementedError as refusal:
         assert any(word in str(refusal) for word in LACKS), refusal
 
