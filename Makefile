@@ -34,6 +34,10 @@ BESIDE_4.57.6 := tokenizers==0.22.2 huggingface_hub==0.36.2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_COMPILER := $(VENV)/gpu-compiler
+# flash-attn-4 and NVIDIA's DSL, as setup.py pins them. A folder outside the environment's packages reads no .pth files, hence the path.
+CUTE_DSL := $(GPU_COMPILER)/nvidia_cutlass_dsl/dsl_packages
+FLASH_ATTN_4 := flash-attn-4==4.0.0b36 quack-kernels==0.6.5 apache-tvm-ffi==0.1.15.post2 "einops>=0.8,<1" "cuda-bindings>=13,<14" \
+	"cuda-pathfinder>=1.3,<2" $(addsuffix ==4.8.1,nvidia-cutlass-dsl $(addprefix nvidia-cutlass-dsl-libs-,base core cu13))
 TPU_COMPILER := $(VENV)/tpu-compiler
 
 OLDER_TRANSFORMERS_AT := $(OLDER_TRANSFORMERS:%=$(INTEGRATIONS_VENV)/transformers-%)
@@ -54,8 +58,8 @@ test-fast: $(STAMP)
 
 # The ring as XLA schedules it for eight GPUs, compiled on a machine without any (Linux only).
 test-gpu-aot: $(GPU_COMPILER)/.installed
-	PYTHONPATH=$(GPU_COMPILER) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) \
-		tests/jax_core/strategies/test_gpu_program.py $(PYTEST_FLAGS)
+	PYTHONPATH=$(GPU_COMPILER):$(CUTE_DSL) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 RING_ATTN_CACHE_OF_TESTS=$(CURDIR)/$(GPU_COMPILER)/cache \
+		$(BIN)/python -m pytest -n $(JOBS) tests/jax_core/strategies/test_gpu_program.py $(PYTEST_FLAGS)
 
 # The ring as the TPU compiler schedules it, compiled on a machine without a TPU (Linux only).
 test-tpu: $(TPU_COMPILER)/.installed
@@ -140,13 +144,13 @@ $(INTEGRATIONS_VENV)/transformers-%/.installed: $(INTEGRATIONS_VENV)/.installed
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) transformers==$* $(BESIDE_$*)
 	@touch $@
 
-# XLA's compiler for GPUs (132 MB to download). It is installed outside the environment's packages: otherwise every program that
+# XLA's compiler for GPUs and flash-attn-4 with its own (230 MB to download). It is installed outside the environment's packages: otherwise every program that
 # starts JAX would look for CUDA and print a traceback if there is none.
 $(GPU_COMPILER)/.installed: $(STAMP)
 	rm -rf $(GPU_COMPILER)
 	version=$$($(BIN)/python -c "import importlib.metadata as m; print(m.version('jax'))") && \
 	$(BIN)/python -m pip install --quiet --no-deps --target $(GPU_COMPILER) \
-		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "jax-triton>=0.3.1,<0.5" "absl-py>=2,<3"
+		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "jax-triton>=0.3.1,<0.5" "absl-py>=2,<3" $(FLASH_ATTN_4)
 	@touch $@
 
 # The TPU compiler (684 MB to download), outside the environment's packages for the same reason; this release matches jax 0.10.2.

@@ -13,6 +13,15 @@ DEPENDENCIES = ["torch>=2.11,<2.14", "jax>=0.10,<0.12", "numpy>=2.0,<3"]
 EXTRAS = {
     # For what is to come; no release of theirs is used by this one but jax's CUDA plugin 0.11.2 and libtpu 0.0.42.
     "gpu": ["jax[cuda13]>=0.10,<0.12", "jax-triton>=0.3.1,<0.5", "triton>=3.6,<4"],
+    # flash-attn-4's kernels for Hopper: beta releases, of which the kernel calls what may change, hence exact. Tried with Python
+    # 3.12, jax 0.11.2, torch 2.11; compiled ahead of time with Python 3.11, jax 0.10.2.
+    "cute": [
+        "jax[cuda13]>=0.10,<0.12",
+        "flash-attn-4==4.0.0b36",
+        "nvidia-cutlass-dsl[cu13]==4.8.1",
+        "quack-kernels==0.6.5",
+        "apache-tvm-ffi==0.1.15.post2",
+    ],
     "tpu": ["libtpu>=0.0.42,<0.0.43"],
     # Tried with Python 3.12, torch 2.13.0, jax 0.11.2, torch-tpu 0.2.0. Its libtpu is newer than the one above: not both.
     "torch-tpu": ["torch-tpu>=0.2,<0.3"],

@@ -14,18 +14,20 @@ class Row(NamedTuple):
 
 
 # H200, bfloat16, 32:8 heads of dim 128, zigzag, causal, from torch; TFLOP/s per GPU, forward / forward and backward
-# (benchmarks/results/2026-11-21-ring-2xH200). What cuDNN cannot do (masks, segments, float32, ...) goes to Triton at any length.
+# (benchmarks/results/2026-11-22-ring-4xH200, 2026-11-22-one-gpu-*, 2026-11-21-ring-2xH200).
 ON_GPU = (
     Row(
         4096,
         ("cute", "cuda", "triton", "xla"),
-        "cuDNN's kernels are faster by more than its joining of partial results costs: at 8k 508 / 452 against Triton's 456 / 368, "
-        "at 32k 568 / 531 against 476 / 396",
+        "flash-attn-4's kernels are the fastest with every feature that was measured: on four GPUs at 4k 510 / 469 against cuDNN's "
+        "424 / 379, at 16k 713 / 639 against 613 / 527, at 64k 672 / 614 against 602 / 532; on one GPU their forward is 1.4 times as "
+        "fast as Triton's with a window, 1.05 to 1.2 times with documents. Without them: cuDNN's at 8k 508 / 452, Triton's 456 / 368",
     ),
     Row(
         0,
         ("triton", "cute", "cuda", "xla"),
-        "one launch a step and no joining: at 2k 91 / 110 against cuDNN's 69 / 100. Not measured between 2k and 8k",
+        "one launch a step and no joining: at 2k 91 / 110 against cuDNN's 69 / 100. Not measured between 2k and 4k, nor for "
+        "flash-attn-4",
     ),
 )
 

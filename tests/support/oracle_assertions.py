@@ -7,8 +7,8 @@ from attention_cases import Arrays, Case, oracle_results
 
 def assert_like_the_oracle(case: Case, got: Arrays, inputs: Arrays, cotangents: Arrays, more: float = 0.0) -> None:
     """The largest error against float64, and the root mean square of the errors, are at most twice those of the plain formula in
-    the same dtype (computed in float32 where that is 16 bits wide, and rounded), plus a floor of a few roundings and ``more`` of the
-    output's."""
+    the same dtype (computed in float32 where that is 16 bits wide, and rounded), plus a floor of a few roundings and ``more`` of
+    the output's."""
     exact = oracle_results(case, inputs, cotangents)
     plain = exact if case.dtype == "float64" else oracle_results(case, inputs, cotangents, "float32")
     assert got.keys() == exact.keys()
