@@ -228,6 +228,17 @@ def dense_mask(
     return seen
 
 
+WORD = 32
+
+
+def packed_bits(seen: Array) -> Array:
+    """bool ``[..., n]`` -> int32 ``[..., n / 32]``, the lowest bit first."""
+    words = seen.reshape(*seen.shape[:-1], -1, WORD)
+    weights = jnp.left_shift(jnp.uint32(1), jnp.arange(WORD, dtype=jnp.uint32))
+    packed = jnp.sum(jnp.where(words, weights, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(packed, jnp.int32)
+
+
 def _in_rows(ids: Array, where: BlockLayout) -> Array:
     """``[rows, length] -> [rows, blocks, block]``"""
     return in_blocks(ids, 1, where).reshape(ids.shape[0], where.blocks, where.block)

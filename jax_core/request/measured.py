@@ -20,9 +20,9 @@ ON_GPU = (
         4096,
         ("cute", "cuda", "triton", "xla"),
         "flash-attn-4's kernels are the fastest with every feature that was measured: on four GPUs at 4k 510 / 469 against "
-        "cuDNN's 424 / 379, at 16k 713 / 639 against 613 / 527, at 64k 672 / 614 against 602 / 532; on one GPU their forward is 1.4 "
-        "times as fast as Triton's with a window, 1.05 to 1.2 times with documents. Without them: cuDNN's at 8k 508 / 452, Triton's "
-        "456 / 368",
+        "cuDNN's 424 / 379, at 16k 713 / 639 against 613 / 527, at 64k 672 / 614 against 602 / 532; on one GPU their forward is "
+        "1.4 times as fast as Triton's with a window, 1.05 to 1.2 times with documents. Without them: cuDNN's at 8k 508 / 452, "
+        "Triton's 456 / 368",
     ),
     Row(
         0,

@@ -16,7 +16,10 @@ def device_name(backend: str) -> str:
     """As JAX calls it; of a CPU, which JAX does not tell apart, its architecture and its cores."""
     if backend == "cpu":
         return f"cpu {platform.machine()} {os.cpu_count()} cores"
-    return jax.local_devices(backend=backend)[0].device_kind
+    try:
+        return jax.local_devices(backend=backend)[0].device_kind
+    except RuntimeError:  # a program for devices that this process does not have
+        return f"no {backend}"
 
 
 def file_name(device: str) -> str:

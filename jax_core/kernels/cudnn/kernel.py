@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores
 from jax_core.kernels.cudnn import calls, tiles
+from jax_core.kernels.merge import join
 
 CONTINUES = True
 HANDLES = frozenset("causal left logits_dtype fused_backward float16 bfloat16".split())
@@ -125,7 +126,7 @@ def forward(
         found = tiles.partials(*calls.forward(*pieces, scale=scores.scale), before)
     if carry is None:  # the first pair is the diagonal step
         return found[0]._replace(out=found[0].out.astype(out_dtype))
-    return tiles.join([carry, *found], out_dtype)
+    return join([carry, *found], out_dtype)
 
 
 def backward(

@@ -1,4 +1,4 @@
-"""A pair of shards in a causal zigzag ring, as two tiles of one call; and the merging of partial results.
+"""A pair of shards in a causal zigzag ring, as two tiles of one call.
 
 A zigzag shard is two runs, an early and a late one. Of the four tiles of two ranks' shards two are visible, both fully. The late
 queries always see the early keys. If the keys are from a lower rank (``before``), the early queries see them too; otherwise the
@@ -8,8 +8,6 @@ late queries also see the late keys. Only the device knows which, so both cases 
 
 The two tiles lie in the batch dimension of one call: ``[batch, length, ...] <-> [2 * batch, length / 2, ...]`` moves nothing.
 """
-
-from functools import reduce
 
 import jax.numpy as jnp
 
@@ -51,18 +49,6 @@ def query_gradient(tiles, before):
 def key_gradient(tiles, before):
     tiles = _split_batch(tiles.astype(jnp.float32))
     return _join(jnp.where(before, _both_in(0, tiles), tiles))
-
-
-def join(partials: list[Partial], out_dtype) -> Partial:
-    """Online softmax over any number of partials. Where ``lse`` is -inf, ``out`` is ignored and may hold anything, even NaN.
-
-    Elementwise in ``out``, so that XLA fuses it into one pass.
-    """
-    lse = reduce(jnp.logaddexp, (partial.lse for partial in partials))
-    finite = jnp.where(jnp.isneginf(lse), 0, lse)
-    weights = [jnp.swapaxes(jnp.exp(partial.lse - finite), 1, 2)[..., None] for partial in partials]
-    terms = (jnp.where(weight == 0, 0, weight * partial.out) for weight, partial in zip(weights, partials, strict=True))
-    return Partial(reduce(jnp.add, terms).astype(out_dtype), lse)
 
 
 def _both_in(place: int, tiles):

@@ -3,11 +3,19 @@ program judges pair by pair in those that are partly visible."""
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.kernels.blocks import BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks, same_rows
+from jax_core.kernels.blocks import (
+    WORD,
+    BlockLayout,
+    block_layout,
+    block_sparsity,
+    dense_mask,
+    in_blocks,
+    packed_bits,
+    same_rows,
+)
 from jax_core.kernels.contract import Extras, Runs, Scores
 from jax_core.kernels.cute.calls import Shaped
 from jax_core.kernels.cute.settings import Listed
@@ -95,11 +103,7 @@ def _bits(seen: Array, q_runs: Runs) -> Array:
     """int32 ``[batch|1, heads|1, query rows, key rows / 32]``."""
     rows = sum(run.length for run in q_runs)
     seen = jnp.broadcast_to(seen, (*seen.shape[:2], rows, seen.shape[3]))
-    seen = jnp.pad(seen, [(0, 0)] * 3 + [(0, -seen.shape[3] % 32)])
-    words = seen.reshape(*seen.shape[:3], -1, 32)
-    weights = jnp.left_shift(jnp.uint32(1), jnp.arange(32, dtype=jnp.uint32))
-    packed = jnp.sum(jnp.where(words, weights, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
-    return jax.lax.bitcast_convert_type(packed, jnp.int32)
+    return packed_bits(jnp.pad(seen, [(0, 0)] * 3 + [(0, -seen.shape[3] % WORD)]))
 
 
 def _rows(arrays: dict[str, Array], name: str, axis: int = 0) -> int:

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.config import FwdParams
-from jax_core.kernels.blocks import BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks
+from jax_core.kernels.blocks import WORD, BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks, packed_bits
 from jax_core.kernels.contract import Extras, Runs, Scores
 from jax_core.kernels.triton import launch
-
-_WORD = 32
 
 
 class Tables(NamedTuple):
@@ -80,14 +78,11 @@ def make_tables(
     if seen is None:
         return Tables(None, visible, whole)
     bits = _bits(seen, q, k)
-    tiles = bits.reshape(*bits.shape[:2], q.blocks, q.block, k.blocks, k.block // _WORD)
+    tiles = bits.reshape(*bits.shape[:2], q.blocks, q.block, k.blocks, k.block // WORD)
     return Tables(bits, visible & (tiles != 0).any((3, 5)), whole & (tiles == -1).all((3, 5)))
 
 
 def _bits(seen: Array, q: BlockLayout, k: BlockLayout) -> Array:
     seen = jnp.broadcast_to(seen, (*seen.shape[:2], q.runs * q.length, seen.shape[3]))
     seen = in_blocks(in_blocks(seen, 3, k, False), 2, q, False)
-    words = seen.reshape(*seen.shape[:3], -1, _WORD)
-    weights = jnp.left_shift(jnp.uint32(1), jnp.arange(_WORD, dtype=jnp.uint32))
-    packed = jnp.sum(jnp.where(words, weights, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
-    return jax.lax.bitcast_convert_type(packed, jnp.int32)
+    return packed_bits(seen)
