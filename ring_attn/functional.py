@@ -316,7 +316,7 @@ def _key(
     if any(others.get(name) is not None for name in _IDS):
         return None
     values, window = tuple(options.values()), options["sliding_window"]
-    kinds = *map(type, values), *(map(type, window) if type(window) is tuple else ())  # 4.0 equals 4, and is checked
+    kinds = *map(type, values), *(map(type, window) if isinstance(window, tuple) else ())  # 4.0 equals 4, and is checked
     return repeated.key(where, (*qkv.values(), *others.values()), qkv_format, values, kinds, *names.items())
 
 

@@ -4,6 +4,8 @@ short sequence that would take longer than the attention. Importing this module 
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
+from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch_bridge.mesh import started_by_a_launcher
 Repeat = Callable[[dict[str, torch.Tensor | None]], tuple[torch.Tensor, torch.Tensor]]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+MOST = 4096  # calls: of one program there may be many, as with a mesh made anew each time
 _ROAD = ("cpu", "cuda")  # the devices whose tensors go through no graph
 # A process has one JAX and one set of programs, hence module-level state.
 _KNOWN: dict[Hashable, Repeat] = {}
@@ -29,6 +32,8 @@ def find(key: Hashable) -> Repeat | None:
 
 
 def remember(key: Hashable, repeat: Repeat) -> None:
+    if len(_KNOWN) >= MOST:
+        forget()
     with suppress(TypeError):
         _KNOWN[key] = repeat
 
@@ -48,7 +53,7 @@ def observed() -> bool:
     )
 
 
-def key(where: tuple[object, object], tensors: Iterable[object], *settings: Hashable) -> Hashable:
+def key(where: tuple[Any, Any], tensors: Iterable[object], *settings: Hashable) -> Hashable:
     """What the checks of a call look at: its settings, the forms of its tensors, who shares the sequence, and torch's own settings.
     None if it must be looked at each time: something observes it, or a tensor is no plain one on a CPU or a GPU."""
     forms: list[Hashable] = []
@@ -62,11 +67,19 @@ def key(where: tuple[object, object], tensors: Iterable[object], *settings: Hash
             device = x.device  # type: ignore[attr-defined]
             kind = kind or device.type
             forms += (x.shape, x.dtype, device, x.layout)  # type: ignore[attr-defined]
-    return None if observed() or kind not in _ROAD else (*settings, *forms, *where, *_surroundings(where[0], kind))
+    if observed() or kind not in _ROAD:
+        return None
+    mesh, dim = where
+    return *settings, *forms, _weak(mesh), type(dim), dim, *_surroundings(mesh, kind)
 
 
 def _surroundings(mesh: object, kind: str) -> tuple[Hashable, ...]:
     world = dist.group.WORLD if dist.is_available() else None
     alone = world is None and mesh is None and not started_by_a_launcher()
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return world, alone, autocast, torch.are_deterministic_algorithms_enabled()
+    return _weak(world), alone, autocast, torch.are_deterministic_algorithms_enabled()
+
+
+def _weak(x: object) -> object:
+    """So that a process group may end: a reference equals another of the same object, and none once that is gone."""
+    return ref(x) if type(x).__weakrefoffset__ else x

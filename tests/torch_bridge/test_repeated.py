@@ -5,6 +5,8 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import ring_attn
@@ -27,6 +29,15 @@ def unchecked(monkeypatch):
         monkeypatch.setattr(functional, "check_tensors", lambda *arguments: pytest.fail("this call was checked again"))
 
     return no_checks
+
+
+@pytest.fixture
+def alone():
+    """A job of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def attend(q, k, v, **options):
@@ -145,3 +156,30 @@ def test_a_second_derivative_is_refused(qkv):
     (gradient,) = torch.autograd.grad(attend(*qkv).square().sum(), qkv[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def test_a_process_group_that_is_destroyed_ends(qkv, alone):
+    for _ in range(2):
+        attend(*qkv)
+        attend(*qkv, mesh=dist.group.WORLD)
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+    assert attend(*qkv).shape == qkv[0].shape  # alone, without a group
+
+
+def test_equal_dimensions_of_a_mesh_are_not_the_same(qkv, alone, unchecked):
+    mesh = init_device_mesh("cpu", (1,))
+    attend(*qkv, mesh=mesh, mesh_dim=0)
+    with pytest.raises(ValueError, match="mesh_dim"):
+        attend(*qkv, mesh=mesh, mesh_dim=False)
+    unchecked()
+    attend(*qkv, mesh=mesh, mesh_dim=0)
+
+
+def test_the_calls_that_are_remembered_have_a_bound(qkv, monkeypatch):
+    monkeypatch.setattr(repeated, "MOST", 2)
+    for name in ("bshd", "bhsd", "sbhd"):
+        attend(*qkv, qkv_format=name)
+    assert len(repeated._KNOWN) == 1
