@@ -32,7 +32,7 @@ def _first_decides(client, what: str, decide: Callable[[], str], limit: float) -
         return _answer(client, key, what, limit)
     try:
         decision = decide()
-    except Exception:
+    except BaseException:
         client.key_value_set(f"{key}/is", "")  # nobody waits for an answer that does not come
         raise
     client.key_value_set(f"{key}/is", f"={decision}")

@@ -47,21 +47,19 @@ def completed(name: str, kernel: Kernel, problem: Problem, given: Params, autotu
     device, key = device_name(problem.backend), key_of(name, problem)
     what = f"{device}, {key}{', searching' if autotune else ''}"
     decided = json.loads(agreed(what, lambda: json.dumps(_decide(name, kernel, problem, key, device, autotune))))
-    parts = (_part(way, decided.get(way) if way in open_passes else None, part) for way, part in zip(PASSES, chosen, strict=True))
-    forward, backward = parts
+    measured = {way: PASSES[way](**decided[way]) for way in open_passes if way in decided}
+    # Asked here, not by the process that decided: its problem had the same key, and may not have been the same.
+    running = {way: params for way, params in measured.items() if _runs(kernel, problem, key, params)}
+    forward, backward = (running.get(way, part) for way, part in zip(PASSES, chosen, strict=True))
     assert isinstance(backward, BwdParams)
     return forward, backward
-
-
-def _part(way: str, numbers: Mapping[str, int] | None, otherwise: FwdParams) -> FwdParams:
-    return PASSES[way](**numbers) if numbers is not None else otherwise
 
 
 def _decide(name: str, kernel: Kernel, problem: Problem, key: str, device: str, autotune: bool) -> dict[str, dict[str, int | None]]:
     found = {way: origin.found.params for way, origin in origins(key, device).items()}
     if autotune and len(found) < len(PASSES):
         found = _searched(name, kernel, problem, key, device) | found
-    return {way: vars(params) for way, params in found.items() if _runs(kernel, problem, key, params)}
+    return {way: vars(params) for way, params in found.items()}
 
 
 def origins(key: str, device: str) -> dict[str, Origin]:

@@ -122,6 +122,17 @@ def test_parameters_that_cannot_run_are_refused_with_one_warning():
     assert completed(own=kernel(unsupported=unsupported)) == (OWN[0], BACKWARD)
 
 
+def test_what_another_process_decided_runs_or_is_left(monkeypatch):
+    """A key stands for many problems; the process that decided may have had another one."""
+    monkeypatch.setattr(lookup, "agreed", lambda what, decide: json.dumps({"forward": vars(FORWARD), "backward": vars(BACKWARD)}))
+
+    def unsupported(problem, forward, backward):
+        return "blocks of 64 at least" if forward.q_blocksize < 64 else None
+
+    with pytest.warns(RuntimeWarning, match="blocks of 64 at least"):
+        assert completed(own=kernel(unsupported=unsupported)) == (OWN[0], BACKWARD)
+
+
 # ---------------------------------------------------------------------------------------------------------- at the first call
 
 
