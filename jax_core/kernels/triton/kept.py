@@ -21,18 +21,19 @@ _TEXTS = ("ttgir", "llir")  # of its results, which only a dump reads
 
 def keep(library: ModuleType) -> None:
     """Makes jax-triton look for kernels on disk before it compiles them. A version without that function compiles each time."""
-    parts = import_module(f"{library.__name__}.triton_lib")
-    compile_kernel = getattr(parts, _STAGES, None)
-    if compile_kernel is not None and not hasattr(compile_kernel, "kept"):
-        setattr(parts, _STAGES, _kept(compile_kernel, parts))
+    with suppress(ImportError, AttributeError):
+        parts = import_module(f"{library.__name__}.triton_lib")
+        compile_kernel = getattr(parts, _STAGES)
+        if not hasattr(compile_kernel, "kept"):
+            setattr(parts, _STAGES, _kept(compile_kernel, parts))
 
 
 def _kept(compile_kernel: Callable[..., Any], parts: ModuleType) -> Callable[..., Any]:
     def kept(ir: object, backend: Any, options: Any, *target: Any) -> Any:
-        root = cache_folder()
-        if root is None or backend.target.backend != "cuda" or os.environ.get("JAX_TRITON_DUMP_DIR"):
+        root, key = cache_folder(), _key(ir, options, target)
+        if root is None or key is None or backend.target.backend != "cuda" or os.environ.get("JAX_TRITON_DUMP_DIR"):
             return compile_kernel(ir, backend, options, *target)
-        path = root / "triton" / f"{_key(ir, options, target)}.json"
+        path = root / "triton" / f"{key}.json"
         found = _read(path, parts.CompilationResult)
         if found is None:
             found = compile_kernel(ir, backend, options, *target)
@@ -43,13 +44,15 @@ def _kept(compile_kernel: Callable[..., Any], parts: ModuleType) -> Callable[...
     return kept
 
 
-def _key(ir: object, options: Any, target: tuple[Any, ...]) -> str:
-    """Everything that the assembler text depends on."""
-    versions = [metadata.version(package) for package in ("triton", "jax-triton")]
-    compiler = import_module("triton._C.libtriton")
-    settings = sorted(compiler.get_cache_invalidating_env_vars().items())
-    ptxas = os.environ.get("TRITON_PTXAS_PATH", "")
-    return hashlib.sha256(repr((str(ir), options.hash(), target, versions, settings, ptxas)).encode()).hexdigest()
+def _key(ir: object, options: Any, target: tuple[Any, ...]) -> str | None:
+    """Everything that the assembler text depends on; None where this version of Triton does not tell it."""
+    with suppress(ImportError, AttributeError):
+        versions = [metadata.version(package) for package in ("triton", "jax-triton")]
+        compiler = import_module("triton._C.libtriton")
+        settings = sorted(compiler.get_cache_invalidating_env_vars().items())
+        ptxas = os.environ.get("TRITON_PTXAS_PATH", "")
+        return hashlib.sha256(repr((str(ir), options.hash(), target, versions, settings, ptxas)).encode()).hexdigest()
+    return None
 
 
 def _read(path: Path, result: Callable[..., Any]) -> Any:

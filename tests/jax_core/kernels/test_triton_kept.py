@@ -96,7 +96,7 @@ def test_a_broken_file_is_written_again(compiler, tmp_path, content):
     assert json.loads(path.read_text())["binary"] == right
 
 
-@pytest.mark.parametrize("why", ["off", "dump", "another backend", "no room"])
+@pytest.mark.parametrize("why", ["off", "dump", "another backend", "no room", "another Triton"])
 def test_where_nothing_is_kept(compiler, monkeypatch, tmp_path, why):
     if why == "off":
         monkeypatch.setenv("RING_ATTN_CACHE", "off")
@@ -104,6 +104,8 @@ def test_where_nothing_is_kept(compiler, monkeypatch, tmp_path, why):
         monkeypatch.setenv("JAX_TRITON_DUMP_DIR", "/somewhere")
     if why == "no room":
         (tmp_path / "triton").touch()
+    if why == "another Triton":
+        monkeypatch.setitem(sys.modules, "triton._C.libtriton", types.ModuleType("libtriton"))
     for _ in range(2):
         compiler.compile_ttir_inplace("ir", backend("hip" if why == "another backend" else "cuda"), options(), 90, "cuda")
     assert len(compiler.asked) == 2 and not list(tmp_path.rglob("*.json"))
@@ -115,3 +117,4 @@ def test_a_jax_triton_without_that_function_is_left_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "stand_in.triton_lib", parts)
     kept.keep(library)
     assert not hasattr(parts, "compile_ttir_inplace")
+    kept.keep(types.ModuleType("another_stand_in"))  # without the module, too
