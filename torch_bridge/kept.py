@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from jax_core.caches import VARIABLE, cache_folder, write_whole
 
 _AT_ONCE = 1.0  # JAX's default for the seconds below which a program is not kept
@@ -45,9 +43,8 @@ def keep_programs() -> None:
 
 
 def _hardware() -> str:
-    """A program for a CPU holds its machine code, which another model may not run; one for a GPU says itself which it is for."""
-    if torch.cuda.is_available():
-        return "gpu"
+    """A program for a CPU, which a process with a GPU may make too, holds its machine code, which another model may not run; one
+    for a GPU says itself which it is for."""
     features = [platform.machine()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
