@@ -52,6 +52,7 @@ def test_a_call_from_jax_is_the_call_from_torch():
     timed.end(timed.call())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("features", [{}, {"window": 9}, {"documents": (5, 40, 19)}, {"softcap": 2.0}, {"causal": False}], ids=str)
 def test_peers_compute_the_same_case(features, monkeypatch):

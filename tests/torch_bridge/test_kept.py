@@ -31,6 +31,7 @@ def programs(folder):
     return sorted(path.name for path in Path(folder).rglob("*-cache"))
 
 
+@pytest.mark.slow
 def test_a_second_job_compiles_nothing(tmp_path):
     first, second = (run("attention", tmp_path) for _ in range(2))
     assert first["compiled"] >= 2 and first["found"] == 0  # the forward and the backward
