@@ -94,7 +94,8 @@ def backward(
     packed = pairs.packs(scores, listed, q_runs, q.shape[0])
     sums = [zeros(q, "query", tile, packed) if dq is None else dq]
     if group > 1:
-        sums += [zeros(x, "key", tile, packed, after=dq) for x in (k, v)]
+        # Of two equal arrays that are to be changed XLA would make one and copy it: dV starts from negative zeros.
+        sums += [zeros(x, "key", tile, packed, after=dq, zero=zero) for x, zero in ((k, 0.0), (v, -0.0))]
     in_place = _locks(q, k, tile) if deterministic else []
     in_place += [x.shaped(pair.packed, group if x is sums[0] else 1) for x in sums]
     results = [] if group > 1 else [pair.rows(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)]

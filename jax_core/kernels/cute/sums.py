@@ -37,17 +37,17 @@ class Sums:
         return replace(self, values=values.reshape(self.values.shape))
 
 
-def zeros(x: Array, of: str, tile: BackwardTile, packed: bool, after: Sums | None = None) -> Sums:
+def zeros(x: Array, of: str, tile: BackwardTile, packed: bool, after: Sums | None = None, zero: float = 0.0) -> Sums:
     """For the gradient of ``x [batch, length, heads, dim]``; filled when ``after`` has its values, or XLA would fill those of all
     steps of a ring at once."""
     batch, length, heads, dim = x.shape
     rows = _tile_rows(tile, of)
     length = (batch * length + (batch + 1) * rows - 1) // rows * rows if packed else -(-length // rows) * rows
     shape = (heads, length * tile.padded(dim))
-    zero = jnp.float32(0)
+    fill = jnp.float32(zero)
     if after is not None:
-        zero, _ = lax.optimization_barrier((zero, after.values))
-    values = jnp.full(shape if packed else (batch, *shape), zero)
+        fill, _ = lax.optimization_barrier((fill, after.values))
+    values = jnp.full(shape if packed else (batch, *shape), fill)
     return Sums(vary(values, varying_axes(x)), tile, of, packed)
 
 

@@ -177,13 +177,29 @@ def test_what_a_step_writes_besides(backward, shards):
     assert sum(passes.values()) <= 1.01 * shards * sum(op.is_rotation for op in ops), (name, passes)
 
 
+@pytest.mark.parametrize(("backward", "shards"), [(False, 2), (True, 4 + 3 * 2 + 4 * 2)], ids=["forward", "backward"])
+def test_what_flash_attn_4_needs_besides(backward, shards):
+    """On four GPUs, in units of a K/V shard. Forward: the four partial outputs are joined in one pass. Backward: dQ starts from
+    zeros (4), and so do the float32 dK/dV of every step (2 each), to which those that arrive are added (2 each, but for the first).
+    No copy."""
+    program = computations(compiled(backward, size=4, platform="cute").as_text())
+    passes = [(op, written(program, op)) for _, _, ops in runs(program) for op in ops if written(program, op) > 0.2]
+    assert [op.text for op, _ in passes if op.kind == "copy"] == []
+    assert sum(size for _, size in passes) <= 1.01 * shards, [(op.name, size) for op, size in passes]
+    assert len(passes) == 1 or backward
+
+
+@pytest.mark.parametrize("platform", ["triton", "cute"])
 @pytest.mark.parametrize(("backward", "shards"), [(False, 6), (True, 10)], ids=["forward", "backward"])
-def test_memory_does_not_grow_with_the_ring(backward, shards):
+def test_memory_does_not_grow_with_the_ring(backward, shards, platform):
     """In units of a K/V shard, besides operands and results. Forward: the running output (4), K/V in use and arriving (2).
-    Backward: dQ (4), K/V in use and arriving (2), dK/dV that leave and arrive (4), where XLA finds room for the step's own."""
-    used = {size: compiled(backward, size=size).memory_analysis().temp_size_in_bytes / KV_BYTES for size in (4, 8)}
-    assert used[8] <= 1.01 * used[4], used
-    assert used[8] <= 1.02 * shards, used
+    Backward: dQ (4), K/V in use and arriving (2), dK/dV that leave and arrive (4), where XLA finds room for the step's own.
+    flash-attn-4's partial outputs are apart, two shards each: four of them on four GPUs, two beside the running output on eight."""
+    used = {
+        size: compiled(backward, size=size, platform=platform).memory_analysis().temp_size_in_bytes / KV_BYTES for size in (4, 8)
+    }
+    assert used[8] <= 1.01 * used[4] or (platform == "cute" and not backward), used
+    assert used[8] <= 1.02 * (shards if platform == "triton" or backward else 10), used
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
