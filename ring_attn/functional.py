@@ -310,10 +310,10 @@ def _key(
 ) -> Hashable:
     """All that the checks of this call look at, by which it is found again; None where they look at values, or where the operands
     are made anew in each call."""
-    functions = options["mask_mod"] is not None or options["mask_builder"] is not None
-    if functions or options.get("bottom_right") or options["dropout_prob"] or dropout_seed is not None or packing is not None:
+    functions, dropout = options["mask_mod"] is not None or options["mask_builder"] is not None, options["dropout_prob"]
+    if functions or options.get("bottom_right") or dropout_seed is not None or packing is not None:
         return None
-    if any(others.get(name) is not None for name in _IDS):
+    if type(dropout) not in (float, int) or dropout or any(others.get(name) is not None for name in _IDS):
         return None
     values, window = tuple(options.values()), options["sliding_window"]
     kinds = *map(type, values), *(map(type, window) if isinstance(window, tuple) else ())  # 4.0 equals 4, and is checked

@@ -95,6 +95,23 @@ def test_equal_is_not_the_same(qkv, right, wrong, name):
         attend(*qkv, **wrong)
 
 
+def test_what_has_no_truth_is_checked(qkv):
+    with pytest.raises(ValueError, match="dropout_p must be a number"):
+        attend(*qkv, dropout_p=torch.ones(2))
+
+
+def test_torchs_setting_of_determinism_counts(qkv):
+    attend(*qkv)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend(*qkv)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    attend(*qkv, deterministic=True)
+    assert len(repeated._KNOWN) == 3
+    assert [call.options.deterministic for call in list(programs._CALLS.values())[-2:]] == [False, True]
+
+
 def test_tensors_of_another_kind_are_checked(qkv):
     q, k, v = qkv
     attend(q, k, v)
