@@ -71,7 +71,11 @@ def origins(key: str, device: str) -> dict[str, Origin]:
 @cache
 def shipped(device: str) -> Table:
     path = SHIPPED / file_name(device)
-    return from_json(path.read_text(encoding="utf-8"), device) if path.exists() else {}
+    try:
+        return from_json(path.read_text(encoding="utf-8"), device) if path.exists() else {}
+    except ValueError as error:  # a device whose name differs in what a file's name does not show
+        _warn(f"the shipped configurations in {path.name} are not used: {error}")
+        return {}
 
 
 def user_table(device: str) -> Table:

@@ -5,8 +5,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
+from jax_core.caches import write_whole
 from jax_core.tune.table import NewerSchemaError, Table, from_json, joined, to_json
 
 
@@ -46,21 +46,8 @@ def _replace(path: Path, device: str, found: Table) -> bool:
     except ValueError as error:
         _move_aside(path, error)
         before = {}
-    _write(path, to_json(joined(before, found), device))
+    write_whole(path, to_json(joined(before, found), device).encode())
     return True
-
-
-def _write(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never a part."""
-    new = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        with open(new, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _set_aside(path: Path, device: str) -> None:

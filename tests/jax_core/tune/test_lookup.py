@@ -67,6 +67,14 @@ def test_shipped_data_come_before_the_kernel_and_the_cache_before_both():
     assert {way: origin.place for way, origin in lookup.origins(KEY, DEVICE).items()} == {"forward": "cache", "backward": "shipped"}
 
 
+def test_shipped_data_of_another_device_are_not_used():
+    in_package(MEASURED)
+    path = lookup.SHIPPED / file_name(DEVICE)
+    path.write_text(to_json(MEASURED, DEVICE.replace(" ", "-")))
+    with pytest.warns(RuntimeWarning, match="are not used: it is of"):
+        assert completed() == OWN
+
+
 def test_what_is_given_stands():
     in_cache()
     given = FwdParams(128, 128), BwdParams(q_blocksize=128)
