@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -89,7 +90,8 @@ def tell(run: Run, case: str, jobs: list[Job]) -> None:
             job.process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(job.process.pid, signal.SIGTERM)  # with what torchrun started: the job is a session of its own
-            job.process.wait(20)
+            with suppress(subprocess.TimeoutExpired):  # torchrun gives its processes 30 s; the other jobs are told in any case
+                job.process.wait(45)
         with job.said as said:
             said.seek(0)
             run.report.add(case=case, system=job.system, phase="peak", **figures_in(said.read().splitlines()))
