@@ -9,9 +9,9 @@ the DSL nor flash-attn-4 is loaded, which takes seconds; only the library is.
 import ctypes
 import hashlib
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.caches import cache_folder
+from jax_core.caches import cache_folder, write_whole
 from jax_core.kernels.contract import capability
+from jax_core.masks import static
 from jax_core.varying import vary, varying_axes
 
 PINNED = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5", "apache-tvm-ffi": "0.1.15.post2"}
@@ -88,13 +89,20 @@ def _code(name: str, settings: Any, types, in_place: int, architecture: str, fol
     if folder is None:
         return _compile(name, settings, types, in_place)
     versions = sorted((package, metadata.version(package)) for package in PINNED)
-    text = repr((name, settings, types, in_place, architecture, versions, jax.__version__))
+    text = repr((name, settings, types, in_place, architecture, versions, jax.__version__, _sources()))
     path = folder / "cute" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.o"
     code = _read(path)
     if code is None:
         code = _compile(name, settings, types, in_place)
         _write(path, code)
     return code
+
+
+@cache
+def _sources() -> str:
+    """The hash of what a program is written in, beside the pinned packages: files of another version of this library are no use."""
+    files = Path(__file__).with_name("programs.py"), Path(static.__file__)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _read(path: Path) -> bytes | None:
@@ -108,15 +116,9 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """In one step, so that other processes see all of it or nothing. A folder that cannot be written is no error: the next process
-    compiles again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code + hashlib.sha256(code).digest())
-        os.replace(file.name, path)
-    except OSError:
-        pass
+    """A folder that cannot be written is no error: the next process compiles again."""
+    with suppress(OSError):
+        write_whole(path, code + hashlib.sha256(code).digest())
 
 
 def _compile(name: str, settings: Any, types, in_place: int) -> bytes:
