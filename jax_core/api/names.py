@@ -20,7 +20,6 @@ OTHERS = {
     "return_residual": "return_lse",
     "logits_dtype": "which is not needed: scores are float32 or wider",
     # flax
-    "deterministic": "which is not needed: nothing is dropped without dropout_prob, and platform='triton' gives the same bits",
     "dropout_rate": "dropout_prob",
     "dropout_rng": 'which is called dropout_seed here and takes integers: jax.random.bits(rng, (2,), "uint32")',
     "broadcast_dropout": "which cannot be done: each batch entry and head has its own pattern",
