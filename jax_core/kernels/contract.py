@@ -9,7 +9,7 @@ A kernel is a module with
   shard over the key shard, continuing the online softmax from ``carry``, the partial result so far (None at the first pair);
   ``out`` in ``out_dtype``;
 - ``CONTINUES``: whether it does so. If not, ``carry`` is None, ``out`` is in the query's dtype, and the ring joins the partials
-  (``merge.join``), several in one pass over memory. Then rows with LSE -inf may hold anything;
+  (``merge.join``), several in one pass over memory. Then rows with LSE -inf may hold anything, but 0 where there is one pair;
 - ``backward(q, k, v, residuals, q_runs, k_runs, *, diagonal, scores, extras, dq, fused, deterministic, config) -> Grads``: the
   pair's share of the gradients, given the query rows' final statistics. ``dq`` is the query gradient so far (or None), and is
   included in the result's ``dq``; ``fused`` requires dQ, dK and dV in one sweep over the scores, ``deterministic`` the same bits in

@@ -208,3 +208,16 @@ def test_the_module_refuses_sparse_tensors_and_slopes_that_are_no_tensor():
         module(x, x.to_sparse(), x)
     with pytest.raises(ValueError, match=r"alibi_slopes must be a tensor \[num_heads\] = \[2\], got list"):
         ring_attn.RingAttention(8, 2, alibi_slopes=[0.5, 0.25])
+
+
+def test_torchs_switch_asks_for_the_same_bits():
+    q = torch.randn(1, 16, 2, 8)
+    before = ring_attn.ring_attention(q, q, q, mesh="local")
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(ring_attn.ring_attention(q, q, q, mesh="local"), before, rtol=0, atol=0)
+        for named in (dict(platform="cuda"), dict(strategy="fused")):
+            with pytest.raises(NotImplementedError, match="deterministic=True"):
+                ring_attn.ring_attention(q, q, q, mesh="local", **named)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -70,31 +70,21 @@ def _in_ring(layout: str, rank: int, source: int, **settings: Any) -> ShardPair:
 
 
 PAIRS = {
-    "alone": _pair(64),
     "alone, odd": _pair(77, batch=2),
-    "alone, own heads": _pair(77, kv_heads=2, value_dim=40),
     "alone, fewer keys": _pair(77, 31, batch=2),
     "alone, more keys": _pair(31, 177),
-    "alone, all visible": _pair(37, 150, batch=2, scores=FULL),
     "alone, all visible, wide": _pair(90, 70, dim=128, scores=FULL),
-    "alone, window": _pair(99, scores=WINDOW),
     "alone, window of two sides": _pair(99, kv_heads=2, scores=Scores(make_mask(False, (13, 20)), 0.2)),
-    "alone, window to the left": _pair(99, scores=Scores(make_mask(False, (13, None)), 0.2)),
     "alone, window over more keys": _pair(50, 177, scores=WINDOW),
     "alone, chunks": _pair(199, scores=CHUNKS),
     "alone, soft cap": _pair(77, scores=Scores(make_mask(True), 0.3, softcap=1.5)),
     "all visible in a ring": _in_ring("contiguous", 0, 2, batch=2, scores=FULL, carry=True),
-    "striped, all visible": _in_ring("striped", 0, 2, scores=FULL, kv_heads=2),
-    "contiguous, window": _in_ring("contiguous", 1, 0, batch=2, scores=WINDOW, carry=True),
     "contiguous, odd window": _pair(205, rank=1, size=2, scores=WINDOW, carry=True),
-    "contiguous, chunks over other lengths": _pair(140, 90, rank=1, source=1, size=2, scores=CHUNKS),
     "contiguous, causal over other lengths": _pair(140, 90, rank=1, source=1, size=2, batch=2),
     "contiguous, odd": _pair(77, rank=1, size=2, carry=True),
     "zigzag, window": _pair(256, layout="zigzag", rank=1, size=2, scores=WINDOW, carry=True),
-    "zigzag, chunks": _pair(256, layout="zigzag", rank=0, source=1, size=2, batch=2, scores=CHUNKS),
     "zigzag, other lengths": _pair(512, 256, layout="zigzag", rank=1, size=2, carry=True),
     "bfloat16": _in_ring("zigzag", 1, 0, dtype="bfloat16", batch=2),
-    "float16, own heads": _in_ring("zigzag", 0, 2, dtype="float16", kv_heads=2, carry=True),
     "deterministic": _in_ring("zigzag", 1, 0, batch=2, deterministic=True),
     "deterministic, own heads": _in_ring("zigzag", 1, 1, batch=2, kv_heads=2, deterministic=True),
 }
@@ -102,10 +92,14 @@ PAIRS |= {
     f"{layout}, {where}, batch {batch}, {kv_heads} of 2 heads": _in_ring(
         layout, 1, source, batch=batch, kv_heads=kv_heads, value_dim=72 if kv_heads == 1 else 40, carry=where != "own"
     )
-    for layout in ("contiguous", "zigzag")
+    for layout, batch, kv_heads in (
+        ("contiguous", 1, 2),
+        ("contiguous", 2, 1),
+        ("zigzag", 1, 1),
+        ("zigzag", 2, 1),
+        ("zigzag", 2, 2),
+    )
     for source, where in ((0, "earlier"), (1, "own"), (2, "later"))
-    for batch in (1, 2)
-    for kv_heads in (1, 2)
 }
 
 
@@ -146,7 +140,7 @@ CASES = (
     _case("all visible, other lengths", slow=True, ring=4, layout="striped", queries=30, keys=50, batch=2, options={}),
     _case("mask and window", slow=True, ring=2, queries=60, batch=2, options=CAUSAL | {"sliding_window": 40}, arrays=MASK),
     _case("positions", slow=True, ring=2, queries=60, batch=2, arrays=SHUFFLED),
-    *(_case(f"ring of {n}", slow=True, ring=n, queries=16, dim=8, options=CAUSAL) for n in (3, 5, 6, 7, 8)),
+    *(_case(f"ring of {n}", slow=True, ring=n, queries=16, dim=8, options=CAUSAL) for n in (3, 8)),
 )
 
 
@@ -205,7 +199,6 @@ TAKEN = {
     "odd lengths": _changed(q_length=77, k_length=33),
     "zigzag": _changed(**RING),
     "contiguous, odd, one entry": _changed(batch=1, q_length=77, k_length=77, size=4),
-    "striped, all visible": _changed(layout="striped", size=4, scores=FULL),
     "segments in zigzag": _asking(*IDS, **RING),
     "deterministic": _asking("deterministic", **RING),
     "wide values, own heads": _changed(kv_heads=8, value_dim=256),
