@@ -31,7 +31,6 @@ _NEEDLESS = (
     "position_ids",
     "position_embeddings",
     "cache_position",
-    "deterministic",
     "token_type_ids",
     "mm_token_type_ids",
     "num_items_in_batch",
@@ -165,6 +164,7 @@ def _on_ring(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    deterministic: bool | None = None,
     **others: Any,
 ) -> Tensor:
     _check_others(module, others)
@@ -180,6 +180,7 @@ def _on_ring(
         sinks=s_aux,
         dropout_p=dropout,
         bias=bias_of_all_keys(module, position_bias, mask.keys),
+        deterministic=bool(deterministic),
         **mask.options,
     )
     if mask.averaging is None or s_aux is not None:  # a sink takes all the weight where nothing is seen
