@@ -191,7 +191,6 @@ def _library() -> Path | None:
     return max(found, default=None)
 
 
-@cache
 def missing() -> str | None:
     """Why flash-attn-4's kernels cannot be called here, in words, or None."""
     if jax.default_backend() != "gpu":
