@@ -155,10 +155,10 @@ _MOST_APART = 4  # a partial is an output in 16 bits
 
 def _joined(found: _Found, dtype, from_count: int = 1) -> _Found:
     """With everything in ``carry``, its output in ``dtype``, unless fewer than ``from_count`` partials are apart."""
-    partials = found.apart if found.carry is None else (found.carry, *found.apart)
-    if len(found.apart) < from_count or not found.apart:
+    if len(found.apart) < from_count:
         return found
-    return _Found(join(partials, dtype) if len(partials) > 1 else partials[0]._replace(out=partials[0].out.astype(dtype)), ())
+    first, *others = found.apart if found.carry is None else (found.carry, *found.apart)
+    return _Found(join([first, *others], dtype) if others else first._replace(out=first.out.astype(dtype)), ())
 
 
 def _only(found: _Found) -> Partial:
