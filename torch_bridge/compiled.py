@@ -14,7 +14,7 @@ from torch_bridge.calls import compare, watch
 from torch_bridge.crossing import Compiled, Crossing, Join, crossing
 from torch_bridge.dlpack import keeping_device, precision_scope
 from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, joiner, sharding
-from torch_bridge.mistakes import look_at_shards, shapes_only
+from torch_bridge.mistakes import look_at_queries, look_at_shards, shapes_only
 from torch_bridge.request import VALUE, Form, LocalAttention, Request, specify
 from torch_bridge.ring import Tensors
 from torch_bridge.runtime import start
@@ -63,10 +63,12 @@ class Program:
         return self._run("backward", self.compiled_backward(tuple(wanted)), (*operands, out, lse, dout, dlse))
 
     def _look(self, operands: Tensors) -> None:
-        value = operands[VALUE]
-        assert value is not None
+        query, value = operands[0], operands[VALUE]
+        assert query is not None and value is not None
         if self.ring.size > 1:
             look_at_shards(self.ring, self.request.layout_in_use, value)
+        if self.ring.size > 1 and self.request.shared_queries:
+            look_at_queries(self.ring, query)
         self.looked = True
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from torch_bridge.calls import exchange, known_to_all
 from torch_bridge.mesh import Ring
 
 _SAMPLES = 64  # positions of a shard that its fingerprint reads
+_ROUNDING = 0.05  # of the largest value: more than two processes of one program are apart
 _MANY_HEADS = 128  # what no known model exceeds
 
 
@@ -56,6 +57,23 @@ def look_at_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
             raise ValueError(_as_error(f"{doubt} ({ring})"))
     if doubt:
         _warn_once(f"{doubt} ({ring})")
+
+
+def look_at_queries(ring: Ring, query: torch.Tensor) -> None:
+    """Raises ValueError on all ranks of a ring unless they hold the same queries. A ring call, as :func:`look_at_shards`.
+
+    Processes may have rounded differently, so a few values are compared, not bits."""
+    flat = query.detach().float().flatten()
+    some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu()
+    told = exchange(ring, "the queries that all ranks share", json.dumps(some.tolist()))
+    ranks = torch.tensor([json.loads(text) for text in told]) if told else some[None]
+    apart = (ranks - ranks[0]).abs().amax(1) > _ROUNDING * ranks.abs().max()
+    if bool(apart.any()):
+        with known_to_all():
+            raise ValueError(
+                f"the queries must be the same on all ranks of the {ring}, as the new tokens that all of them decode; those of "
+                f"ring ranks {apart.nonzero().flatten().tolist()} differ from rank 0's: let one rank choose the tokens for all"
+            )
 
 
 def shapes_only() -> bool:

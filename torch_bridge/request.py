@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import torch
 
+from jax_core.request.choice import SHARED_QUERIES
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec
@@ -49,10 +50,15 @@ class Request:
 
     @property
     def layout_in_use(self) -> str:
-        """The layout; empty where position ids say all that it would."""
+        """The layout; empty where position ids say all that it would, and where keys lie in any order."""
         given = {name for name, form in zip(ARRAYS, self.forms, strict=False) if form is not None}
         by_ids = "q_position_ids" in given and not given & {"bias", "mask"}
-        return "" if by_ids else self.options.layout
+        return "" if by_ids or self.shared_queries else self.options.layout
+
+    @property
+    def shared_queries(self) -> bool:
+        """Whether the queries are the same on all ranks."""
+        return self.options.strategy in SHARED_QUERIES
 
     @property
     def empty(self) -> bool:

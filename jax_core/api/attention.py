@@ -227,7 +227,8 @@ def ring_attention(
         cfg=cfg,
     )
     if mesh is not None:
-        function, arrays = on_mesh(options, operands, plan_mesh(operands, mesh, axis_name, in_specs, out_specs, return_lse))
+        plan = plan_mesh(operands, mesh, axis_name, in_specs, out_specs, return_lse, strategy)
+        function, arrays = on_mesh(options, operands, plan)
         return function(*arrays)
     if in_specs is not None or out_specs is not None:
         raise ValueError("in_specs and out_specs describe arrays on a mesh: give mesh= too")
@@ -250,7 +251,8 @@ def create_shard_map_wrapper(
     """:func:`ring_attention` on a mesh, not yet called: returns ``(fn, args)``, and ``fn(*args)`` is the result. ``arguments`` are
     its other keyword arguments. ``args`` are the given arrays, in the order of :class:`jax_core.strategies.contract.Operands`."""
     options, operands, axis_name = _request(query, key, value, softmax_aux, bias, **arguments)
-    plan = plan_mesh(operands, mesh, axis_name, in_specs, out_specs, arguments.get("return_lse", False))
+    more = arguments.get("return_lse", False), arguments.get("strategy", "auto")
+    plan = plan_mesh(operands, mesh, axis_name, in_specs, out_specs, *more)
     return on_mesh(options, operands, plan)
 
 

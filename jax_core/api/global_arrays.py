@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_core.api.mesh import MeshPlan, axis_names, check_divides, operand_spec
 from jax_core.request.checks import check_operands
+from jax_core.request.choice import SHARED_QUERIES
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec
@@ -108,6 +109,10 @@ def attention_on_mesh(options: Options, operands: Operands, plan: MeshPlan | Non
     ``operands``: global, in the layout's order; only their shapes and dtypes are read, so ``jax.ShapeDtypeStruct`` is enough.
     ``plan``: None without a ring. ``backend``: the hardware that it will run on.
     """
+    if plan is not None and options.strategy in SHARED_QUERIES:
+        raise NotImplementedError(
+            f'strategy="{options.strategy}" is for tensors on a CPU or a GPU, and for JAX; on this device every tensor is split'
+        )
     check_operands(operands, options.layout, 1)
     given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
     specs = {name: _spec(plan, operands, name) for name in given}

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_core.api.differentiable import local_attention
 from jax_core.kernels.merge import sinks_per_head
+from jax_core.request.choice import SHARED_QUERIES
 from jax_core.request.options import Options
 from jax_core.request.topology import is_ring
 from jax_core.strategies.contract import Operands
@@ -22,7 +23,8 @@ _ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_s
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Which mesh axes split batch, sequence and heads, and how the result is sharded."""
+    """Which mesh axes split batch, sequence and heads, and how the result is sharded. ``shared_queries``: the queries are not split
+    along the sequence, only the keys are."""
 
     mesh: Mesh | AbstractMesh
     batch: Axes
@@ -30,22 +32,29 @@ class MeshPlan:
     heads: Axes
     out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None = None
     return_lse: bool = False
+    shared_queries: bool = False
+
+    @property
+    def queries(self) -> Axes:
+        """The axes that split the queries along the sequence."""
+        return None if self.shared_queries else self.sequence
 
     def size(self, axes: Axes) -> int:
         return prod(self.mesh.shape[axis] for axis in axis_names(axes))
 
 
-def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, return_lse: bool) -> MeshPlan:
+def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, return_lse: bool, strategy: str = "auto") -> MeshPlan:
     """The plan that the specs describe. Without specs the sequence is split over ``axis_name``, or over the mesh's only axis, and
     batch and heads are split as in the query."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    specs = _given_specs(in_specs)
-    batch, sequence, heads = _query_axes(operands, mesh, axis_name, specs.get("query"), _said_elsewhere(specs, out_specs))
-    plan = MeshPlan(mesh=mesh, batch=batch, sequence=sequence, heads=heads, return_lse=return_lse)
+    specs, shared = _given_specs(in_specs), strategy in SHARED_QUERIES
+    of_query = None if shared else specs.get("query")
+    batch, sequence, heads = _query_axes(operands, mesh, axis_name, of_query, _said_elsewhere(specs, out_specs))
+    plan = MeshPlan(mesh=mesh, batch=batch, sequence=sequence, heads=heads, return_lse=return_lse, shared_queries=shared)
     for name, spec in specs.items():
         _check_spec(plan, operands, name, spec)
-    out, lse = PartitionSpec(batch, sequence, heads, None), PartitionSpec(batch, heads, sequence)
+    out, lse = PartitionSpec(batch, plan.queries, heads, None), PartitionSpec(batch, heads, plan.queries)
     results = (out, lse) if return_lse else out
     _check_out_specs(out_specs, results)
     return replace(plan, out_specs=results)
@@ -74,7 +83,8 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
         check_divides(plan, name, array.shape, spec)
     if 0 in (*operands.query.shape, *operands.key.shape):  # XLA cannot split empty arrays
         return whole, tuple(given.values())
-    mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs)
+    # A result that is the same on all ranks because each has computed it is not one that check_vma knows for the same.
+    mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs, check_vma=not plan.shared_queries)
     return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
 
 
@@ -214,8 +224,9 @@ def check_divides(plan: MeshPlan, name: str, shape: tuple[int, ...], spec: Parti
 def operand_spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec:
     """How an operand is split, following the query; dimensions of length 1 are not split."""
     array = getattr(operands, name)
+    along = plan.queries if name in ("query", "q_segment_ids", "q_position_ids") else plan.sequence
     if name in ("query", "key", "value"):
-        return PartitionSpec(plan.batch, plan.sequence, plan.heads, None)
+        return PartitionSpec(plan.batch, along, plan.heads, None)
     if name == "softmax_aux":
         return PartitionSpec(plan.heads, None)
     if name == "dropout_seed":
@@ -224,7 +235,7 @@ def operand_spec(plan: MeshPlan, operands: Operands, name: str) -> PartitionSpec
         "bias": (plan.batch, plan.heads, plan.sequence, None),
         "mask": (plan.batch, plan.heads, plan.sequence, None),
         "alibi_slopes": (plan.batch, plan.heads),
-    }.get(name, (plan.batch, plan.sequence))
+    }.get(name, (plan.batch, along))
     wanted = whole[len(whole) - array.ndim :]
     return PartitionSpec(*(None if length == 1 else axes for length, axes in zip(array.shape, wanted, strict=True)))
 

@@ -27,6 +27,13 @@ def join(partials: Sequence[Partial], out_dtype: DTypeLike) -> Partial:
     return Partial(reduce(jnp.add, terms).astype(out_dtype), lse)
 
 
+def join_stacked(partials: Partial, out_dtype: DTypeLike) -> Partial:
+    """As :func:`join`, of partials that lie along a leading dimension of ``out`` and ``lse``."""
+    lse = jax.nn.logsumexp(partials.lse, axis=0)
+    weight = jnp.swapaxes(jnp.exp(partials.lse - jnp.where(jnp.isneginf(lse), 0, lse)), 2, 3)[..., None]
+    return Partial(jnp.where(weight == 0, 0, weight * partials.out).sum(0).astype(out_dtype), lse)
+
+
 def join_sinks(partial: Partial, sinks: Array) -> Partial:
     """``sinks``: ``[heads, n]`` logits. A row that saw no key keeps ``out`` 0 and gets the sinks' LSE."""
     lse_sinks = jax.nn.logsumexp(sinks.astype(partial.lse.dtype), axis=-1)

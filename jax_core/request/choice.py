@@ -13,12 +13,13 @@ from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
 from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
-from jax_core.strategies import empty, fused_ring, ring
+from jax_core.strategies import decode, empty, fused_ring, ring
 from jax_core.strategies.contract import Strategy
 from jax_core.tune import lookup
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"ring": ring, "fused": fused_ring})
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"ring": ring, "fused": fused_ring, "decode": decode})
+SHARED_QUERIES = frozenset({"decode"})  # strategies whose queries are the same on all ranks
 _NO_PARAMS = FwdParams(), BwdParams()
 _PER_PROCESS = ("cute", "cuda", "triton")  # these query this process's own GPU
 

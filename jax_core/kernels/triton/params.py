@@ -43,7 +43,14 @@ FLOAT32 = (
 def default_params(problem: Problem, capability: int) -> tuple[FwdParams, BwdParams]:
     widest = max(padded_dim(problem.dim), padded_dim(problem.value_dim))
     row = next(row for row in _table(problem, capability) if widest <= row.dim)
-    return FwdParams(*row.forward), BwdParams(*row.backward)
+    q_blocksize, *others = row.forward
+    return FwdParams(min(q_blocksize, _fewest_rows(problem)), *others), BwdParams(*row.backward)
+
+
+def _fewest_rows(problem: Problem) -> int:
+    """The smallest tile that holds all query rows of a K/V head, as where one token is decoded."""
+    rows = problem.q_length * (problem.heads // problem.kv_heads)
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def _table(problem: Problem, capability: int) -> tuple[Row, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import triton_interpreter
-from attention_cases import CASES, CAUSAL, Case, make_cotangents, make_inputs, normal, ring_results
+from attention_cases import CASES, CAUSAL, Case, make_cotangents, make_inputs, normal, ring_mesh, ring_results
 from far_positions import FAR
 from oracle_assertions import assert_like_the_oracle
 from pairs import PAIRS, SMALL, check
@@ -16,6 +16,8 @@ import jax_core
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import triton
 from jax_core.kernels.triton import launch
+from jax_core.strategies.decode import arrangement
+from jax_core.testing.oracle import reference_attention
 
 # One of each feature; every layout, ring size and way of calling is run with the xla kernel already.
 NAMES = (
@@ -137,3 +139,22 @@ def test_what_it_refuses(query, settings, message):
     x = jnp.ones(query)
     with pytest.raises(NotImplementedError, match=message):
         jax_core.ring_attention(x, x, x, platform="triton", **settings, **CAUSAL)
+
+
+def test_decoding_reads_keys_once_for_all_heads_of_a_group(monkeypatch):
+    """Rows are folded and keys cut into parts, with ids on both sides: every key at its own place on two ranks."""
+    monkeypatch.setattr(arrangement, "_parts", lambda backend, programs, length: 2)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((2, *shape)).astype(np.float32) for shape in ((1, 4, 16), (80, 2, 16), (80, 2, 16)))
+    positions, last = np.stack([rng.permutation(80) for _ in range(2)]).astype(np.int32), np.array([[79], [50]], np.int32)
+    ids = dict(
+        q_position_ids=last,
+        kv_position_ids=positions,
+        q_segment_ids=last * 0,
+        kv_segment_ids=-(positions % 5 == 0).astype(np.int32),
+    )
+    options = dict(causal=True, sliding_window=30, softmax_aux=np.ones(4, np.float32), **ids)
+    more = dict(platform="triton", strategy="decode", mesh=ring_mesh(2), return_lse=True)
+    got, wanted = jax_core.ring_attention(query, key, value, **options, **more), reference_attention(query, key, value, **options)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)

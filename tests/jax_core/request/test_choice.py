@@ -66,7 +66,7 @@ def test_what_is_named_runs_or_says_why_not():
         choose(Options(strategy="fused", platform="xla"), problem())
     with pytest.raises(NotImplementedError, match=r'platform="triton": the arrays are on "gpu", and this process .* on "cpu"'):
         choose(Options(platform="triton"), problem("gpu"))
-    with pytest.raises(ValueError, match="strategy must be one of auto, ring, fused; got 'spiral'"):
+    with pytest.raises(ValueError, match=r"strategy must be one of auto, ring, fused.*; got 'spiral'"):
         choose(Options(strategy="spiral"), problem())
     with pytest.raises(ValueError, match='cfg is for backend "gpu", but this program runs on "cpu"'):
         choose(Options(cfg=RingAttentionConfig(backend="gpu")), problem())
@@ -137,7 +137,7 @@ def test_what_a_new_strategy_does_not_declare_is_refused(options: dict[str, Any]
 @pytest.mark.usefixtures("registered")
 def test_a_new_strategy_is_known_by_name_and_says_what_it_cannot():
     arrays = [jnp.zeros((1, 16, 2, 4))] * 3
-    with pytest.raises(ValueError, match="strategy must be one of auto, ring, fused, toy; got 'other'"):
+    with pytest.raises(ValueError, match=r"strategy must be one of auto, ring, fused.*, toy; got 'other'"):
         jax_core.ring_attention(*arrays, strategy="other")
     with pytest.raises(NotImplementedError, match="it is for rings of two at least"):
         jax_core.ring_attention(*arrays, strategy="toy")

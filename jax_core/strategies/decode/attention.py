@@ -1,0 +1,127 @@
+"""Attention of queries that all ranks hold to keys and values of which each rank holds a part, in any order.
+
+Every rank attends to its own part; the partial results are joined once, in one collective (as in Shyam et al. 2024, "Tree
+Attention", arXiv:2408.04093, whose three reductions are one gathering here: for a few queries the latency counts, not the bytes).
+A rank sends ``batch * q_length * heads * (value_dim + 1)`` numbers in the accumulation dtype, however long the sequence is.
+
+Each rank's output is that of the whole. Their cotangents add up, since a rank's keys are in the output of every rank; the gradient
+of the query is this rank's part of the sum. Keys of a negative segment are empty places: they are never seen, but unlike the
+padding of the other strategies their values must be finite in the forward. Clearing them would take longer than the attention.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_core.kernels.contract import Extras, Kernel, Partial, Runs, accumulation_dtype
+from jax_core.kernels.merge import join_sinks, join_stacked, sink_gradient
+from jax_core.masks.layout import Run
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals
+from jax_core.strategies.decode.arrangement import Arrangement, arrangement
+from jax_core.strategies.padding import clear_cotangents, clear_operands
+from jax_core.strategies.shapes import SmallOperands, in_full_shape
+from jax_core.varying import vary, varying_axes
+
+
+def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+    """As the contract says."""
+    operands, _ = in_full_shape(spec, operands)
+    arranged = arrangement(spec, operands)
+    wide = accumulation_dtype(operands.query.dtype)
+    q, k, v, q_runs, k_runs = _pair(arranged, operands)
+    found = _kernel(spec).forward(
+        q,
+        k,
+        v,
+        q_runs,
+        k_runs,
+        diagonal=False,
+        scores=spec.scores,
+        extras=_extras(arranged, operands),
+        carry=None,
+        out_dtype=wide,
+        config=spec.fwd_params,
+    )
+    if arranged.parts > 1:
+        found = join_stacked(Partial(*map(arranged.stacked, found)), wide)
+    if spec.size > 1:
+        found = _joined_over_ranks(spec, found._replace(out=found.out.astype(wide)))
+    found = Partial(arranged.out(found.out), arranged.lse(found.lse))
+    if operands.softmax_aux is not None:
+        found = join_sinks(found, operands.softmax_aux)
+    return found.out.astype(operands.query.dtype), found.lse
+
+
+def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
+    """As the contract says."""
+    operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
+    arranged = arrangement(spec, operands)
+    dout, dlse = clear_cotangents(operands, dout, dlse if spec.lse_gradient else None)
+    residuals = make_residuals(out, lse, *_summed_over_ranks(spec, dout, dlse))
+    residuals_of_rows = residuals._replace(
+        out=arranged.rows(residuals.out),
+        dout=arranged.rows(residuals.dout),
+        lse=arranged.statistics(residuals.lse),
+        delta=arranged.statistics(residuals.delta),
+    )
+    q, k, v, q_runs, k_runs = _pair(arranged, operands)
+    grads = _kernel(spec).backward(
+        q,
+        k,
+        v,
+        residuals_of_rows,
+        q_runs,
+        k_runs,
+        diagonal=False,
+        scores=spec.scores,
+        extras=_extras(arranged, operands),
+        dq=None,
+        fused=spec.fused_backward,
+        deterministic=spec.deterministic,
+        config=spec.bwd_params,
+    )
+    query, key, value = _kernel(spec).finish((q, k, v), (grads.dq, grads.dk, grads.dv), spec.scores)
+    # Every rank has the whole gradient of the sinks, which is to be its part of a sum.
+    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta) / spec.size
+    small = to_given_shape(SmallOperands(dsinks, None, arranged.slopes_gradient(grads.dalibi_slopes, operands.alibi_slopes)))
+    nothing = jax.tree.map(lambda _: None, operands)
+    query = arranged.out(arranged.stacked(query).sum(0))
+    return nothing._replace(query=query, key=arranged.shard(key), value=arranged.shard(value), **small._asdict())
+
+
+def _kernel(spec: RingSpec) -> Kernel:
+    assert spec.kernel is not None
+    return spec.kernel
+
+
+def _pair(arranged: Arrangement, operands: Operands) -> tuple[Array, Array, Array, Runs, Runs]:
+    """The kernel's positional arguments. Nothing reads the runs as positions: without position ids no mask depends on positions."""
+    q, k, v = arranged.rows(operands.query), arranged.keys(operands.key), arranged.keys(operands.value)
+    return q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),)
+
+
+def _extras(arranged: Arrangement, operands: Operands) -> Extras:
+    return Extras(
+        q_segment_ids=arranged.row_ids(operands.q_segment_ids),
+        kv_segment_ids=arranged.key_ids(operands.kv_segment_ids),
+        q_position_ids=arranged.row_ids(operands.q_position_ids),
+        kv_position_ids=arranged.key_ids(operands.kv_position_ids),
+        alibi_slopes=arranged.of_entries(operands.alibi_slopes),
+        origin=operands.origin,
+        predicate_arrays=operands.predicate_arrays,
+    )
+
+
+def _joined_over_ranks(spec: RingSpec, found: Partial) -> Partial:
+    """Output and LSE travel in one buffer."""
+    lse = jnp.swapaxes(found.lse, 1, 2)[..., None].astype(found.out.dtype)
+    gathered = lax.all_gather(jnp.concatenate([found.out, lse], axis=-1), spec.axis_name)
+    return join_stacked(Partial(gathered[..., :-1], jnp.swapaxes(gathered[..., -1], 2, 3)), found.out.dtype)
+
+
+def _summed_over_ranks(spec: RingSpec, dout: Array, dlse: Array | None) -> tuple[Array, Array | None]:
+    if spec.size == 1:
+        return dout, dlse
+    cotangents = dout.astype(accumulation_dtype(dout.dtype)), dlse
+    axes = varying_axes(cotangents)
+    return vary(lax.psum(cotangents, spec.axis_name), axes)
