@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import jax
 from jax import lax
@@ -18,11 +19,14 @@ def local_attention(
     """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None. ``torus``: the
     ring's devices form a ring in the TPU topology."""
     axes = varying_axes(operands)
-    backend, size = backend or _backend_here(), 1
+    backend = backend or _backend_here()
+    sizes: tuple[int, ...] = ()
     if axis_name is not None:
-        size = _axis_size(axis_name)
+        sizes = tuple(_axis_size(name) for name in (axis_name if isinstance(axis_name, tuple) else (axis_name,)))
         axes |= varying_axes(lax.axis_index(axis_name))
-    place = Placement(axis_name=axis_name, size=size, head_shards=head_shards, axes=axes, backend=backend, torus=torus)
+    place = Placement(
+        axis_name=axis_name, size=prod(sizes), sizes=sizes, head_shards=head_shards, axes=axes, backend=backend, torus=torus
+    )
     spec, completed = make_spec(options, operands, place)
     further = varying_axes(completed.predicate_arrays) - axes
     if further:  # a mask function closes over arrays that vary over further axes

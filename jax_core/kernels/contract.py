@@ -17,7 +17,8 @@ A kernel is a module with
 - ``finish((q, k, v), (dq, dk, dv), scores) -> (dq, dk, dv)``: the sums over all pairs as gradients in their operands' dtype. Until
   then they may be in a form of the kernel's own: trees of arrays, which the ring adds and sends.
 
-``diagonal``: whether it is known statically that both shards belong to the same rank, as at the first pair.
+``diagonal``: whether it is known statically that the queries' own positions are among those of the keys: both shards are of one
+rank, as at the first pair of a ring, or the keys are more than that (the whole sequence, or all that a window shows).
 
 Shapes: ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``,
 ``out``/``dout [batch, q_length, heads, value_dim]``, ``lse``/``delta [batch, heads, q_length]``. Partial results and gradients are
@@ -66,8 +67,8 @@ class Scores:
 class Problem:
     """What decides whether a kernel can compute an attention, and how: all of it static.
 
-    Lengths are those of a shard. ``features``: what is asked for beyond plain attention (``request.features``). ``backend``: the
-    devices that the arrays are on, "cpu", "gpu" or "tpu".
+    Lengths are those of a shard; ``sizes``: of each axis of a ring of ``size`` ranks. ``features``: what is asked for beyond plain
+    attention (``request.features``). ``backend``: the devices that the arrays are on, "cpu", "gpu" or "tpu".
     """
 
     scores: Scores
@@ -81,6 +82,7 @@ class Problem:
     value_dim: int
     layout: str = "contiguous"
     size: int = 1
+    sizes: tuple[int, ...] = ()
     features: frozenset[str] = frozenset()
     backend: str = "cpu"
 

@@ -22,6 +22,8 @@ class Mask:
     A side may be negative where queries are counted from the last key (:func:`moved`).
     ``any_position``: positions are ids, which may be any value of their integer type, so that a difference of two may overflow it.
     Without ids they are not negative and below ``2**30``.
+    ``keys``: only positions ``0 .. keys - 1`` hold a key, and a run of keys may begin before them or end after them (None: every
+    position of a run holds one).
     """
 
     causal: bool = False
@@ -29,6 +31,7 @@ class Mask:
     right: int | None = None
     chunk: int | None = None
     any_position: bool = False
+    keys: int | None = None
 
 
 Window = int | tuple[int | None, int | None] | list[int | None] | None
@@ -115,6 +118,8 @@ def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an 
             seen = seen & (k_pos - q_pos <= mask.right)
         if mask.chunk is not None:
             seen = seen & (q_pos // mask.chunk == k_pos // mask.chunk)
+    if mask.keys is not None:
+        seen = seen & (k_pos >= 0) & (k_pos < mask.keys)
     return seen
 
 
@@ -144,6 +149,14 @@ def seen_from(mask, position, low, high, origin, of_keys, minimum, maximum):  # 
         start = (position + origin) // mask.chunk * mask.chunk - origin
         low = maximum(low, start)
         high = minimum(high, start + (mask.chunk - 1))
+    if mask.keys is not None:
+        if of_keys:
+            low = maximum(low, -origin)
+            high = minimum(high, mask.keys - 1 - origin)
+        else:  # no query sees a position without a key: -1 and 1 say that it is before, or after, those with one
+            span = high - low + 1
+            high = high + minimum(maximum(position + origin, -1), 0) * span
+            low = low + maximum(minimum(position + origin - (mask.keys - 1), 1), 0) * span
     return low, high
 
 
@@ -162,6 +175,8 @@ def empty(mask: Mask, q_run: Run, k_run: Run):
         none = none | _further(mask, k_first, q_last, mask.right)
     if mask.chunk is not None:
         none = none | (k_last // mask.chunk < q_first // mask.chunk) | (k_first // mask.chunk > q_last // mask.chunk)
+    if mask.keys is not None:
+        none = none | (k_last < 0) | (k_first >= mask.keys)
     return none
 
 
@@ -177,6 +192,8 @@ def full(mask: Mask, q_run: Run, k_run: Run):
         every = every & _within(mask, k_last, q_first, mask.right)
     if mask.chunk is not None:
         every = every & (q_first // mask.chunk == k_last // mask.chunk) & (q_last // mask.chunk == k_first // mask.chunk)
+    if mask.keys is not None:
+        every = every & (k_first >= 0) & (k_last < mask.keys)
     return every
 
 

@@ -13,12 +13,14 @@ from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
 from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
-from jax_core.strategies import decode, empty, fused_ring, ring
+from jax_core.strategies import all_gather, decode, empty, fused_ring, ring
 from jax_core.strategies.contract import Strategy
 from jax_core.tune import lookup
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"ring": ring, "fused": fused_ring, "decode": decode})
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
+    {"ring": ring, "fused": fused_ring, "all_gather": all_gather, "decode": decode}
+)
 SHARED_QUERIES = frozenset({"decode"})  # strategies whose queries are the same on all ranks
 _NO_PARAMS = FwdParams(), BwdParams()
 _PER_PROCESS = ("cute", "cuda", "triton")  # these query this process's own GPU
@@ -59,39 +61,43 @@ def choose(options: Options, problem: Problem, torus: bool = False) -> Choice:
 
 def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
     strategy = STRATEGIES[name]
-    reason = refusal(problem.features, strategy.HANDLES)
-    if reason is None and strategy.OWN_PLATFORM is None:
-        return _with_kernel(name, platform, given, problem)
-    if reason is None and platform not in ("auto", strategy.OWN_PLATFORM):
-        reason = f'it has a kernel of its own, in {strategy.OWN_PLATFORM}, and runs no other; got platform="{platform}"'
     params = _completed(given, strategy.default_params(problem))
+    reason = refusal(problem.features, strategy.HANDLES) or _platform_reason(strategy, platform)
     reason = reason or strategy.unsupported(problem, *params)
     if reason is not None:
         raise NotImplementedError(f'strategy="{name}": {reason}; use strategy="auto"')
-    return Choice(strategy, None, *params)
+    if strategy.OWN_PLATFORM is not None:
+        return Choice(strategy, None, *params)
+    return _with_kernel(strategy, platform, given, problem)
 
 
-def _with_kernel(strategy: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
-    named = platform != "auto"
+def _platform_reason(strategy: Strategy, platform: str) -> str | None:
+    if strategy.OWN_PLATFORM is None or platform in ("auto", strategy.OWN_PLATFORM):
+        return None
+    return f'it has a kernel of its own, in {strategy.OWN_PLATFORM}, and runs no other; got platform="{platform}"'
+
+
+def _with_kernel(strategy: Strategy, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
+    named, asked = platform != "auto", strategy.kernel_problem(problem)
+    params = _completed(given, strategy.default_params(problem))
     reasons = {}
-    for name in (platform,) if named else preferred_kernels(problem):
-        choice, reasons[name] = _try(STRATEGIES[strategy], name, given, problem)
+    for name in (platform,) if named else preferred_kernels(asked):
+        forward, backward = lookup.completed(name, KERNELS[name], asked, params, given.autotune)
+        choice = Choice(strategy, KERNELS[name], forward, backward)
+        reasons[name] = _kernel_reason(choice, name, asked)
         if reasons[name] is None:
             return choice
     said = "; ".join(f'platform="{name}": {reason}' for name, reason in reasons.items())
     raise NotImplementedError(f'{said}; use platform="auto"' if named else f"no platform can: {said}")
 
 
-def _try(strategy: Strategy, name: str, given: RingAttentionConfig, problem: Problem) -> tuple[Choice, str | None]:
-    kernel = KERNELS[name]
-    of_strategy = _completed(given, strategy.default_params(problem))
-    forward, backward = lookup.completed(name, kernel, problem, of_strategy, given.autotune)
-    choice = Choice(strategy, kernel, forward, backward)
+def _kernel_reason(choice: Choice, name: str, problem: Problem) -> str | None:
+    """Why the kernel cannot compute the ``problem`` that the strategy has for it, or None."""
     if name in _PER_PROCESS and problem.backend != jax.default_backend():
-        return choice, f'the arrays are on "{problem.backend}", and this process computes on "{jax.default_backend()}"'
-    reason = strategy.unsupported(problem, forward, backward)
-    reason = reason or refusal(problem.features - strategy.IN_PLACE_OF_A_KERNEL, kernel.HANDLES)
-    return choice, reason or kernel.unsupported(problem, forward, backward)
+        return f'the arrays are on "{problem.backend}", and this process computes on "{jax.default_backend()}"'
+    assert choice.kernel is not None
+    reason = refusal(problem.features - choice.strategy.IN_PLACE_OF_A_KERNEL, choice.kernel.HANDLES)
+    return reason or choice.kernel.unsupported(problem, choice.fwd_params, choice.bwd_params)
 
 
 def _completed(given: RingAttentionConfig, defaults: tuple[FwdParams, BwdParams]) -> tuple[FwdParams, BwdParams]:

@@ -55,11 +55,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where local shards are: the ring's mesh axis and size, over how many devices heads are split, the mesh axes that values vary
-    over, the hardware (None: JAX's default), and whether the ranks are known to form a ring of TPUs (topology.py)."""
+    """Where local shards are: the ring's mesh axis or axes, its size and that of each axis, over how many devices heads are split,
+    the mesh axes that values vary over, the hardware (None: JAX's default), and whether the ranks are known to form a ring of TPUs
+    (topology.py)."""
 
     axis_name: AxisName = None
     size: int = 1
+    sizes: tuple[int, ...] = ()
     head_shards: int = 1
     axes: frozenset = frozenset()
     backend: str | None = None

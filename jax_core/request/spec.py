@@ -36,6 +36,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
         layout=options.layout,
         axis_name=place.axis_name,
         size=place.size,
+        sizes=problem.sizes,
         fwd_params=choice.fwd_params,
         bwd_params=choice.bwd_params,
         fused_backward=options.fused_backward,
@@ -80,6 +81,7 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         value_dim=value.shape[3],
         layout=options.layout,
         size=place.size,
+        sizes=place.sizes or (place.size,),
         features=features(options, scores, operands),
         backend=place.backend or jax.default_backend(),
     )

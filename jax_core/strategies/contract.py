@@ -4,6 +4,7 @@ A strategy is a package with
 
 - ``HANDLES``: the features (``request.features``) that it or its kernel handles. A request for any other is refused;
 - ``IN_PLACE_OF_A_KERNEL``: those of them that its kernel need not handle, because the strategy does;
+- ``kernel_problem(problem) -> Problem``: what it asks of its kernel: the lengths, heads and features of the calls that it makes;
 - ``OWN_PLATFORM``: None for a strategy that runs the chosen kernel, else the platform of the strategy's own kernel;
 - ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot do this with these parameters;
 - ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses if the caller gives none; its kernel completes them;
@@ -59,7 +60,8 @@ class RingSpec:
     """Everything static about one attention: equal specs and shapes share one compiled program.
 
     ``kernel``: what computes a pair of shards; None for a strategy with a kernel of its own. ``backend``: "cpu", "gpu", "tpu".
-    ``lse_gradient``: whether the LSE may have a cotangent; if False, one passed anyway is ignored.
+    ``size``: how many ranks; ``sizes``: along each axis, the first of which is the major one. ``lse_gradient``: whether the LSE may
+    have a cotangent; if False, one passed anyway is ignored.
     """
 
     scores: Scores
@@ -69,6 +71,7 @@ class RingSpec:
     layout: str = "contiguous"
     axis_name: str | tuple[str, ...] | None = None
     size: int = 1
+    sizes: tuple[int, ...] = ()
     fwd_params: FwdParams = FwdParams()
     bwd_params: BwdParams = BwdParams()
     fused_backward: bool = False
@@ -87,11 +90,18 @@ class Strategy(Protocol):
 
     def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]: ...
 
+    def kernel_problem(self, problem: Problem) -> Problem: ...
+
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]: ...
 
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
     ) -> Operands: ...
+
+
+def same_problem(problem: Problem) -> Problem:
+    """``kernel_problem`` of strategies whose kernel gets pairs of shards as they are."""
+    return problem
 
 
 def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:

@@ -7,12 +7,13 @@ from jax import Array
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Partial, Problem, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sinks_per_head
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import Operands, RingSpec, same_problem
 from jax_core.varying import vary, varying_axes
 
 HANDLES: frozenset[str] = frozenset()  # nothing is computed, so no feature can be ignored
 IN_PLACE_OF_A_KERNEL: frozenset[str] = frozenset()
 OWN_PLATFORM: str | None = None
+kernel_problem = same_problem
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:

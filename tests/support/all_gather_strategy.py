@@ -6,11 +6,12 @@ from jax import lax
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Extras, Problem, accumulation_dtype
 from jax_core.masks.layout import Run
-from jax_core.strategies.contract import Operands, RingSpec, make_residuals
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals, same_problem
 
 HANDLES = frozenset("contiguous causal float32 lse_gradient".split())
 IN_PLACE_OF_A_KERNEL = frozenset({"contiguous"})
 OWN_PLATFORM: str | None = None
+kernel_problem = same_problem
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:

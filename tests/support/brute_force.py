@@ -1,5 +1,6 @@
 """Small random masks, tiles and layouts, for checking every pair of positions one by one."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ brute_force = settings(deadline=None, derandomize=True, max_examples=200)
 
 sides = st.none() | st.integers(-1, 7)
 masks = st.builds(make_mask, st.booleans(), st.none() | st.integers(0, 7) | st.tuples(sides, sides), st.none() | st.integers(1, 6))
-tiles = st.builds(Run, st.integers(0, 15), st.integers(1, 4), st.integers(1, 6))
+bounded_masks = st.builds(lambda mask, keys: replace(mask, keys=keys), masks, st.none() | st.integers(1, 14))
+tiles = st.builds(Run, st.integers(-6, 15), st.integers(1, 4), st.integers(1, 6))
 layouts, sizes = st.sampled_from(LAYOUTS), st.integers(1, 8)
 halves = st.integers(1, 5)  # half a shard's length, so that zigzag can split it
 
@@ -27,5 +29,5 @@ def seen_by(mask: Mask, q_pos: Any, k_pos: Any) -> np.ndarray:
 
 
 def two_bounds_meet(mask: Mask) -> bool:
-    """Whether chunk and window bounds combine: together they can hide every pair of a tile that neither hides alone."""
-    return mask.chunk is not None and mask.left is not None
+    """Whether bounds combine: together they can hide every pair of a tile that neither hides alone."""
+    return (mask.chunk is not None and mask.left is not None) or mask.keys is not None

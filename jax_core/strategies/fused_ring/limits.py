@@ -6,9 +6,11 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 from jax_core.kernels.tpu import launch
 from jax_core.kernels.tpu.limits import fitting, params_reason, problem_reason
+from jax_core.strategies.contract import same_problem
 from jax_core.strategies.fused_ring.constants import route
 
 OWN_PLATFORM: str | None = "pallas"
+kernel_problem = same_problem
 HANDLES = frozenset(
     "causal left right chunk softcap precision q_segment_ids kv_segment_ids softmax_aux lse_gradient bfloat16 float32 "
     "contiguous zigzag striped".split()

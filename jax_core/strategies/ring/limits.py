@@ -2,8 +2,10 @@
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
+from jax_core.strategies.contract import same_problem
 
 OWN_PLATFORM: str | None = None
+kernel_problem = same_problem
 IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous zigzag striped".split())
 HANDLES = IN_PLACE_OF_A_KERNEL | frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "

@@ -9,45 +9,43 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Grads, Kernel, Partial, accumulation_dtype
-from jax_core.kernels.merge import join, join_sinks, sink_gradient
-from jax_core.masks.layout import Run, runs
-from jax_core.strategies.contract import Operands, RingSpec, make_residuals
-from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
-from jax_core.strategies.ring.columns import put_columns, take_columns
+from jax_core.kernels.contract import Partial
+from jax_core.kernels.merge import join
+from jax_core.masks.layout import runs
+from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.local import (
+    Keys,
+    Pair,
+    accumulate,
+    add,
+    kernel_of,
+    make_pair,
+    open_backward,
+    open_forward,
+    own_keys,
+    query_runs,
+    rank_of,
+)
 from jax_core.strategies.ring.schedule import Step, steps, visible_shifts
-from jax_core.strategies.ring.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, wire_dtype
-from jax_core.strategies.shapes import SmallOperands, in_full_shape
-from jax_core.varying import vary, varying_axes
+from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, wire_dtype
 
 
 def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     """As the contract says."""
-    kernel = _kernel(spec)
-    operands, _ = in_full_shape(spec, clear_values(operands))
-    local_kv, plan = _kv_shard(operands), _plan(spec, operands)
-    # Sinks join after the last step; without sinks the last step writes the output in its final dtype.
-    wide, final = accumulation_dtype(operands.query.dtype), operands.query.dtype
-    last_dtype = final if operands.softmax_aux is None else wide
+    opened, kernel = open_forward(spec, operands), kernel_of(spec)
+    operands, wide = opened.operands, opened.wide
+    local_keys, plan = own_keys(operands), _plan(spec, operands)
 
     def run_step(state, step: Step):
         buffer, shift, (carry, apart) = state
         transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
         arriving = start_transfers(transfers, spec.axis_name, spec.size)
-        shards, extras = _step_inputs(spec, operands, unpack(buffer, local_kv) if step.hop_in else local_kv, shift)
-        result = kernel.forward(
-            *shards,
-            diagonal=not step.hop_in,
-            scores=spec.scores,
-            extras=extras,
-            carry=carry if kernel.CONTINUES else None,
-            out_dtype=wide if step.hop_out else last_dtype,
-            config=spec.fwd_params,
-        )
+        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift)
+        carried = carry if kernel.CONTINUES else None
+        result = opened.attend(pair, carried, diagonal=not step.hop_in, last=not step.hop_out)
         if transfers:
             arriving, result = lax.optimization_barrier((arriving, result))
         found = _Found(result, ()) if kernel.CONTINUES else _joined(_Found(carry, (*apart, result)), wide, _MOST_APART)
@@ -57,21 +55,16 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         buffer, shift, found = state
         return buffer, shift, _joined(found, wide)
 
-    buffer = pack(local_kv, _wire_dtype(spec, operands)) if len(plan) > 1 else None
+    buffer = pack(local_keys, _wire_dtype(spec, operands)) if len(plan) > 1 else None
     *_, found = _run_steps(spec, run_step, settle, (buffer, jnp.int32(0), _Found(None, ())), plan)
-    result = _only(_joined(found, last_dtype))
-    if operands.softmax_aux is not None:
-        result = join_sinks(result, operands.softmax_aux)
-    return result.out.astype(final), result.lse
+    return opened.close(_only(_joined(found, opened.last_dtype)))
 
 
 def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
     """As the contract says."""
-    kernel = _kernel(spec)
-    operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
-    dout, dlse = clear_cotangents(operands, dout, dlse)
-    residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
-    local_kv, word, plan = _kv_shard(operands), _wire_dtype(spec, operands), _plan(spec, operands)
+    opened = open_backward(spec, operands, out, lse, dout, dlse)
+    operands = opened.operands
+    local_keys, word, plan = own_keys(operands), _wire_dtype(spec, operands), _plan(spec, operands)
 
     def run_step(state, step: Step):
         buffer, shift, dkv, sums = state
@@ -79,58 +72,27 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
         transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
         transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
         arriving = start_transfers(transfers, spec.axis_name, spec.size)
-        (q, k, v, q_runs, k_runs), extras = _step_inputs(
-            spec, operands, unpack(buffer, local_kv) if step.hop_in else local_kv, shift
-        )
-        grads = kernel.backward(
-            q,
-            k,
-            v,
-            residuals,
-            q_runs,
-            k_runs,
-            diagonal=not step.hop_in,
-            scores=spec.scores,
-            extras=extras,
-            dq=sums.dq,
-            fused=spec.fused_backward,
-            deterministic=spec.deterministic,
-            config=spec.bwd_params,
-        )
+        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift)
+        grads = opened.differentiate(pair, sums.dq, diagonal=not step.hop_in)
         if transfers:
             arriving, grads = lax.optimization_barrier((arriving, grads))
         arrived = finish_transfers(arriving, transfers)
-        dkv = _add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
-        return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, _accumulate(sums, grads, k_runs)
+        dkv = add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
+        k_runs = pair.shards[-1]
+        return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, k_runs)
 
     # The first rotation must not run alongside the forward's, nor be merged with it, which would keep its result alive until now.
-    buffer = ordered_after(pack(local_kv, word), residuals.delta) if len(plan) > 1 else None
-    state = buffer, jnp.int32(0), None, _no_gradients(operands, lse.dtype)
+    buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
+    state = buffer, jnp.int32(0), None, opened.no_gradients()
     _, _, dkv, sums = _run_steps(spec, run_step, lambda state: state, state, plan)
     dk, dv = _return_to_owner(spec, dkv, word, sum(step.hop_out for step in plan))
-    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta)
-    small = to_given_shape(SmallOperands(dsinks, sums.dbias, sums.dalibi_slopes))
-    query, key, value = kernel.finish(operands[:3], (sums.dq, dk, dv), spec.scores)
-    nothing = jax.tree.map(lambda _: None, operands)
-    return nothing._replace(query=query, key=key, value=value, **small._asdict())
+    return opened.close(dk, dv, sums)
 
 
-def _kernel(spec: RingSpec) -> Kernel:
-    assert spec.kernel is not None
-    return spec.kernel
-
-
-class _KVShard(NamedTuple):
-    """What is sent for a shard of keys."""
-
-    key: Array
-    value: Array
-    segment_ids: Array | None
-    position_ids: Array | None
-
-
-def _kv_shard(operands: Operands) -> _KVShard:
-    return _KVShard(operands.key, operands.value, operands.kv_segment_ids, operands.kv_position_ids)
+def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift) -> Pair:
+    """The queries and the keys from ``shift`` ranks before this one."""
+    owner = (rank_of(spec, operands) - shift) % spec.size
+    return make_pair(operands, query_runs(spec, operands), keys, runs(spec.layout, owner, spec.size, keys.key.shape[1]))
 
 
 def _wire_dtype(spec: RingSpec, operands: Operands) -> type | None:
@@ -189,57 +151,6 @@ def _repeat(run_step, settle, state, count: int, unroll: int):
         return settle(state), None
 
     return lax.scan(body, settle(state), length=(count - outside) // unroll)[0]
-
-
-def _step_inputs(spec: RingSpec, operands: Operands, here: _KVShard, shift):
-    """The kernel's positional arguments ``(q, k, v, q_runs, k_runs)`` and extras, for K/V from ``shift`` ranks before this one."""
-    rank = _rank(spec, operands)
-    q_runs = runs(spec.layout, rank, spec.size, operands.query.shape[1])
-    k_runs = runs(spec.layout, (rank - shift) % spec.size, spec.size, here.key.shape[1])
-    extras = Extras(
-        bias=None if operands.bias is None else take_columns(operands.bias, k_runs),
-        mask=None if operands.mask is None else take_columns(operands.mask, k_runs),
-        q_segment_ids=operands.q_segment_ids,
-        kv_segment_ids=here.segment_ids,
-        q_position_ids=operands.q_position_ids,
-        kv_position_ids=here.position_ids,
-        alibi_slopes=operands.alibi_slopes,
-        dropout_seed=operands.dropout_seed,
-        origin=operands.origin,
-        predicate_arrays=operands.predicate_arrays,
-    )
-    key, value = (clear_hidden(x, extras.mask) for x in (here.key, here.value))
-    return (operands.query, key, value, q_runs, k_runs), extras
-
-
-def _rank(spec: RingSpec, operands: Operands):
-    if spec.size == 1:
-        return 0
-    return lax.axis_index(spec.axis_name) if operands.rank is None else operands.rank[0]
-
-
-class _LocalGradients(NamedTuple):
-    """Gradients that stay with the rank."""
-
-    dq: Array | None
-    dbias: Array | None
-    dalibi_slopes: Array | None
-
-
-def _no_gradients(operands: Operands, dtype) -> _LocalGradients:
-    """The initial state; each step writes its own columns of the bias gradient."""
-    if operands.bias is None:
-        return _LocalGradients(None, None, None)
-    return _LocalGradients(None, vary(jnp.zeros(operands.bias.shape, dtype), varying_axes(operands)), None)
-
-
-def _accumulate(sums: _LocalGradients, grads: Grads, k_runs: tuple[Run, ...]) -> _LocalGradients:
-    dbias = None if sums.dbias is None else put_columns(sums.dbias, grads.dbias, k_runs)
-    return _LocalGradients(grads.dq, dbias, _add(sums.dalibi_slopes, grads.dalibi_slopes))
-
-
-def _add(total, share):
-    return share if total is None else jax.tree.map(jnp.add, total, share)
 
 
 def _return_to_owner(spec: RingSpec, dkv, word: type | None, sent: int):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brute_force import brute_force, masks, positions_of, seen_by, tiles, two_bounds_meet
+from brute_force import bounded_masks, brute_force, positions_of, seen_by, tiles, two_bounds_meet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,11 +56,12 @@ def plainly_visible(mask: Mask, q: int, k: int) -> bool:
         or (mask.left is not None and k < q - mask.left)
         or (mask.right is not None and k > q + mask.right)
         or (mask.chunk is not None and k // mask.chunk != q // mask.chunk)
+        or (mask.keys is not None and not 0 <= k < mask.keys)
     )
 
 
 @brute_force
-@given(masks)
+@given(bounded_masks)
 def test_visible_of_ints_and_arrays(mask: Mask):
     expected = [[plainly_visible(mask, q, k) for k in range(14)] for q in range(14)]
     assert [[bool(visible(mask, q, k)) for k in range(14)] for q in range(14)] == expected
@@ -75,7 +76,7 @@ def test_visible_is_boolean_and_broadcasts_even_without_a_mask():
 
 
 @brute_force
-@given(masks, tiles, tiles)
+@given(bounded_masks, tiles, tiles)
 def test_tiles_are_judged_soundly(mask: Mask, q_run: Run, k_run: Run):
     """`empty` only of tiles with no visible pair, `full` only of tiles with no hidden pair."""
     seen = seen_by(mask, positions_of(q_run), positions_of(k_run))
@@ -84,7 +85,7 @@ def test_tiles_are_judged_soundly(mask: Mask, q_run: Run, k_run: Run):
 
 
 @brute_force
-@given(masks, tiles, tiles)
+@given(bounded_masks, tiles, tiles)
 def test_tiles_of_stride_one_are_judged_exactly(mask: Mask, q_run: Run, k_run: Run):
     q_run, k_run = q_run._replace(stride=1), k_run._replace(stride=1)
     seen = seen_by(mask, positions_of(q_run), positions_of(k_run))
@@ -94,7 +95,7 @@ def test_tiles_of_stride_one_are_judged_exactly(mask: Mask, q_run: Run, k_run: R
 
 
 @brute_force
-@given(masks, st.integers(0, 15), st.integers(0, 9), st.booleans())
+@given(bounded_masks, st.integers(0, 15), st.integers(0, 9), st.booleans())
 def test_the_interval_seen_from_a_position_is_what_is_visible(mask: Mask, position: int, origin: int, of_keys: bool):
     low, high = seen_from(mask, position - origin, 2 - origin, 13 - origin, origin, of_keys, min, max)
     pairs = ((position, other) if of_keys else (other, position) for other in range(2, 14))
@@ -102,7 +103,7 @@ def test_the_interval_seen_from_a_position_is_what_is_visible(mask: Mask, positi
 
 
 @brute_force
-@given(masks, st.integers(0, 15), st.integers(0, 6), st.booleans())
+@given(bounded_masks, st.integers(0, 15), st.integers(0, 6), st.booleans())
 def test_the_intervals_seen_from_a_span(mask: Mask, first: int, more: int, of_keys: bool):
     """Within ``low(first) .. high(last)`` lies all that is visible to some; ``low(last) .. high(first)`` is visible to all."""
     last, others = first + more, range(24)
@@ -114,7 +115,7 @@ def test_the_intervals_seen_from_a_span(mask: Mask, first: int, more: int, of_ke
 
 def test_every_field_of_a_mask_is_tried():
     """A field that is new must be known to the masks above, and so to `visible`, its interval and its tiles."""
-    tried = {"causal", "left", "right", "chunk"} | {"any_position"}  # masks, and far_masks
+    tried = {"causal", "left", "right", "chunk", "keys"} | {"any_position"}  # masks, and far_masks
     assert {field.name for field in fields(Mask)} == tried
 
 

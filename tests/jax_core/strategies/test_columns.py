@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_core.masks.layout import LAYOUTS, runs, shard_indices
-from jax_core.strategies.ring.columns import put_columns, take_columns
+from jax_core.strategies.columns import put_columns, take_columns
 
 SIZE, SHARD = 3, 4
 WHOLE = np.random.default_rng(0).standard_normal((2, 1, 5, SIZE * SHARD)).astype(np.float32)

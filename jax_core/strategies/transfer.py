@@ -52,7 +52,7 @@ class Transfer(NamedTuple):
 
 def start_transfers(transfers: list[Transfer], axis_name, size: int) -> list[Buffer]:
     """Starts the transfers; :func:`finish_transfers` returns what arrives from the ranks ``hop`` before this one."""
-    axes, places = _as_ppermute_counts(axis_name, size)
+    axes, places = numbered(axis_name, size)
 
     def send(buffer: Buffer, hop: int):
         return lax.ppermute(buffer, axes, [(places[rank], places[(rank + hop) % size]) for rank in range(size)])
@@ -66,7 +66,7 @@ def start_transfers(transfers: list[Transfer], axis_name, size: int) -> list[Buf
     return arriving
 
 
-def _as_ppermute_counts(axis_name, size: int) -> tuple[str | tuple[str, ...], list[int]]:
+def numbered(axis_name, size: int) -> tuple[str | tuple[str, ...], list[int]]:
     """The axes, and the index of every rank along them: ``lax.ppermute`` numbers devices in the mesh's order of axes, but
     ``lax.axis_index``, which defines the ranks, in the order of ``axis_name``."""
     order = jax.sharding.get_abstract_mesh().axis_names

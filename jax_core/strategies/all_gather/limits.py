@@ -1,0 +1,46 @@
+"""What all-gather handles: whatever its kernel handles. Sinks and layouts it handles itself."""
+
+from dataclasses import replace
+
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Problem
+from jax_core.strategies.all_gather.reach import reach
+
+OWN_PLATFORM: str | None = None
+IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous zigzag striped".split())
+HANDLES = IN_PLACE_OF_A_KERNEL | frozenset(
+    "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
+    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
+    "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
+)
+_WHOLE = frozenset("bias mask q_position_ids predicates".split())  # with these, keys are taken from the whole sequence
+
+
+def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    del problem, forward, backward
+    return None
+
+
+def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
+    """None of its own: the kernel's apply."""
+    del problem
+    return FwdParams(), BwdParams()
+
+
+def kernel_problem(problem: Problem) -> Problem:
+    """A shard of queries over all keys, or one run of queries over the keys in its window's reach."""
+    if problem.size == 1:
+        return problem
+    plain = not problem.features & _WHOLE
+    near = reach(problem.scores.mask, problem.layout, problem.size, (problem.q_length, problem.k_length), plain)
+    if near is None:
+        return replace(problem, k_length=problem.size * problem.k_length)
+    mask = replace(problem.scores.mask, keys=problem.size * problem.k_length)
+    return replace(
+        problem,
+        scores=replace(problem.scores, mask=mask),
+        features=problem.features - {problem.layout} | {"contiguous", "keys"},
+        layout="contiguous",
+        q_length=near.run,
+        k_length=near.left + near.run + near.right,
+    )

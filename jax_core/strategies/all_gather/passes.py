@@ -1,0 +1,106 @@
+"""Forward and backward. K/V and their ids are gathered, the kernel runs over them, and the gradients are sent back and summed.
+
+Where a static mask shows a run of queries only its neighbourhood (``reach``), no more than that is sent: the edges of the
+neighbouring runs.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_core.kernels.contract import Partial, Residuals
+from jax_core.masks.layout import Run
+from jax_core.strategies.all_gather.edges import returned, widened
+from jax_core.strategies.all_gather.reach import Reach, reach
+from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.exchange import all_to_all, gather, in_sequence_order, in_shards
+from jax_core.strategies.local import (
+    Backward,
+    Keys,
+    Pair,
+    accumulate,
+    make_pair,
+    open_backward,
+    open_forward,
+    own_keys,
+    query_runs,
+)
+from jax_core.strategies.transfer import ordered_after, pack, unpack, wire_dtype
+
+
+def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+    """As the contract says."""
+    near = _reach(spec, operands)
+    opened = open_forward(spec if near is None else _bounded(spec, operands), operands)
+    pairs = _pairs(spec, opened.operands, own_keys(opened.operands), near)
+    results = [opened.attend(pair, None, diagonal=True, last=True) for pair in pairs]
+    out, lse = (jnp.concatenate(parts, axis) for parts, axis in zip(zip(*results, strict=True), (1, 2), strict=True))
+    return opened.close(Partial(out, lse))
+
+
+def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
+    """As the contract says."""
+    near = _reach(spec, operands)
+    opened = open_backward(spec if near is None else _bounded(spec, operands), operands, out, lse, dout, dlse)
+    # K/V are gathered once more, and not before the forward is over: otherwise they would be kept from there until here.
+    keys = own_keys(opened.operands)
+    word = wire_dtype(keys.key.dtype, packed=spec.backend == "cpu")
+    keys = unpack(ordered_after(pack(keys, word), opened.residuals.delta), keys)
+    pairs = _pairs(spec, opened.operands, keys, near)
+    sums, found = opened.no_gradients(), []
+    for i, pair in enumerate(pairs):
+        grads = _of_run(opened, i, len(pairs)).differentiate(pair, None, diagonal=True)
+        found.append(opened.as_arrays(pair, grads))
+        sums = accumulate(sums, grads, pair.shards[-1])
+    dq = jnp.concatenate([query for query, *_ in found], 1)
+    dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in found]
+    dk, dv = _summed(spec, dkv[0]) if near is None else returned(spec, dkv, near)
+    return opened.gradients((dq, dk, dv), sums)
+
+
+def _reach(spec: RingSpec, operands: Operands) -> Reach | None:
+    whole = operands.bias, operands.mask, operands.q_position_ids
+    plain = not spec.scores.predicates and all(array is None for array in whole)
+    lengths = operands.query.shape[1], operands.key.shape[1]
+    return reach(spec.scores.mask, spec.layout, spec.size, lengths, plain)
+
+
+def _bounded(spec: RingSpec, operands: Operands) -> RingSpec:
+    """With a mask that hides what lies before the sequence's first key and after its last: a run at an end has no neighbour."""
+    mask = replace(spec.scores.mask, keys=spec.size * operands.key.shape[1])
+    return replace(spec, scores=replace(spec.scores, mask=mask))
+
+
+def _pairs(spec: RingSpec, operands: Operands, keys: Keys, near: Reach | None) -> list[Pair]:
+    q_runs = query_runs(spec, operands)
+    if near is not None:
+        runs = zip(range(len(q_runs)), q_runs, widened(spec, keys, near), strict=True)
+        return [_near_pair(operands, i, q_run, beside, near) for i, q_run, beside in runs]
+    if spec.size > 1:
+        keys = jax.tree.map(lambda x: in_sequence_order(x, spec.layout), gather(spec, keys))
+    return [make_pair(operands, q_runs, keys, (Run(0, 1, keys.key.shape[1]),))]
+
+
+def _near_pair(operands: Operands, i: int, q_run: Run, keys: Keys, near: Reach) -> Pair:
+    rows = slice(i * near.run, (i + 1) * near.run)
+    ids = operands.q_segment_ids
+    queries = operands._replace(query=operands.query[:, rows], q_segment_ids=None if ids is None else ids[:, rows])
+    return make_pair(queries, (q_run,), keys, (Run(q_run.start - near.left, 1, keys.key.shape[1]),))
+
+
+def _of_run(opened: Backward, i: int, count: int) -> Backward:
+    """With the statistics of the rows of the ``i``-th of ``count`` runs."""
+    out, dout, lse, delta = opened.residuals
+    run = out.shape[1] // count
+    rows = slice(i * run, (i + 1) * run)
+    return replace(opened, residuals=Residuals(out[:, rows], dout[:, rows], lse[..., rows], delta[..., rows]))
+
+
+def _summed(spec: RingSpec, dkv: tuple[Array, ...]) -> tuple[Array, ...]:
+    """This rank's shard of the sum over all ranks, added in the order of the ranks."""
+    if spec.size == 1:
+        return dkv
+    blocks = tuple(in_shards(x, spec.layout, spec.size) for x in dkv)
+    return tuple(x.sum(0) for x in all_to_all(spec, blocks, spec.axis_name))

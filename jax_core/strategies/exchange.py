@@ -1,0 +1,66 @@
+"""Exchanges between all ranks at once: everyone gets everything, or its block from everyone.
+
+On a CPU everything is packed into one buffer, for the reason that ``transfer`` gives: collectives that start together may run in a
+different order on each device.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_core.masks.layout import inverse_permutation, permutation
+from jax_core.strategies.contract import RingSpec
+from jax_core.strategies.transfer import pack, unpack, wire_dtype
+
+Tree = TypeVar("Tree")
+
+
+def word_of(spec: RingSpec, tree) -> type | None:
+    """What ``tree``'s arrays are packed into; None if they are sent as they are."""
+    smallest = min(jax.tree.leaves(tree), key=lambda leaf: leaf.dtype.itemsize)
+    return wire_dtype(smallest.dtype, packed=spec.backend == "cpu")
+
+
+def gather(spec: RingSpec, tree: Tree) -> Tree:
+    """Each array with a new first dimension, the ranks."""
+    word = word_of(spec, tree)
+    if word is None:
+        return jax.tree.map(lambda x: lax.all_gather(x, spec.axis_name), tree)
+    words = lax.all_gather(pack(tree, word), spec.axis_name)
+    return jax.vmap(lambda buffer: unpack(buffer, tree))(words)
+
+
+def all_to_all(spec: RingSpec, tree: Tree, axis_name) -> Tree:
+    """Of arrays ``[ranks, ...]``, block ``i`` goes to rank ``i`` of the axis; in the result it is the one that came from there."""
+    word = word_of(spec, tree)
+    if word is None:
+        return jax.tree.map(lambda x: lax.all_to_all(x, axis_name, 0, 0), tree)
+    words = jax.vmap(lambda block: pack(block, word))(tree)
+    block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    return jax.vmap(lambda buffer: unpack(buffer, block))(lax.all_to_all(words, axis_name, 0, 0))
+
+
+def in_sequence_order(x: Array, layout) -> Array:
+    """Shards ``[ranks, batch, length, ...]`` as the whole sequence, ``[batch, ranks * length, ...]``."""
+    ranks, batch, length, *rest = x.shape
+    if layout == "striped":
+        return jnp.moveaxis(x, 0, 2).reshape(batch, -1, *rest)
+    if layout == "zigzag":
+        halves = x.reshape(ranks, batch, 2, length // 2, *rest)
+        x = jnp.concatenate([halves[:, :, 0], jnp.flip(halves[:, :, 1], 0)])
+    whole = jnp.moveaxis(x, 0, 1).reshape(batch, -1, *rest)
+    return whole if isinstance(layout, str) else whole[:, jnp.asarray(inverse_permutation(layout, ranks, ranks * length))]
+
+
+def in_shards(x: Array, layout, ranks: int) -> Array:
+    """Undoes :func:`in_sequence_order`."""
+    batch, length, *rest = x.shape
+    if layout == "striped":
+        return jnp.moveaxis(x.reshape(batch, -1, ranks, *rest), 2, 0)
+    if layout == "zigzag":
+        chunks = jnp.moveaxis(x.reshape(batch, 2 * ranks, -1, *rest), 1, 0)
+        return jnp.concatenate([chunks[:ranks], jnp.flip(chunks[ranks:], 0)], axis=2)
+    x = x if isinstance(layout, str) else x[:, jnp.asarray(permutation(layout, ranks, length))]
+    return jnp.moveaxis(x.reshape(batch, ranks, -1, *rest), 1, 0)

@@ -1,0 +1,189 @@
+"""What strategies that run a kernel share: a pass over local shards, from its opening over the pairs of shards to its results.
+
+A pair is this rank's queries and some keys that are here: their own shard, one that has arrived, or the whole sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_core.kernels.contract import Extras, Grads, Kernel, Partial, Residuals, accumulation_dtype
+from jax_core.kernels.merge import join_sinks, sink_gradient
+from jax_core.masks.layout import Run, runs
+from jax_core.strategies.columns import put_columns, take_columns
+from jax_core.strategies.contract import Operands, RingSpec, make_residuals
+from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
+from jax_core.strategies.shapes import SmallOperands, in_full_shape
+from jax_core.varying import vary, varying_axes
+
+
+class Keys(NamedTuple):
+    """Keys and values that are here, with their ids: what travels between ranks."""
+
+    key: Array
+    value: Array
+    segment_ids: Array | None
+    position_ids: Array | None
+
+
+def own_keys(operands: Operands) -> Keys:
+    return Keys(operands.key, operands.value, operands.kv_segment_ids, operands.kv_position_ids)
+
+
+def rank_of(spec: RingSpec, operands: Operands):
+    """This device's rank: a number without a ring, else a value on the device."""
+    if spec.size == 1:
+        return 0
+    return lax.axis_index(spec.axis_name) if operands.rank is None else operands.rank[0]
+
+
+def query_runs(spec: RingSpec, operands: Operands) -> tuple[Run, ...]:
+    return runs(spec.layout, rank_of(spec, operands), spec.size, operands.query.shape[1])
+
+
+class Pair(NamedTuple):
+    """The arguments of a kernel for one pair."""
+
+    shards: tuple[Array, Array, Array, tuple[Run, ...], tuple[Run, ...]]
+    extras: Extras
+
+
+def make_pair(operands: Operands, q_runs: tuple[Run, ...], keys: Keys, k_runs: tuple[Run, ...]) -> Pair:
+    """Of the queries and ``keys``, whose places in the sequence are ``k_runs``."""
+    extras = Extras(
+        bias=None if operands.bias is None else take_columns(operands.bias, k_runs),
+        mask=None if operands.mask is None else take_columns(operands.mask, k_runs),
+        q_segment_ids=operands.q_segment_ids,
+        kv_segment_ids=keys.segment_ids,
+        q_position_ids=operands.q_position_ids,
+        kv_position_ids=keys.position_ids,
+        alibi_slopes=operands.alibi_slopes,
+        dropout_seed=operands.dropout_seed,
+        origin=operands.origin,
+        predicate_arrays=operands.predicate_arrays,
+    )
+    key, value = (clear_hidden(x, extras.mask) for x in (keys.key, keys.value))
+    return Pair((operands.query, key, value, q_runs, k_runs), extras)
+
+
+class Forward(NamedTuple):
+    """An opened forward. ``last_dtype``: of the output of the last pair; sinks join after it, and without sinks it is final."""
+
+    spec: RingSpec
+    operands: Operands
+    wide: jnp.dtype
+    last_dtype: jnp.dtype
+
+    def attend(self, pair: Pair, carry: Partial | None, diagonal: bool, last: bool) -> Partial:
+        return kernel_of(self.spec).forward(
+            *pair.shards,
+            diagonal=diagonal,
+            scores=self.spec.scores,
+            extras=pair.extras,
+            carry=carry,
+            out_dtype=self.last_dtype if last else self.wide,
+            config=self.spec.fwd_params,
+        )
+
+    def close(self, result: Partial) -> tuple[Array, Array]:
+        """``out`` and ``lse`` as the contract says, from the partial result over all keys."""
+        if self.operands.softmax_aux is not None:
+            result = join_sinks(result, self.operands.softmax_aux)
+        return result.out.astype(self.operands.query.dtype), result.lse
+
+
+def open_forward(spec: RingSpec, operands: Operands) -> Forward:
+    operands, _ = in_full_shape(spec, clear_values(operands))
+    wide, final = accumulation_dtype(operands.query.dtype), operands.query.dtype
+    return Forward(spec, operands, wide, final if operands.softmax_aux is None else wide)
+
+
+class LocalGradients(NamedTuple):
+    """Gradients that stay with the rank: the sums so far."""
+
+    dq: Any
+    dbias: Array | None
+    dalibi_slopes: Array | None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """An opened backward."""
+
+    spec: RingSpec
+    operands: Operands
+    residuals: Residuals
+    lse: Array
+    to_given_shape: Callable[[SmallOperands], SmallOperands]
+
+    def no_gradients(self) -> LocalGradients:
+        """The initial sums; each pair writes its own columns of the bias gradient."""
+        if self.operands.bias is None:
+            return LocalGradients(None, None, None)
+        zeros = jnp.zeros(self.operands.bias.shape, self.lse.dtype)
+        return LocalGradients(None, vary(zeros, varying_axes(self.operands)), None)
+
+    def differentiate(self, pair: Pair, dq: Any, diagonal: bool) -> Grads:
+        q, k, v, q_runs, k_runs = pair.shards
+        return kernel_of(self.spec).backward(
+            q,
+            k,
+            v,
+            self.residuals,
+            q_runs,
+            k_runs,
+            diagonal=diagonal,
+            scores=self.spec.scores,
+            extras=pair.extras,
+            dq=dq,
+            fused=self.spec.fused_backward,
+            deterministic=self.spec.deterministic,
+            config=self.spec.bwd_params,
+        )
+
+    def close(self, dk: Any, dv: Any, sums: LocalGradients) -> Operands:
+        """The gradients as the contract says, from the sums over all pairs; ``dk`` and ``dv`` in the kernel's form."""
+        grads = kernel_of(self.spec).finish(self.operands[:3], (sums.dq, dk, dv), self.spec.scores)
+        return self.gradients(grads, sums)
+
+    def as_arrays(self, pair: Pair, grads: Grads) -> tuple[Array, Array, Array]:
+        """dQ, dK and dV of the pair as arrays like its shards: in the accumulation dtype, or rounded to the operands' dtype by a
+        kernel that has a form of its own."""
+        found = grads.dq, grads.dk, grads.dv
+        if all(isinstance(x, Array) for x in found):
+            return found
+        return kernel_of(self.spec).finish(pair.shards[:3], found, self.spec.scores)
+
+    def gradients(self, grads: tuple[Array, Array, Array], sums: LocalGradients) -> Operands:
+        """The gradients as the contract says, from those of query, key and value in any dtype."""
+        operands, sinks = self.operands, self.operands.softmax_aux
+        dsinks = None if sinks is None else sink_gradient(sinks, self.lse, self.residuals.delta)
+        small = self.to_given_shape(SmallOperands(dsinks, sums.dbias, sums.dalibi_slopes))
+        query, key, value = (grad.astype(operand.dtype) for grad, operand in zip(grads, operands[:3], strict=True))
+        nothing = jax.tree.map(lambda _: None, operands)
+        return nothing._replace(query=query, key=key, value=value, **small._asdict())
+
+
+def open_backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None) -> Backward:
+    operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
+    dout, dlse = clear_cotangents(operands, dout, dlse)
+    residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
+    return Backward(spec, operands, residuals, lse, to_given_shape)
+
+
+def accumulate(sums: LocalGradients, grads: Grads, k_runs: tuple[Run, ...]) -> LocalGradients:
+    dbias = None if sums.dbias is None else put_columns(sums.dbias, grads.dbias, k_runs)
+    return LocalGradients(grads.dq, dbias, add(sums.dalibi_slopes, grads.dalibi_slopes))
+
+
+def add(total, share):
+    return share if total is None else jax.tree.map(jnp.add, total, share)
+
+
+def kernel_of(spec: RingSpec) -> Kernel:
+    assert spec.kernel is not None
+    return spec.kernel
