@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from jax_core.masks.layout import Layout
 from torch_bridge.calls import exchange, known_to_all
 from torch_bridge.mesh import Ring
 
@@ -40,10 +41,10 @@ _looked_at: set[tuple[int, int]] = set()
 _sharded: defaultdict[tuple[int, ...], set[str]] = defaultdict(set)
 
 
-def note_layout(ring: Any, layout: str) -> None:
+def note_layout(ring: Any, layout: Layout) -> None:
     """Remember that this process has taken its shard for ``ring`` in ``layout``."""
     if isinstance(ring, Ring) and ring.size > 1:
-        _sharded[ring.ranks].add(layout)
+        _sharded[ring.ranks].add(str(layout))
 
 
 def look_at_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:

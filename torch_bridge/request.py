@@ -53,7 +53,7 @@ class Request:
         """The layout; empty where position ids say all that it would, and where keys lie in any order."""
         given = {name for name, form in zip(ARRAYS, self.forms, strict=False) if form is not None}
         by_ids = "q_position_ids" in given and not given & {"bias", "mask"}
-        return "" if by_ids or self.shared_queries else self.options.layout
+        return "" if by_ids or self.shared_queries else str(self.options.layout)
 
     @property
     def shared_queries(self) -> bool:
@@ -87,6 +87,7 @@ def results(query: Any, value: Any) -> tuple[Form, Form]:
 def in_words(options: Options) -> str:
     """The options that differ from the defaults."""
     settings = {name: value for name, value in vars(options).items() if value != getattr(Options, name)}
+    settings |= {name: str(value) for name, value in settings.items() if name == "layout"}
     settings |= {name: getattr(value, "__qualname__", "given") for name, value in settings.items() if callable(value)}
     settings |= {"predicates": [str(predicate.token) for predicate in options.predicates]} if options.predicates else {}
     return str(settings)

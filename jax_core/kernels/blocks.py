@@ -24,7 +24,7 @@ from jax_core.varying import vary, varying_axes
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """One side's shard: ``runs`` (1 or 2) runs of ``length`` positions each, ``stride`` apart, in blocks of ``block`` positions; no
+    """One side's shard: ``runs`` runs of ``length`` positions each, ``stride`` apart, in blocks of ``block`` positions; no
     block spans two runs."""
 
     runs: int
@@ -153,16 +153,16 @@ def _bounds(side: Side, axis: int) -> tuple[_Bounds, _Bounds | None]:
 
 
 def starts(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
-    """int32 ``[6]``: the first positions of the two runs of queries and of keys (0 for a missing run), and the global indices of
-    the first batch entry and head."""
-    firsts = [runs[i].start if i < len(runs) else 0 for runs in (q_runs, k_runs) for i in (0, 1)]
+    """int32 ``[q runs + k runs + 2]``: the first positions of the runs of queries and of keys, and the global indices of the first
+    batch entry and head."""
     origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
-    return jnp.stack([jnp.asarray(number, jnp.int32) for number in firsts + origin])
+    return _numbers([*(run.start for run in (*q_runs, *k_runs)), *origin])
 
 
 def index(runs: Runs) -> Array:
     """``[length]``: the indices of a shard's rows in the whole sequence."""
-    return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
+    firsts = _numbers([run.start for run in runs])
+    return (firsts[:, None] + runs[0].stride * jnp.arange(runs[0].length, dtype=jnp.int32)).reshape(-1)
 
 
 def positions(ids: Array | None, runs: Runs) -> Array:
@@ -237,6 +237,10 @@ def packed_bits(seen: Array) -> Array:
     weights = jnp.left_shift(jnp.uint32(1), jnp.arange(WORD, dtype=jnp.uint32))
     packed = jnp.sum(jnp.where(words, weights, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
     return jax.lax.bitcast_convert_type(packed, jnp.int32)
+
+
+def _numbers(numbers: Sequence) -> Array:
+    return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
 
 
 def _in_rows(ids: Array, where: BlockLayout) -> Array:

@@ -37,10 +37,12 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.masks.functions import Predicate
-from jax_core.masks.layout import Run
+from jax_core.masks.layout import Layout, Run
 from jax_core.masks.static import Mask
 
-Runs = tuple[Run, ...]  # one or two: the positions of a shard
+# The positions of a shard: one or more runs of equal length and stride. One or two are those of a named layout or a whole sequence;
+# a kernel that lists the feature "plan" takes more, which may lie anywhere, in ascending order.
+Runs = tuple[Run, ...]
 Precision = lax.Precision | str | None
 
 
@@ -80,7 +82,7 @@ class Problem:
     kv_heads: int
     dim: int
     value_dim: int
-    layout: str = "contiguous"
+    layout: Layout = "contiguous"
     size: int = 1
     sizes: tuple[int, ...] = ()
     features: frozenset[str] = frozenset()

@@ -1,20 +1,23 @@
 """How a sequence is laid out over a ring, as arithmetic on positions.
 
-A shard holds one or two *runs* of global positions, so no position array is ever sent: the positions of arriving K/V follow from
-the rank they came from. Everything here is plain integer arithmetic with operators, so a rank may be a Python int or a traced JAX
-value.
+A shard holds one or more *runs* of global positions, all of one length and stride, so no position array is ever sent: the positions
+of arriving K/V follow from the rank they came from. Everything here is plain integer arithmetic with operators, so a rank may be a
+Python int, a NumPy array of ranks, or a traced JAX value.
 
 Layouts, for ring size ``N``, rank ``r`` and shard length ``T``:
 
 - ``contiguous``: positions ``r*T .. (r+1)*T - 1``;
 - ``zigzag`` (also head-tail, dual chunk swap): chunks ``r`` and ``2N-1-r`` of ``2N`` equal chunks, which balances causal work;
-- ``striped``: positions ``r, r+N, r+2N, ...`` (Brandon et al. 2023, "Striped Attention", arXiv:2311.09431).
+- ``striped``: positions ``r, r+N, r+2N, ...`` (Brandon et al. 2023, "Striped Attention", arXiv:2311.09431);
+- an object with the methods of :class:`Arrangement`, such as a plan that ``balance`` made (:mod:`jax_core.masks.plan`).
 """
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
-Layout = Literal["contiguous", "zigzag", "striped"]
-LAYOUTS: tuple[str, ...] = get_args(Layout)
+import numpy as np
+
+LayoutName = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[str, ...] = get_args(LayoutName)
 
 
 class Run(NamedTuple):
@@ -26,27 +29,71 @@ class Run(NamedTuple):
     length: int
 
 
-def check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
+@runtime_checkable
+class Arrangement(Protocol):
+    """A layout that is an object: hashable, equal on all ranks, as is its ``str()``, which is short. A rank has more than two runs,
+    unless it is alone and holds the sequence in order: kernels take two runs for zigzag, and one for another name.
+
+    ``feature``: the name by which strategies and kernels declare that they take it (``request.features``). ``shard_multiple``: a
+    shard's length is a multiple of it. The methods are the functions below of the same names, without ``layout``; they raise
+    ValueError for a size or length that the layout is not for.
+    """
+
+    @property
+    def feature(self) -> str: ...
+
+    @property
+    def shard_multiple(self) -> int: ...
+
+    def check_size(self, size: int) -> None: ...
+
+    def check_shard_length(self, length: int, name: str, size: int) -> None: ...
+
+    def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]: ...
+
+    def padded_length(self, size: int, length: int) -> int: ...
 
 
-def shard_multiple(layout: str) -> int:
+Layout = str | Arrangement
+
+
+def check_layout(layout: Layout, size: int | None = None) -> None:
+    """``size``: of the ring, where it is known."""
+    if isinstance(layout, Arrangement):
+        if size is not None:
+            layout.check_size(size)
+    elif layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, or a plan that balance made; got {layout!r}")
+
+
+def feature(layout: Layout) -> str:
+    """The name by which strategies and kernels declare that they take the layout."""
+    return layout if isinstance(layout, str) else layout.feature
+
+
+def shard_multiple(layout: Layout) -> int:
     """A shard's length must be a multiple of this."""
     check_layout(layout)
+    if isinstance(layout, Arrangement):
+        return layout.shard_multiple
     return 2 if layout == "zigzag" else 1
 
 
-def check_shard_length(layout: str, length: int, name: str = "shard") -> None:
-    if length % shard_multiple(layout):
+def check_shard_length(layout: Layout, length: int, name: str = "shard", size: int = 1) -> None:
+    """``size``: how many such shards make the sequence (1 also where ``length`` is that of the whole sequence)."""
+    if isinstance(layout, Arrangement):
+        layout.check_shard_length(length, name, size)
+    elif length % shard_multiple(layout):
         raise ValueError(
             f"{layout} needs a {name} length divisible by {shard_multiple(layout)}, got {length}; pad the sequence to a "
             f"multiple of {shard_multiple(layout)} x the ring size (ring_attn.pad does)"
         )
 
 
-def runs(layout: str, rank, size: int, length: int) -> tuple[Run, ...]:
+def runs(layout: Layout, rank, size: int, length: int) -> tuple[Run, ...]:
     """The runs of positions that ``rank`` of a ring of ``size`` holds in a shard of ``length`` positions, in shard order."""
+    if isinstance(layout, Arrangement):
+        return layout.runs(rank, size, length)
     check_shard_length(layout, length)
     if layout == "striped":
         return (Run(rank, size, length),)
@@ -56,34 +103,53 @@ def runs(layout: str, rank, size: int, length: int) -> tuple[Run, ...]:
     return (Run(rank * half, 1, half), Run((2 * size - 1 - rank) * half, 1, half))
 
 
-def padded_length(layout: str, size: int, length: int) -> int:
+def run_length(layout: Layout, size: int, length: int) -> int:
+    """The positions of each run of a shard."""
+    return runs(layout, 0, size, length)[0].length
+
+
+def padded_length(layout: Layout, size: int, length: int) -> int:
     """The smallest length >= ``length`` that the layout can split over ``size`` ranks."""
+    if isinstance(layout, Arrangement):
+        return layout.padded_length(size, length)
     multiple = size * shard_multiple(layout)
     return -(-length // multiple) * multiple
 
 
-def shard_indices(layout: str, rank: int, size: int, length: int) -> list[int]:
-    """The global positions, in shard order, that ``rank`` holds of a sequence of ``length`` positions."""
-    if length % (size * shard_multiple(layout)):
+def check_whole_length(layout: Layout, size: int, length: int, where: str = "") -> None:
+    """ValueError for a sequence that ``size`` ranks cannot share in this layout. ``where``: the end of what came, in words."""
+    padded = padded_length(layout, size, length)
+    if padded != length:
+        multiple = padded if isinstance(layout, Arrangement) else size * shard_multiple(layout)
         raise ValueError(
-            f"{layout} over {size} ranks needs a sequence length divisible by {size * shard_multiple(layout)}, got {length}; "
-            f"pad it to {padded_length(layout, size, length)} (ring_attn.pad does)"
+            f"{layout} over {size} ranks needs a sequence length divisible by {multiple}, got {length}{where}; "
+            f"pad it to {padded} (ring_attn.pad does)"
         )
-    held = runs(layout, rank, size, length // size)
-    return [run.start + run.stride * i for run in held for i in range(run.length)]
 
 
-def permutation(layout: str, size: int, length: int) -> list[int]:
+def shard_indices(layout: Layout, rank: int, size: int, length: int) -> list[int]:
+    """The global positions, in shard order, that ``rank`` holds of a sequence of ``length`` positions."""
+    return _indices(layout, rank, size, length).tolist()
+
+
+def permutation(layout: Layout, size: int, length: int) -> list[int]:
     """The order of the positions of a whole sequence when the shards of all ranks are concatenated.
 
     ``sequence[permutation(...)]`` brings a sequence into the layout's order; :func:`inverse_permutation` undoes it.
     """
-    return [position for rank in range(size) for position in shard_indices(layout, rank, size, length)]
+    return _order(layout, size, length).tolist()
 
 
-def inverse_permutation(layout: str, size: int, length: int) -> list[int]:
+def inverse_permutation(layout: Layout, size: int, length: int) -> list[int]:
     """``inverse_permutation[permutation[i]] == i``: brings a sequence from the layout's order back into sequence order."""
-    inverse = [0] * length
-    for place, position in enumerate(permutation(layout, size, length)):
-        inverse[position] = place
-    return inverse
+    return np.argsort(_order(layout, size, length)).tolist()
+
+
+def _order(layout: Layout, size: int, length: int) -> np.ndarray:
+    return np.concatenate([_indices(layout, rank, size, length) for rank in range(size)])
+
+
+def _indices(layout: Layout, rank: int, size: int, length: int) -> np.ndarray:
+    check_whole_length(layout, size, length)
+    held = runs(layout, rank, size, length // size)
+    return np.concatenate([run.start + run.stride * np.arange(run.length) for run in held])

@@ -1,20 +1,20 @@
 """Are the operands' shapes and dtypes consistent? Only ``shape`` and ``dtype`` are read, so torch tensors can be checked too."""
 
-from jax_core.masks.layout import check_shard_length
+from jax_core.masks.layout import Layout, check_shard_length
 from jax_core.strategies.contract import Operands
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: it does not fit into int32
 
 
-def check_operands(operands: Operands, layout: str, size: int) -> None:
+def check_operands(operands: Operands, layout: Layout, size: int) -> None:
     """Raises ValueError for the first inconsistency; ``operands`` are shards of a ring of ``size``."""
     _check_qkv(operands)
     query, key = operands.query, operands.key
     batch, q_length, heads, _ = query.shape
     k_length = key.shape[1]
-    check_shard_length(layout, q_length, "query shard")
-    check_shard_length(layout, k_length, "key shard")
+    check_shard_length(layout, q_length, "query shard", size)
+    check_shard_length(layout, k_length, "key shard", size)
     whole = (batch, heads, q_length, k_length * size)
     _check_broadcast("bias", operands.bias, whole, _FLOATS)
     _check_broadcast("mask", operands.mask, whole, ("bool",))

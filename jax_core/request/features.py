@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from jax_core.kernels.contract import Scores
+from jax_core.masks import layout
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
 
@@ -41,6 +42,7 @@ _WORDS = {
     "kv_position_ids": "position ids",
     "wide_ids": "ids of 64 bits (cast them to int32)",
     "alibi_slopes": "ALiBi slopes",
+    "plan": "a planned layout (layout=balance(...))",
     "lse_gradient": "a gradient of the LSE (return_lse=True)",
     "fused_backward": "fused_backward=True",
     "deterministic": "deterministic=True",
@@ -51,7 +53,7 @@ def features(options: Options, scores: Scores, operands: Operands) -> frozenset[
     """The names of all features that this request asks for."""
     asked = {field.name for field in fields(options) if field.name not in _TURNED and getattr(options, field.name)}
     asked |= of_scores(scores) | _arrays(scores, operands)
-    return frozenset(asked | {options.layout, str(operands.query.dtype).removeprefix("torch.")})
+    return frozenset(asked | {layout.feature(options.layout), str(operands.query.dtype).removeprefix("torch.")})
 
 
 def of_scores(scores: Scores) -> set[str]:

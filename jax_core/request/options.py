@@ -9,6 +9,7 @@ from jax.lax import Precision
 
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.functions import Predicate
+from jax_core.masks.layout import Layout
 from jax_core.masks.static import Window
 
 AxisName = str | tuple[str, ...] | None
@@ -39,7 +40,7 @@ class Options:
     logits_soft_cap: float | None = None
     softmax_scale: float | None = None
     dropout_prob: float = 0.0
-    layout: str = "contiguous"
+    layout: Layout = "contiguous"
     mask_mod: MaskMod | None = None
     mask_builder: MaskBuilder | None = None
     platform: str | None = None

@@ -48,7 +48,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
 
 def make_problem(options: Options, operands: Operands, place: Placement = ALONE) -> tuple[Problem, Operands]:
     """The same without a choice of strategy and kernel: what is asked of them."""
-    check_layout(options.layout)
+    check_layout(options.layout, place.size)
     if options.cfg is not None and not isinstance(options.cfg, RingAttentionConfig):
         raise ValueError(f"cfg must be a jax_core.RingAttentionConfig or None, got {type(options.cfg).__name__}")
     operands = both_sides(operands)

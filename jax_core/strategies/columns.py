@@ -1,18 +1,29 @@
 """The columns of a bias or mask that belong to one shard of keys. Columns are in sequence order."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
+from jax_core.kernels.blocks import index
+from jax_core.kernels.contract import Runs
 from jax_core.masks.layout import Run
 
+_SLICES = 2  # one for each run; from more runs the columns are gathered by their index
+_UNIQUE: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
 
-def take_columns(x, runs: tuple[Run, ...]):
+
+def take_columns(x, runs: Runs):
     """``[..., keys of the whole sequence] -> [..., keys of the shard]``"""
+    if len(runs) > _SLICES:
+        return jnp.asarray(x).at[..., index(runs)].get(**_UNIQUE)
     return jnp.concatenate([_take(x, run) for run in runs], axis=-1)
 
 
-def put_columns(x, columns, runs: tuple[Run, ...]):
+def put_columns(x, columns, runs: Runs):
     """``x`` with the shard's columns replaced: the transpose of :func:`take_columns` if every shard is put once."""
+    if len(runs) > _SLICES:
+        return x.at[..., index(runs)].set(columns, **_UNIQUE)
     start = 0
     for run in runs:
         x, start = _put(x, columns[..., start : start + run.length], run), start + run.length

@@ -25,6 +25,7 @@ from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Kernel, Problem, Residuals, Scores
+from jax_core.masks.layout import Layout
 
 
 class Operands(NamedTuple):
@@ -68,7 +69,7 @@ class RingSpec:
     strategy: "Strategy"
     kernel: Kernel | None
     backend: str
-    layout: str = "contiguous"
+    layout: Layout = "contiguous"
     axis_name: str | tuple[str, ...] | None = None
     size: int = 1
     sizes: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from jax_core.masks.layout import LAYOUTS, Run
+from jax_core.masks.plan import Plan
 from jax_core.masks.static import Mask, make_mask, visible
 
 brute_force = settings(deadline=None, derandomize=True, max_examples=200)
@@ -18,6 +19,16 @@ bounded_masks = st.builds(lambda mask, keys: replace(mask, keys=keys), masks, st
 tiles = st.builds(Run, st.integers(-6, 15), st.integers(1, 4), st.integers(1, 6))
 layouts, sizes = st.sampled_from(LAYOUTS), st.integers(1, 8)
 halves = st.integers(1, 5)  # half a shard's length, so that zigzag can split it
+
+
+def plans(size: int, length: int) -> st.SearchStrategy[Plan]:
+    """Any over ``size`` ranks with shards of ``length`` positions."""
+    pieces = [count for count in range(1 if size == 1 else 3, length + 1) if length % count == 0]
+
+    def dealt(count: int, order: list[int]) -> Plan:
+        return Plan(length // count, tuple(tuple(sorted(order[rank::size])) for rank in range(size)))
+
+    return st.sampled_from(pieces).flatmap(lambda count: st.builds(dealt, st.just(count), st.permutations(range(size * count))))
 
 
 def positions_of(run: Run) -> np.ndarray:

@@ -11,7 +11,8 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import contract, xla
 from jax_core.kernels.contract import Extras, Grads, Partial, Residuals, Scores
 from jax_core.kernels.merge import join
-from jax_core.masks.layout import runs
+from jax_core.masks.layout import Layout, runs
+from jax_core.masks.plan import Plan
 from jax_core.masks.static import make_mask
 from jax_core.strategies.contract import make_residuals
 
@@ -30,7 +31,7 @@ class ShardPair:
     value_dim: int | None = None
     dtype: str = "float32"
     batch: int = 1
-    layout: str = "contiguous"
+    layout: Layout = "contiguous"
     rank: int = 0
     source: int = 0
     size: int = 1
@@ -42,8 +43,11 @@ class ShardPair:
 
 
 SMALL = FwdParams(16, 16), BwdParams(16, 32)
+PIECES = Plan(20, ((0, 3, 4), (1, 2, 5)))
 PAIRS = {
     "own shard of a zigzag": ShardPair(40, 40, layout="zigzag", rank=1, source=1, size=2, carry=True),
+    "pieces of a plan": ShardPair(60, 60, layout=PIECES, rank=1, source=0, size=2, carry=True),
+    "own pieces of a plan": ShardPair(60, 60, layout=PIECES, size=2, scores=Scores(make_mask(False, (25, 13)), 0.3), fused=True),
     "a later shard of a zigzag": ShardPair(40, 40, layout="zigzag", rank=0, source=1, size=2, carry=True),
     "a shard that is not seen": ShardPair(40, 33, rank=0, source=1, size=2, carry=True),
     "nothing seen yet": ShardPair(40, 33, rank=0, source=1, size=2),

@@ -50,7 +50,7 @@ def forward(
     """``out`` is in the query's dtype, whatever ``out_dtype``; a row that sees no key of the pair has LSE -inf and any output."""
     assert carry is None
     del out_dtype, config
-    listed = _listed(q, k, q_runs, scores, extras)
+    listed = _listed(q, k, q_runs, k_runs, scores, extras)
     tile = forward_tile(q.shape[3], v.shape[3], diagonal and scores.mask != Mask(), listed)
     pair = _make_pair((q, k, v), q_runs, k_runs, diagonal, scores, extras, tile, listed)
     batch, length, heads, _ = q.shape
@@ -84,7 +84,7 @@ def backward(
     config: BwdParams,
 ) -> Grads:
     del fused, config  # one sweep in any case
-    listed = _listed(q, k, q_runs, scores, extras)
+    listed = _listed(q, k, q_runs, k_runs, scores, extras)
     tile = backward_tile(q.shape[3], v.shape[3], scores.mask != Mask(), listed)
     pair = _make_pair((q, k, v), q_runs, k_runs, diagonal, scores, extras, tile, listed)
     settings, group = replace(pair.settings, deterministic=deterministic), q.shape[2] // k.shape[2]
@@ -179,9 +179,10 @@ def _with_mask(settings: Settings, mask: Mask) -> Settings:
     return replace(settings, local=True, left=mask.left, right=0 if mask.causal else mask.right)
 
 
-def _listed(q: Array, k: Array, q_runs: Runs, scores: Scores, extras: Extras) -> bool:
-    data = extras.mask, extras.q_segment_ids, extras.q_position_ids
-    return pairs.needs_lists(scores, any(x is not None for x in data), pairs.is_static(q_runs), q.shape[1] == k.shape[1])
+def _listed(q: Array, k: Array, q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras) -> bool:
+    has_data = any(x is not None for x in (extras.mask, extras.q_segment_ids, extras.q_position_ids))
+    scattered = max(len(q_runs), len(k_runs)) > 2
+    return pairs.needs_lists(scores, has_data, pairs.is_static(q_runs), q.shape[1] == k.shape[1], scattered)
 
 
 def _statistics(x: Array, fill: float, tile_m: int, group: int, pair: _Pair) -> Shaped:

@@ -8,10 +8,11 @@ from jax_core.kernels.cute import calls
 from jax_core.kernels.cute.lists import QUERY_BLOCK
 from jax_core.kernels.cute.pairs import needs_lists
 from jax_core.kernels.cute.tiles import backward_tile, forward_tile
+from jax_core.masks.layout import run_length
 
 HANDLES = frozenset(
     "causal left right chunk any_position softcap predicates logits_dtype mask q_segment_ids kv_segment_ids q_position_ids "
-    "kv_position_ids origin lse_gradient fused_backward deterministic float16 bfloat16".split()
+    "kv_position_ids plan origin lse_gradient fused_backward deterministic float16 bfloat16".split()
 )
 _DATA = frozenset("mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids".split())
 
@@ -25,7 +26,11 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
 
 def listed(problem: Problem) -> bool:
     has_data = bool(problem.features & _DATA)
-    return needs_lists(problem.scores, has_data, problem.size == 1, problem.q_length == problem.k_length)
+    return needs_lists(problem.scores, has_data, problem.size == 1, problem.q_length == problem.k_length, _scattered(problem))
+
+
+def _scattered(problem: Problem) -> bool:
+    return problem.size > 1 and not isinstance(problem.layout, str)
 
 
 def _dim_reason(problem: Problem) -> str | None:
@@ -61,7 +66,7 @@ def _list_reason(problem: Problem) -> str | None:
 
 
 def _length_reason(problem: Problem) -> str | None:
-    """Blocks and tiles must not span the two runs of a zigzag shard."""
+    """Blocks and tiles must not span two runs of a shard."""
     if problem.size == 1 or not (problem.scores.mask.causal or listed(problem)):
         return None
     backward = backward_tile(problem.dim, problem.value_dim, True, listed(problem))
@@ -72,6 +77,10 @@ def _length_reason(problem: Problem) -> str | None:
         multiple = backward.tile_m
     lengths = {problem.q_length, problem.k_length} if listed(problem) else {problem.q_length}
     came = f"here, got {' and '.join(map(str, sorted(lengths)))}"
+    if _scattered(problem):
+        run = run_length(problem.layout, problem.size, problem.q_length)
+        reason = f"in a plan flash-attn-4 needs pieces of a multiple of {multiple} positions here, got {run}; balance takes piece="
+        return reason if run % multiple and listed(problem) else None
     if problem.layout == "zigzag" and any(length // 2 % multiple for length in lengths):
         return f"in zigzag flash-attn-4 needs shards of a multiple of {2 * multiple} positions {came}"
     if not listed(problem) and problem.batch > 1 and problem.q_length % multiple:

@@ -13,6 +13,7 @@ from jax_core.kernels.blocks import (
     block_sparsity,
     dense_mask,
     in_blocks,
+    index,
     packed_bits,
     same_rows,
 )
@@ -76,10 +77,10 @@ def _ordered(chosen: Array) -> tuple[Array, Array]:
 
 def _arrays(q_runs: Runs, k_runs: Runs, extras: Extras, seen: Array | None) -> dict[str, Array]:
     arrays = {"starts": jnp.stack([_start(q_runs), _start(k_runs)])}
-    for name, pair in (
-        ("segments", (extras.q_segment_ids, extras.kv_segment_ids)),
-        ("positions", (extras.q_position_ids, extras.kv_position_ids)),
-    ):
+    positions = extras.q_position_ids, extras.kv_position_ids
+    if positions[0] is None and max(len(q_runs), len(k_runs)) > 2:
+        positions = index(q_runs)[None], index(k_runs)[None]
+    for name, pair in (("segments", (extras.q_segment_ids, extras.kv_segment_ids)), ("positions", positions)):
         q_ids, k_ids = same_rows(*pair)
         if q_ids is not None and k_ids is not None:
             arrays |= {f"q_{name}": q_ids, f"k_{name}": k_ids}
@@ -87,7 +88,7 @@ def _arrays(q_runs: Runs, k_runs: Runs, extras: Extras, seen: Array | None) -> d
 
 
 def _start(runs: Runs) -> Array:
-    """int32 ``[4]``: the first positions of the two runs, their length, their stride."""
+    """int32 ``[4]``: the first positions of the two runs, their length, their stride. (Of more runs the positions are an array.)"""
     numbers = [runs[0].start, runs[-1].start, runs[0].length, runs[0].stride]
     return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
 

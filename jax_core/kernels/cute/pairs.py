@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.kernels.contract import Runs, Scores
+from jax_core.masks.static import Mask
 
 Where = tuple[Array | None, Array | None, Array | None, Array | None]  # offsets and lengths of queries, offsets and lengths of keys
 WHOLE: Where = (None, None, None, None)
@@ -61,9 +62,12 @@ def is_static(runs: Runs) -> bool:
     return isinstance(runs[0].start, int)
 
 
-def needs_lists(scores: Scores, has_data: bool, alone: bool, same_length: bool) -> bool:
-    """Can flash-attn-4 not compute this by its causal mask, its windows and rectangles alone? ``alone``: no ring."""
+def needs_lists(scores: Scores, has_data: bool, alone: bool, same_length: bool, scattered: bool) -> bool:
+    """Can flash-attn-4 not compute this by its causal mask, its windows and rectangles alone? ``alone``: no ring. ``scattered``:
+    a shard is more than two runs."""
     mask = scores.mask
+    if scattered and mask != Mask():
+        return True
     if has_data or scores.predicates or mask.chunk is not None or mask.any_position:
         return True
     windowed = mask.left is not None or mask.right is not None

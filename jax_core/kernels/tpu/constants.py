@@ -34,6 +34,11 @@ class TileConstants:
     def group(self) -> int:
         return self.heads // self.kv_heads
 
+    @property
+    def origin(self) -> int:
+        """Where the first batch entry is among the scalars."""
+        return self.q.runs + self.k.runs
+
 
 T = TypeVar("T")  # an array, a reference to its block inside a kernel, or its BlockSpec
 
@@ -128,7 +133,7 @@ def _mask_tiles(mask: Array | None, const: TileConstants) -> Array | None:
 
 
 def make_scalars(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
-    """int32 ``[8]``: the first positions of the runs, the first batch entry and head, the dropout seed."""
+    """int32 ``[q runs + k runs + 4]``: the first positions of the runs, the first batch entry and head, the dropout seed."""
     seed = jnp.zeros(2, jnp.uint32) if extras.dropout_seed is None else extras.dropout_seed
     words = lax.bitcast_convert_type(seed.astype(jnp.uint32), jnp.int32)
     return jnp.concatenate([starts(q_runs, k_runs, extras), words])

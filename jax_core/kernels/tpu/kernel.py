@@ -32,13 +32,14 @@ from jax_core.kernels.tpu.constants import (
 from jax_core.kernels.tpu.forward_kernel import forward_kernel
 from jax_core.kernels.tpu.specs import Place, Specs
 from jax_core.kernels.tpu.visits import Visits, flags_of, list_visits, pairs_to_visit, visit
+from jax_core.masks.layout import runs
 
 _LISTED = 250_000  # words of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 CONTINUES = True
 HANDLES = frozenset(
     "causal left right chunk keys any_position softcap dropout_prob predicates precision logits_dtype "
-    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids alibi_slopes dropout_seed origin "
+    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids alibi_slopes dropout_seed origin plan "
     "lse_gradient fused_backward deterministic bfloat16 float32".split()
 )
 
@@ -55,7 +56,9 @@ def _list_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> s
     per_entry = problem.features & {"q_segment_ids", "q_position_ids", "mask"} or problem.scores.predicates
     for name, part in (("fwd_params", forward), ("bwd_params", backward)):
         lengths = problem.q_length, problem.k_length
-        q, k = (-(-length // size) + 1 for length, size in zip(lengths, limits.block_sizes(part), strict=True))
+        # A run may end within a block.
+        more = len(runs(problem.layout, 0, problem.size, problem.q_length)) - 1
+        q, k = (-(-length // size) + more for length, size in zip(lengths, limits.block_sizes(part), strict=True))
         pairs = q * k * (problem.batch if per_entry else 1)
         if pairs > _LISTED:
             return f"{name}: a TPU's scalar memory lists {_LISTED} pairs of blocks, got {pairs}; give larger blocks"

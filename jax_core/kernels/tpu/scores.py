@@ -10,7 +10,7 @@ from jax import Array, Ref, lax
 
 from jax_core.kernels.blocks import BlockLayout
 from jax_core.kernels.blocks import distance as block_distance
-from jax_core.kernels.tpu.constants import BlockedExtras, TileConstants, remainder
+from jax_core.kernels.tpu.constants import BlockedExtras, TileConstants, quotient, remainder
 from jax_core.kernels.tpu.products import column, product, scaled, through_softcap
 from jax_core.masks.dropout import threefry_2x32, threshold
 from jax_core.masks.functions import Predicate
@@ -72,7 +72,7 @@ class _Indices(NamedTuple):
 
 def _indices(const: TileConstants, at: TileIndex, shape: tuple[int, ...], transposed: bool) -> _Indices:
     q, _ = _indices_of(const.q, at.q, at.scalars, 0, shape, 1 if transposed else 0)
-    k, real = _indices_of(const.k, at.k, at.scalars, 2, shape, 0 if transposed else 1)
+    k, real = _indices_of(const.k, at.k, at.scalars, const.q.runs, shape, 0 if transposed else 1)
     return _Indices(q, k, real)
 
 
@@ -80,7 +80,7 @@ def _indices_of(
     where: BlockLayout, block: Array, scalars: Ref, first: int, shape: tuple[int, ...], axis: int
 ) -> tuple[Array, Array | None]:
     in_run = remainder(block, where.blocks_per_run) * where.block + lax.broadcasted_iota(jnp.int32, shape, axis)
-    start = scalars[first] if where.runs == 1 else jnp.where(block < where.blocks_per_run, scalars[first], scalars[first + 1])
+    start = scalars[first] if where.runs == 1 else scalars[first + quotient(block, where.blocks_per_run)]
     return start + where.stride * in_run, None if where.even else in_run < where.length
 
 
@@ -118,23 +118,30 @@ def _seen(
     if blocked.mask is not None:
         seen = seen & (_transposed(blocked.mask[...].astype(jnp.int32), transposed) != 0)
     for predicate in const.in_kernel:
-        seen = seen & _evaluate(predicate, at, indices, positions)
+        seen = seen & _evaluate(predicate, const, at, indices, positions)
     return seen
 
 
-def _evaluate(predicate: Predicate, at: TileIndex, indices: _Indices, positions: tuple[Array, Array]) -> Array:
+def _evaluate(
+    predicate: Predicate, const: TileConstants, at: TileIndex, indices: _Indices, positions: tuple[Array, Array]
+) -> Array:
     assert predicate.elementwise is not None
     q, k = positions if predicate.over == "position" else (indices.q, indices.k)
     q, k = (jnp.broadcast_to(x, indices.q.shape) for x in (q, k))
-    return predicate.elementwise(at.scalars[4] + at.batch, at.scalars[5] + at.head, q, k)
+    return predicate.elementwise(*_global(const, at), q, k)
+
+
+def _global(const: TileConstants, at: TileIndex) -> tuple[Array, Array]:
+    """The global batch entry and head."""
+    return at.scalars[const.origin] + at.batch, at.scalars[const.origin + 1] + at.head
 
 
 def _kept(const: TileConstants, at: TileIndex, indices: _Indices) -> Array | None:
     """As ``dropout.keep_mask``, but compares signed numbers, as the hardware does."""
     if not const.scores.dropout_prob:
         return None
-    words = [lax.bitcast_convert_type(x, jnp.uint32) for x in (at.scalars[6], at.scalars[7])]
-    key = threefry_2x32(tuple(words), (at.scalars[4] + at.batch, at.scalars[5] + at.head))
+    seed = at.scalars[const.origin + 2], at.scalars[const.origin + 3]
+    key = threefry_2x32(tuple(lax.bitcast_convert_type(x, jnp.uint32) for x in seed), _global(const, at))
     bits, _ = threefry_2x32(key, (indices.q, indices.k))
     limit = jnp.uint32(threshold(const.scores.dropout_prob))
     signed = (lax.bitcast_convert_type(x ^ jnp.uint32(1 << 31), jnp.int32) for x in (bits, limit))

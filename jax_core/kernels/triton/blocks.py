@@ -19,7 +19,7 @@ def place(i_block, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
         stride: tl.constexpr = plan.k.stride
         block: tl.constexpr = plan.k.block
         per_run: tl.constexpr = plan.k.blocks_per_run
-        o_start: tl.constexpr = 2
+        o_start: tl.constexpr = plan.q.runs
     else:
         runs: tl.constexpr = plan.q.runs
         length: tl.constexpr = plan.q.length
@@ -28,7 +28,7 @@ def place(i_block, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
         per_run: tl.constexpr = plan.q.blocks_per_run
         o_start: tl.constexpr = 0
     i_run = 0
-    if runs == 2:
+    if runs > 1:
         i_run = i_block // per_run
     o_row = (i_block - i_run * per_run) * block
     start = tl.load(p_where + o_start + i_run)
@@ -53,7 +53,7 @@ def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys
         length: tl.constexpr = plan.k.length
         stride: tl.constexpr = plan.k.stride
         block: tl.constexpr = plan.k.block
-        start = tl.load(p_where + 2 + i_run)
+        start = tl.load(p_where + plan.q.runs + i_run)
     else:
         length: tl.constexpr = plan.q.length
         stride: tl.constexpr = plan.q.stride
@@ -80,7 +80,8 @@ def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys
 
 @triton.jit
 def visits(first, last, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
-    """The blocks to visit by position: ``reach`` for each run of the other side (empty for a missing second run)."""
+    """The blocks to visit by position: ``reach`` for each run of the other side (empty for a missing second run). Of more than two
+    runs the blocks come from a table."""
     runs: tl.constexpr = plan.k.runs if of_keys else plan.q.runs
     a = reach(first, last, 0, p_where, plan, of_keys)
     if runs == 2:

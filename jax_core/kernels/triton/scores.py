@@ -70,8 +70,8 @@ def dropout_key(p_seed, p_where, i_batch, i_head, plan: tl.constexpr):
     else:
         seed0 = tl.load(p_seed).to(tl.uint32)
         seed1 = tl.load(p_seed + 1).to(tl.uint32)
-        i_batch = (i_batch + tl.load(p_where + 4)).to(tl.uint32)
-        i_head = (i_head + tl.load(p_where + 5)).to(tl.uint32)
+        i_batch = (i_batch + tl.load(p_where + plan.q.runs + plan.k.runs)).to(tl.uint32)
+        i_head = (i_head + tl.load(p_where + plan.q.runs + plan.k.runs + 1)).to(tl.uint32)
         return threefry(seed0, seed1, i_batch, i_head)
 
 

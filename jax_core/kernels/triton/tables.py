@@ -1,7 +1,7 @@
 """What the kernels need for data-dependent masks: packed bits, and for every block the list of blocks that it has to visit.
 
-Computed before a launch. Only a call with segment ids, position ids, a boolean mask or a mask function needs them; otherwise the
-kernel works out its blocks itself.
+Computed before a launch. Only a call with segment ids, position ids, a boolean mask, a mask function, or more than two runs to a
+shard needs them; otherwise the kernel works out its blocks itself.
 """
 
 import math
@@ -21,7 +21,7 @@ from jax_core.kernels.triton import launch
 class Tables(NamedTuple):
     """``bits``: int32 ``[batch|1, heads|1, query rows, key rows / 32]``, rows counted in whole blocks, or None. ``visible``,
     ``whole``: ``[batch|1, heads|1, query blocks, key blocks]``, which pairs of blocks have a visible pair, and which are fully
-    visible; or None if no data decides it."""
+    visible; or None if the kernel works them out."""
 
     bits: Array | None
     visible: Array | None
@@ -69,7 +69,8 @@ def make_tables(
     shards: tuple[Array, Array, Array], q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras, blocks: tuple[int, int]
 ) -> Tables:
     """``shards``: q, k, v. ``blocks``: the block sizes of queries and keys."""
-    if extras.q_segment_ids is None and extras.q_position_ids is None and extras.mask is None and not scores.predicates:
+    data = extras.q_segment_ids, extras.q_position_ids, extras.mask
+    if all(x is None for x in data) and not scores.predicates and max(len(q_runs), len(k_runs)) <= 2:
         return Tables(None, None, None)
     q, k = block_layout(q_runs, blocks[0]), block_layout(k_runs, blocks[1])
     visible, whole = (table[:, None] for table in block_sparsity(q, k, q_runs, k_runs, scores, extras))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.config import FwdParams
-from jax_core.kernels.blocks import Side, any_visible
+from jax_core.kernels.blocks import Side, any_visible, index
 from jax_core.kernels.contract import Extras, Runs, Scores
 from jax_core.varying import vary, varying_axes
 
@@ -89,12 +89,12 @@ def _block_size(runs: Runs, wanted: int | None) -> int:
 
 
 def _positions(runs: Runs, size: int, position_ids: Array | None, segment_ids: Array | None) -> BlockPositions:
-    index = jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
-    length = index.shape[0]
-    position = index[None] if position_ids is None else position_ids
+    at = index(runs)
+    length = at.shape[0]
+    position = at[None] if position_ids is None else position_ids
     real = None if length % size == 0 else _split(jnp.arange(length) >= 0, 0, size, False)
     segment = None if segment_ids is None else _split(segment_ids, 1, size)
-    return BlockPositions(_split(index, 0, size), _split(position, 1, size), segment, real)
+    return BlockPositions(_split(at, 0, size), _split(position, 1, size), segment, real)
 
 
 def _empty(scores: Scores, q: BlockPositions, k: BlockPositions) -> Array:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_core.masks.layout import Run, check_shard_length, runs
+from jax_core.masks.layout import Layout, Run, check_shard_length, runs
 from jax_core.masks.static import Mask
 
 DIRECTIONS = ("forward", "backward")
@@ -27,10 +27,10 @@ class Call:
     batch: int = 1
     itemsize: int = 2
     mask: Mask = Mask(causal=True)
-    layout: str = "zigzag"
+    layout: Layout = "zigzag"
 
     def __post_init__(self) -> None:
-        check_shard_length(self.layout, self.length)
+        check_shard_length(self.layout, self.length, size=self.size)
 
     def split_over(self, size: int) -> "Call":
         """The same sequence on ``size`` ranks. Raises ValueError if it cannot be split evenly."""

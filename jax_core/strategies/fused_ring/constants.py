@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jax import Array, Ref
 
 from jax_core.kernels.contract import Scores
-from jax_core.masks.layout import Run, runs
+from jax_core.masks.layout import Layout, Run, runs
 from jax_core.masks.static import Mask, empty
 
 ROTATING = ("key", "value", "k_segments")
@@ -44,7 +44,7 @@ class RingConstants:
     kv_heads: int
     dim: int
     value_dim: int
-    layout: str
+    layout: Layout
     axes: tuple[tuple[str, int], ...]
     directions: tuple[int, int]
     hops: int
@@ -63,12 +63,12 @@ class RingConstants:
         return self.heads // self.kv_heads
 
 
-def halved(layout: str, size: int, length: int, block: int) -> HalvedShard:
+def halved(layout: Layout, size: int, length: int, block: int) -> HalvedShard:
     first, second = halves(layout, 0, size, length)
     return HalvedShard(length=length, lengths=(first.length, second.length), block=block, blocks=-(-first.length // block))
 
 
-def halves(layout: str, rank, size: int, length: int) -> tuple[Run, Run]:
+def halves(layout: Layout, rank, size: int, length: int) -> tuple[Run, Run]:
     """The positions of the two halves of ``rank``'s shard; the first is the longer one."""
     held = runs(layout, rank, size, length)
     if len(held) == 2:
@@ -78,7 +78,7 @@ def halves(layout: str, rank, size: int, length: int) -> tuple[Run, Run]:
     return Run(run.start, run.stride, first), Run(run.start + first * run.stride, run.stride, run.length - first)
 
 
-def route(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> tuple[tuple[int, int], int]:
+def route(mask: Mask, layout: Layout, size: int, q_length: int, k_length: int) -> tuple[tuple[int, int], int]:
     """``(directions, hops)``: the directions in which the halves reach all ranks that see them in the fewest hops; on a tie,
     opposite directions. (Under a window that looks back, both halves go to the next rank.)"""
     seen = [_seen(mask, layout, size, q_length, k_length, half) for half in (0, 1)]
@@ -90,7 +90,7 @@ def route(mask: Mask, layout: str, size: int, q_length: int, k_length: int) -> t
     return best, hops(best)
 
 
-def _seen(mask: Mask, layout: str, size: int, q_length: int, k_length: int, half: int) -> list[int]:
+def _seen(mask: Mask, layout: Layout, size: int, q_length: int, k_length: int, half: int) -> list[int]:
     """The shifts at which some rank sees this half of the shard of the rank ``shift`` ranks before it; always includes 0."""
 
     def by_anyone(shift: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the ring handles: whatever its kernel handles. Sinks and layouts it handles itself."""
+"""What the ring handles: whatever its kernel handles. Sinks and the named layouts it handles itself."""
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
@@ -9,7 +9,7 @@ kernel_problem = same_problem
 IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous zigzag striped".split())
 HANDLES = IN_PLACE_OF_A_KERNEL | frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
-    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
+    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
     "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
 )
 

@@ -20,7 +20,8 @@ from jax_core.kernels.blocks import (
 )
 from jax_core.kernels.contract import Extras, Scores
 from jax_core.masks.functions import Predicate
-from jax_core.masks.layout import LAYOUTS, Run, runs
+from jax_core.masks.layout import LAYOUTS, Layout, Run, runs
+from jax_core.masks.plan import Plan
 from jax_core.masks.static import Mask, make_mask, visible
 
 ZIGZAG = (Run(6, 1, 3), Run(15, 1, 3))
@@ -42,7 +43,7 @@ def test_every_run_is_filled_up_to_whole_blocks():
 
 def test_index_and_starts():
     np.testing.assert_array_equal(index(ZIGZAG), [6, 7, 8, 15, 16, 17])
-    np.testing.assert_array_equal(starts(ZIGZAG, (Run(1, 4, 6),), Extras()), [6, 15, 1, 0, 0, 0])
+    np.testing.assert_array_equal(starts(ZIGZAG, (Run(1, 4, 6),), Extras()), [6, 15, 1, 0, 0])
     np.testing.assert_array_equal(starts(ZIGZAG, ZIGZAG, Extras(origin=jnp.array([2, 3]))), [6, 15, 6, 15, 2, 3])
 
 
@@ -66,9 +67,9 @@ IDS = {
 
 
 @pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, Plan(2, ((1, 2, 4, 7), (0, 3, 5, 6)))], ids=str)
 @pytest.mark.parametrize("mask", [make_mask(), make_mask(True), make_mask(window=(3, 1)), make_mask(chunk=5)], ids=str)
-def test_the_block_sparsity_map(mask: Mask, layout: str, ids: str):
+def test_the_block_sparsity_map(mask: Mask, layout: Layout, ids: str):
     """Whatever is visible is in a block that is; a block called whole has nothing that is hidden, and no place for padding. Exactly
     so where positions are runs of stride 1."""
     mask = replace(mask, any_position=ids == "positions")

@@ -38,6 +38,7 @@ from jax_core.kernels.contract import Extras, Problem, Scores
 from jax_core.kernels.cute import calls, kernel, pairs, sums
 from jax_core.kernels.cute.lists import make_lists
 from jax_core.masks.layout import runs
+from jax_core.masks.plan import Plan
 from jax_core.masks.static import make_mask, visible
 from jax_core.request.choice import KERNELS
 from jax_core.request.features import refusal
@@ -69,6 +70,7 @@ def _in_ring(layout: str, rank: int, source: int, **settings: Any) -> ShardPair:
     return _pair(128, layout=layout, rank=rank, source=source, size=3, **settings)
 
 
+PIECES = Plan(128, ((0, 3, 4), (1, 2, 5)))
 PAIRS = {
     "alone, odd": _pair(77, batch=2),
     "alone, fewer keys": _pair(77, 31, batch=2),
@@ -84,6 +86,8 @@ PAIRS = {
     "contiguous, odd": _pair(77, rank=1, size=2, carry=True),
     "zigzag, window": _pair(256, layout="zigzag", rank=1, size=2, scores=WINDOW, carry=True),
     "zigzag, other lengths": _pair(512, 256, layout="zigzag", rank=1, size=2, carry=True),
+    "pieces of a plan": _pair(384, layout=PIECES, rank=1, size=2, batch=2, carry=True),
+    "own pieces of a plan": _pair(384, layout=PIECES, size=2, kv_heads=2, scores=WINDOW),
     "bfloat16": _in_ring("zigzag", 1, 0, dtype="bfloat16", batch=2),
     "deterministic": _in_ring("zigzag", 1, 0, batch=2, deterministic=True),
     "deterministic, own heads": _in_ring("zigzag", 1, 1, batch=2, kv_heads=2, deterministic=True),
@@ -112,6 +116,7 @@ QUICK = (
     "zigzag, own, batch 2, 1 of 2 heads",
     "zigzag, later, batch 2, 1 of 2 heads",
     "zigzag, window",
+    "pieces of a plan",
 )
 
 
@@ -199,6 +204,7 @@ TAKEN = {
     "odd lengths": _changed(q_length=77, k_length=33),
     "zigzag": _changed(**RING),
     "contiguous, odd, one entry": _changed(batch=1, q_length=77, k_length=77, size=4),
+    "a plan": _changed(size=2, layout=PIECES, q_length=384, k_length=384),
     "segments in zigzag": _asking(*IDS, **RING),
     "deterministic": _asking("deterministic", **RING),
     "wide values, own heads": _changed(kv_heads=8, value_dim=256),
@@ -215,6 +221,7 @@ REFUSED = {
     "deterministic lists": (_asking("deterministic", *IDS), "over lists of blocks is not deterministic"),
     "deterministic over other lengths": (_asking("deterministic", k_length=300), "over lists of blocks is not deterministic"),
     "odd zigzag": (_changed(**RING | {"q_length": 200, "k_length": 200}), "a multiple of 128 positions here, got 200"),
+    "odd pieces": (_changed(size=2, layout=Plan(64, PIECES.table), q_length=192, k_length=192), "pieces of a multiple of 128"),
     "odd lists": (_asking(*IDS, **RING, k_length=384), "a multiple of 256 positions here, got 256 and 384"),
     "odd batch": (_changed(size=4, q_length=200, k_length=200), "with several batch entries"),
 }

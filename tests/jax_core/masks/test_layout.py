@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brute_force import brute_force, halves, layouts, positions_of, sizes
+from brute_force import brute_force, halves, layouts, plans, positions_of, sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_core.masks.layout import (
     LAYOUTS,
+    Layout,
     check_layout,
     check_shard_length,
     inverse_permutation,
@@ -21,6 +22,7 @@ from jax_core.masks.layout import (
     shard_indices,
     shard_multiple,
 )
+from jax_core.masks.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -58,8 +60,29 @@ def test_runs_are_the_shard(layout: str, size: int, half: int, data: st.DataObje
     assert runs(layout, np.int32(rank), size, 2 * half) == held
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_runs_of_a_traced_rank(layout: str):
+@brute_force
+@given(sizes, st.integers(2, 5), st.data())
+def test_a_plan_is_a_layout(size: int, half: int, data: st.DataObject):
+    """Every position lies on one rank; the runs are the shard, one for each piece; the same for all ranks at once, and again."""
+    plan = data.draw(plans(size, 2 * half))
+    shards = [shard_indices(plan, rank, size, plan.length) for rank in range(size)]
+    assert sorted(chain(*shards)) == list(range(2 * half * size))
+    order = permutation(plan, size, plan.length)
+    assert order == list(chain(*shards))
+    assert [order[place] for place in inverse_permutation(plan, size, plan.length)] == list(range(plan.length))
+    for rank, held in enumerate(runs(plan, rank, size, 2 * half) for rank in range(size)):
+        assert list(chain(*map(positions_of, held))) == shards[rank] == sorted(shards[rank])
+        together = runs(plan, np.arange(size), size, 2 * half)
+        assert [run.start[rank] for run in together] == [run.start for run in held]
+    again = Plan(plan.piece, plan.table, areas=(1,) * size)
+    assert again == plan and hash(again) == hash(plan) and str(again) == str(plan)
+
+
+PLAN = Plan(2, ((0, 3, 4), (1, 2, 5)))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, Plan(2, ((0, 3, 5), (1, 2, 9), (4, 7, 8), (6, 10, 11)))], ids=str)
+def test_runs_of_a_traced_rank(layout: Layout):
     starts = jax.jit(lambda rank: [jnp.asarray(run.start) for run in runs(layout, rank, 4, 6)])
     for rank in range(4):
         assert [int(start) for start in starts(rank)] == [run.start for run in runs(layout, rank, 4, 6)]
@@ -87,7 +110,7 @@ def test_padded_length(layout: str, size: int, length: int):
 
 
 def test_what_layouts_refuse():
-    with pytest.raises(ValueError, match=r"layout must be one of contiguous, zigzag, striped; got 'spiral'"):
+    with pytest.raises(ValueError, match=r"one of contiguous, zigzag, striped, or a plan that balance made; got 'spiral'"):
         check_layout("spiral")
     for refuse in (shard_multiple, lambda layout: runs(layout, 0, 2, 4), lambda layout: permutation(layout, 2, 8)):
         with pytest.raises(ValueError, match="'spiral'"):
@@ -102,3 +125,33 @@ def test_what_layouts_refuse():
         inverse_permutation("striped", 4, 10)
     with pytest.raises(ValueError, match=r"divisible by 3, got 10; pad it to 12"):
         shard_indices("contiguous", 0, 3, 10)
+
+
+@pytest.mark.parametrize(
+    ("piece", "table", "message"),
+    [
+        (0, ((0, 1, 2),), "piece must be a positive int"),
+        (4, ((0, 1), (2, 3)), r"equally many pieces, at least 3; got \[2\] for 2 ranks"),
+        (4, ((0, 1, 2), (3, 4)), r"equally many pieces, at least 3; got \[2, 3\]"),
+        (4, ((0, 2, 1), (3, 4, 5)), "ascending"),
+        (4, ((0, 1, 2), (3, 4, 4)), "each piece from 0 to 5 once"),
+        (4, ((0, 1, 2), (3, 4, 6)), "each piece from 0 to 5 once"),
+    ],
+)
+def test_what_is_no_plan(piece: int, table, message: str):
+    with pytest.raises(ValueError, match=message):
+        Plan(piece, table)
+
+
+def test_what_plans_refuse():
+    assert len({PLAN, Plan(2, PLAN.table), Plan(4, PLAN.table), Plan(2, PLAN.table[::-1]), "zigzag"}) == 4
+    assert padded_length(PLAN, 2, 7) == 12
+    for refuse in (lambda: runs(PLAN, 0, 4, 3), lambda: padded_length(PLAN, 1, 12), lambda: check_layout(PLAN, 3)):
+        with pytest.raises(ValueError, match=r"plan \w{8} of 6 pieces of 2 is for a ring of 2, .* is a ring of [134]"):
+            refuse()
+    with pytest.raises(ValueError, match="12 positions, 6 on each rank; got a key shard of 4 on each of 2 ranks"):
+        check_shard_length(PLAN, 4, "key shard", 2)
+    with pytest.raises(ValueError, match="is for 12 positions, got 13; make another"):
+        padded_length(PLAN, 2, 13)
+    with pytest.raises(ValueError, match="pad it to 12"):
+        permutation(PLAN, 2, 10)

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from brute_force import brute_force, halves, layouts, masks, seen_by, two_bounds_meet
+from brute_force import brute_force, halves, layouts, masks, plans, seen_by, two_bounds_meet
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -27,6 +27,17 @@ def test_the_schedule_has_every_meeting_that_sees_anything(mask: Mask, layout: s
     assert needed <= set(chosen) <= set(range(size))
     if layout != "striped" and not two_bounds_meet(mask):
         assert set(chosen) == needed
+
+
+@brute_force
+@given(masks, st.integers(1, 5), st.integers(2, 5), st.data())
+def test_the_schedule_of_a_plan(mask: Mask, size: int, half: int, data: st.DataObject):
+    plan = data.draw(plans(size, 2 * half))
+    shards = [shard_indices(plan, rank, size, plan.length) for rank in range(size)]
+    meetings = product(range(size), range(size))
+    needed = {(rank - source) % size for rank, source in meetings if seen_by(mask, shards[rank], shards[source]).any()} | {0}
+    chosen = set(visible_shifts(mask, plan, size, 2 * half, 2 * half))
+    assert needed <= chosen if two_bounds_meet(mask) else needed == chosen
 
 
 def test_a_window_on_contiguous_shards_needs_only_neighbours():
