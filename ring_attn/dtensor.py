@@ -1,5 +1,5 @@
-"""Attention of DTensors: each process runs it on the parts that it holds. A mesh dimension that the sequence is sharded over is the
-ring; over one that heads or batch are sharded over nothing is sent.
+"""Attention of DTensors: each process runs it on the parts that it holds. The mesh dimensions that the sequence is sharded over are
+the ring; over one that heads or batch are sharded over nothing is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_bridge.mesh import MeshLike, resolve
+from torch_bridge.mesh import MeshDim, MeshLike, resolve
 
 Whole = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Where = tuple[MeshLike, str | int | None]
+Where = tuple[MeshLike, MeshDim]
 _BATCH, _SEQUENCE, _HEADS = "batch", "sequence", "heads"
 _ROLES = (_BATCH, _SEQUENCE, _HEADS, "head dim")  # of the dimensions of query, key and value
 Roles = tuple[str | None, ...]  # what each mesh dimension splits; None: nothing
@@ -85,9 +85,9 @@ def local_parts(
 
 
 def where_sharded(query: DTensor, dim: int) -> Where:
-    """The mesh dimension over which the query's dimension ``dim``, its sequence, is sharded; no ring if it is over none."""
-    found = [index for index, placement in enumerate(query.placements) if placement == Shard(dim)]
-    return (query.device_mesh, found[0]) if found else ("local", None)
+    """The mesh dimensions over which the query's dimension ``dim``, its sequence, is sharded; no ring if it is over none."""
+    found = tuple(index for index, placement in enumerate(query.placements) if placement == Shard(dim))
+    return (query.device_mesh, found) if found else ("local", None)
 
 
 def _roles(query: DTensor, name: str) -> Roles:
@@ -102,8 +102,6 @@ def _roles(query: DTensor, name: str) -> Roles:
                 f"{name} must be replicated, or sharded over batch, sequence or heads; got {placement!r} on mesh dimension "
                 f"{_named(query.device_mesh, dim)}; call .redistribute() before"
             )
-    if roles.count(_SEQUENCE) > 1:
-        raise ValueError(f"the sequence of {name} may be sharded over one mesh dimension, got {query.placements}; flatten the mesh")
     return tuple(roles)
 
 
@@ -115,13 +113,15 @@ def _ring(where: Where, split: Split) -> Where:
     """The ring, which ``where`` may say too."""
     mesh, roles = split.mesh, split.roles
     if _SEQUENCE in roles:
-        here: Where = mesh, roles.index(_SEQUENCE)
-        if where[0] is not None and resolve(*where) != resolve(*here):
+        # DTensor splits over the mesh's dimensions from the first to the last.
+        dims = tuple(dim for dim, role in enumerate(roles) if role == _SEQUENCE)
+        here: Where = mesh, dims
+        if where[0] is not None and resolve(*where).ranks != resolve(*here).ranks:
             raise ValueError(
-                f"the sequence is sharded over mesh dimension {_named(mesh, roles.index(_SEQUENCE))}, a {resolve(*here)}, but "
-                f"mesh= is a {resolve(*where)}; leave mesh out, or give that dimension"
+                f"the sequence is sharded over mesh dimension {', '.join(_named(mesh, dim) for dim in dims)}, a {resolve(*here)}, "
+                f"but mesh= is a {resolve(*where)}; leave mesh out, or give that dimension"
             )
-        return here
+        return here if where[0] is None else where
     if where[0] is None:
         if mesh.size() != dist.get_world_size():
             raise ValueError(

@@ -15,7 +15,7 @@ from ring_attn.names import OF_FUNCTION
 from ring_attn.packed.ids import Packing, with_documents, with_positions
 from torch_bridge import repeated
 from torch_bridge.announced import announced
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.mistakes import doubt_swapped_dims
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class AttentionOptions(TypedDict, total=False):
     """The keyword arguments of :func:`ring_attention` except ``return_lse``."""
 
     mesh: MeshLike
-    mesh_dim: str | int | None
+    mesh_dim: MeshDim
     layout: str
     qkv_format: str
     cu_seqlens_q: Tensor | None
@@ -74,9 +74,7 @@ class AttentionOptions(TypedDict, total=False):
     cfg: RingAttentionConfig | None
 
 
-def _where(
-    *tensors: object, mesh: MeshLike = None, mesh_dim: str | int | None = None, qkv_format: str = "bshd", **others: object
-) -> Any:
+def _where(*tensors: object, mesh: MeshLike = None, mesh_dim: MeshDim = None, qkv_format: str = "bshd", **others: object) -> Any:
     """Mesh and mesh dimension of a call; None where it is so wrong that a mesh may be among its positional arguments."""
     if len(tensors) > 3:
         return None
@@ -116,7 +114,7 @@ def ring_attention(
     v: Tensor,
     *,
     mesh: MeshLike = None,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     layout: str = "contiguous",
     qkv_format: str = "bshd",
     cu_seqlens_q: Tensor | None = None,
@@ -163,6 +161,8 @@ def ring_attention(
         mesh: the ring: a ``DeviceMesh`` (1-D, or n-D with ``mesh_dim`` naming the dimension), a ``ProcessGroup``, None for the
             default process group (a ring of one if ``torch.distributed`` is not initialised), or "local": no ring, the whole
             sequence is on this rank. On an XLA device: a torch-xla mesh, and tensors are whole (docs/torch_xla.md).
+        mesh_dim: a name or an index; or several, as ``("ulysses", "ring")``, for the strategies that send differently along each:
+            the sequence is then split over all of them, the first one major (rank ``i0 * n1 + i1``).
         layout: "contiguous", "zigzag" or "striped": which positions this rank holds (``ring_attn.shard``).
         cu_seqlens_q, cu_seqlens_k: with "thd", ints ``[documents + 1]``: where the documents of the whole sequence begin and end,
             not of this shard; the same on every rank. Tokens after the last are padding. The keys' may be left out if they are
@@ -247,7 +247,7 @@ def ring_attention(
 
 def attention(
     names: dict[str, str],
-    where: tuple[MeshLike, str | int | None],
+    where: tuple[MeshLike, MeshDim],
     qkv: dict[str, Tensor],
     others: dict[str, Tensor | None],
     *,
@@ -301,7 +301,7 @@ def _packing(*given: Any) -> Packing | None:
 
 def _key(
     names: dict[str, str],
-    where: tuple[MeshLike, str | int | None],
+    where: tuple[MeshLike, MeshDim],
     qkv: dict[str, Tensor],
     others: dict[str, Tensor | None],
     dropout_seed: int | Tensor | None,

@@ -19,7 +19,7 @@ from ring_attn.projections import repack, rows
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import positions, unshard
 from torch_bridge.announced import announced
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.ring import tensors_per_sequence
 from torch_bridge.roads import road_of
 
@@ -95,7 +95,7 @@ class RingAttention(nn.MultiheadAttention):
         num_kv_heads: int | None = None,
         ring: Ring | None = None,
         mesh: MeshLike = None,
-        mesh_dim: str | int | None = None,
+        mesh_dim: MeshDim = None,
         layout: str = "contiguous",
         causal: bool = False,
         sliding_window: int | tuple[int | None, int | None] | None = None,

@@ -1,4 +1,4 @@
-"""Sums over a ring by torch's collectives, each compared, announced and watched as every ring call is."""
+"""Sums over a ring and gathers from it by torch's collectives, each compared, announced and watched as every ring call is."""
 
 from typing import Any
 
@@ -29,9 +29,22 @@ def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
     """The sum of a tensor over the ring, in its dtype. Half precision is summed in float32: it would round once per rank."""
     total = tensor.to(torch.float32 if tensor.dtype in _HALF else tensor.dtype, copy=True).contiguous()
     with watch(ring, step, call) as watched:
-        dist.all_reduce(total, group=ring.group)
+        for group in ring.groups:
+            dist.all_reduce(total, group=group)
         watched.event = recorded(tensor.device)
     return total.to(tensor.dtype)
+
+
+def gather_from_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
+    """The tensors of all ranks in ring order, ``[ring size, *tensor.shape]``."""
+    gathered = tensor.contiguous()
+    with watch(ring, step, call) as watched:
+        for group in reversed(ring.groups):
+            parts = [torch.empty_like(gathered) for _ in range(group.size())]
+            dist.all_gather(parts, gathered, group=group)
+            gathered = torch.stack(parts)
+        watched.event = recorded(tensor.device)
+    return gathered.view(ring.size, *tensor.shape)
 
 
 def recorded(device: torch.device) -> torch.cuda.Event | None:

@@ -11,25 +11,28 @@ from jax_core.masks.layout import check_layout
 from ring_attn import sequence
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.sequence import ShardedBatch
-from torch_bridge.mesh import MeshLike, resolve
+from torch_bridge.mesh import MeshDim, MeshLike, resolve
 
 
 @dataclass(frozen=True)
 class Ring:
     """A ring of processes and the layout of the sequence on it. Its methods are the functions of the same names with these fixed.
 
-    ``mesh``, ``mesh_dim``: as for :func:`ring_attn.ring_attention`. ``layout``: "contiguous", "zigzag" or "striped".
+    ``mesh``, ``mesh_dim``: as for :func:`ring_attn.ring_attention`; several mesh dimensions make one ring.
+    ``layout``: "contiguous", "zigzag" or "striped".
 
     Raises ValueError for an unknown layout, and on first use for a mesh that is none.
     """
 
     mesh: MeshLike = None
     _: KW_ONLY
-    mesh_dim: str | int | None = None
+    mesh_dim: MeshDim = None
     layout: str = "contiguous"
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
+        if isinstance(self.mesh_dim, list):
+            object.__setattr__(self, "mesh_dim", tuple(self.mesh_dim))  # a Ring is hashable
 
     @property
     def size(self) -> int:
@@ -43,7 +46,9 @@ class Ring:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ring's process group; None for a ring of one."""
+        """The ring's process group; None for a ring of one. Over several mesh dimensions its ranks ascend, whatever the ring's
+        order, and the first use may have to make it: then all ranks of the ring ask for it (all of the job where
+        ``init_process_group`` got a ``device_id``)."""
         return resolve(self.mesh, self.mesh_dim).group
 
     def arguments(self) -> dict[str, Any]:
@@ -94,7 +99,7 @@ class Ring:
         return ring_attention(q, k, v, **options, **self.arguments())
 
 
-def one_ring(ring: Ring | None, mesh: MeshLike = None, mesh_dim: str | int | None = None, layout: str = "contiguous") -> Ring:
+def one_ring(ring: Ring | None, mesh: MeshLike = None, mesh_dim: MeshDim = None, layout: str = "contiguous") -> Ring:
     """``ring``, or the one that the loose arguments make. Raises ValueError for both at a time."""
     loose = Ring(mesh, mesh_dim=mesh_dim, layout=layout)
     if ring is None:

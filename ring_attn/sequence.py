@@ -9,17 +9,16 @@ With tensors on an XLA device (docs/torch_xla.md) ``mesh`` is a torch-xla mesh, 
 a "shard" is the whole sequence in the layout's order, split over the mesh's devices.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
-from ring_attn.reduction import agree, recorded, sum_over_ring, where
+from ring_attn.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.announced import announced, telling
-from torch_bridge.calls import watch
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
 from torch_bridge.mistakes import note_layout
 from torch_bridge.ring import Ring
@@ -48,9 +47,7 @@ class ShardedBatch(NamedTuple):
     num_labels: Tensor
 
 
-def shard(
-    tensor: Tensor, mesh: MeshLike = None, *, mesh_dim: str | int | None = None, dim: int = 1, layout: str = "contiguous"
-) -> Tensor:
+def shard(tensor: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None, dim: int = 1, layout: str = "contiguous") -> Tensor:
     """This rank's shard of a whole tensor: ``[..., S, ...] -> [..., S / ring size, ...]`` along ``dim``, in the layout's order.
 
     Every rank passes the same whole tensor; there is no communication. Any dtype and device. Differentiable: the gradient of a
@@ -72,7 +69,7 @@ def unshard(
     tensor: Tensor,
     mesh: MeshLike = None,
     *,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     dim: int = 1,
     layout: str = "contiguous",
     length: int | None = None,
@@ -125,7 +122,7 @@ def pad(
     tensor: Tensor,
     mesh: MeshLike = None,
     *,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     dim: int = 1,
     layout: str = "contiguous",
     value: float = 0,
@@ -150,7 +147,7 @@ def positions(
     length: int,
     mesh: MeshLike = None,
     *,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     layout: str = "contiguous",
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -176,7 +173,7 @@ def shard_batch(
     attention_mask: Tensor | None = None,
     *,
     mesh: MeshLike = None,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     layout: str = "contiguous",
     pad_id: int = 0,
     ignore_index: int = -100,
@@ -225,7 +222,7 @@ def shard_batch(
     )
 
 
-def _ring(mesh: MeshLike, mesh_dim: str | int | None, device: torch.device) -> Ring:
+def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> Ring:
     return road_of(device).resolve(mesh, mesh_dim)
 
 
@@ -259,7 +256,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, layout: str, ring: ProcessRing, call: str) -> Tensor:
         ctx.dim, ctx.layout, ctx.ring, ctx.call, ctx.length = dim, layout, ring, call, tensor.shape[dim]
-        return _assemble(_gather(tensor.contiguous(), ring, call), dim, layout)
+        return _assemble(gather_from_ring(tensor, ring, "unshard", call).unbind(), dim, layout)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -268,15 +265,7 @@ class _Unshard(torch.autograd.Function):
         return _take(total, ctx.dim, _held(ctx.layout, ctx.ring, ctx.length)), None, None, None, None
 
 
-def _gather(tensor: Tensor, ring: ProcessRing, call: str) -> list[Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(ring.size)]
-    with watch(ring, "unshard", call) as watched:
-        dist.all_gather(parts, tensor, group=ring.group)
-        watched.event = recorded(tensor.device)
-    return parts
-
-
-def _assemble(parts: list[Tensor], dim: int, layout: str) -> Tensor:
+def _assemble(parts: Sequence[Tensor], dim: int, layout: str) -> Tensor:
     """Puts the shards of all ranks at their global positions."""
     length = parts[0].shape[dim]
     shape = list(parts[0].shape)

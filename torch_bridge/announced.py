@@ -11,13 +11,13 @@ import torch.utils.checkpoint
 from jax_core.keywords import NO_OTHERS, Others, explained
 from torch_bridge import peers
 from torch_bridge.calls import PeerFailure, tell_failure
-from torch_bridge.mesh import Ring, resolve
+from torch_bridge.mesh import MeshDim, Ring, resolve
 from torch_bridge.ring import Ring as AnyRing
 from torch_bridge.runtime import refused, start
 
 # Activation checkpointing stops a recomputation by an exception as soon as it has what it needs: after the ring call has ended.
 _NO_FAILURES = (PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure))
-Where = tuple[Any, str | int | None]  # mesh and mesh dimension, as torch_bridge.mesh.resolve takes them
+Where = tuple[Any, MeshDim]  # mesh and mesh dimension, as torch_bridge.mesh.resolve takes them
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -13,7 +13,7 @@ from jax_core.request.options import Placement
 from torch_bridge.calls import compare, watch
 from torch_bridge.crossing import Compiled, Crossing, Join, crossing
 from torch_bridge.dlpack import keeping_device, precision_scope
-from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, joiner, sharding
+from torch_bridge.mesh import Ring, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.mistakes import look_at_queries, look_at_shards, shapes_only
 from torch_bridge.request import VALUE, Form, LocalAttention, Request, specify
 from torch_bridge.ring import Tensors
@@ -110,11 +110,16 @@ def _checked(request: Request, ring: Ring) -> LocalAttention:
     device = request.device
     with keeping_device(device), precision_scope(request.results[0].dtype):
         start(ring=ring, device=device)
-        place = Placement(axis_name=AXIS if ring.size > 1 else None, size=ring.size, backend=jax_platform(device))
+        place = _placement(ring, jax_platform(device))
         attention = specify(request, place)
         crossing(device)  # so that an error on this rank is raised before the comparison
     compare(ring, str(request), _MUST_AGREE)
     return attention
+
+
+def _placement(ring: Ring, platform: str) -> Placement:
+    axis = ring.axis_name if ring.size > 1 else None
+    return Placement(axis_name=axis, size=ring.size, sizes=ring.sizes, backend=platform)
 
 
 def _on_ring(
@@ -131,7 +136,7 @@ def _on_ring(
         return Compiled(jax.jit(function, **settings), results)
     if platform == "gpu":
         settings["compiler_options"] = ONE_ROTATION | EACH_ITS_OWN
-    rows = PartitionSpec(AXIS)
+    rows = PartitionSpec(ring.axis_name)
     mapped = jax.shard_map(function, mesh=jax_mesh(ring, platform), in_specs=rows, out_specs=rows, check_vma=False)
     return Compiled(jax.jit(mapped, out_shardings=sharding(ring, platform), **settings), results)
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
+import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 AXIS = "ring"
@@ -33,23 +34,46 @@ class XlaMesh(Protocol):
 _LAUNCHED = {"torchrun": "WORLD_SIZE", "mpirun": "OMPI_COMM_WORLD_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
 
 MeshLike: TypeAlias = "DeviceMesh | dist.ProcessGroup | XlaMesh | str | None"
+MeshDim: TypeAlias = str | int | tuple[str | int, ...] | list[str | int] | None
 
 
 @dataclass(frozen=True)
 class Ring:
     """The processes that share one sequence.
 
-    ``ranks``: their global torch ranks in ring order, which is the order of the torch group. ``rank``: this process's index
-    in ``ranks``. ``group``: the torch ProcessGroup, None for a ring of one. Compared and hashed by ``ranks`` and ``rank``.
+    ``ranks``: their global torch ranks in ring order. ``rank``: this process's index in ``ranks``. ``axes``, ``sizes``: the mesh
+    axes that the ranks go along, the first one major, and the length of each; a ring over one dimension has the axis "ring".
+    ``groups``: torch ProcessGroups whose collectives, one after the other from the last group to the first, reach all ranks in ring
+    order; none for a ring of one. Compared and hashed by all but the groups: another shape is another program.
     """
 
     ranks: tuple[int, ...]
     rank: int
-    group: "dist.ProcessGroup | None" = field(default=None, compare=False, repr=False)
+    groups: "tuple[dist.ProcessGroup, ...]" = field(default=(), compare=False, repr=False)
+    axes: tuple[str, ...] = (AXIS,)
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            object.__setattr__(self, "sizes", (len(self.ranks),))
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def axis_name(self) -> str | tuple[str, ...]:
+        """What JAX calls the ring: the axis, or all of several."""
+        return self.axes[0] if len(self.axes) == 1 else self.axes
+
+    @property
+    def group(self) -> "dist.ProcessGroup | None":
+        """One torch ProcessGroup of all ranks; None for a ring of one. Over several mesh dimensions there may be none yet: the
+        first use then makes it, which is a collective of the ring (of the whole job where the default group is bound to a device),
+        and its ranks ascend, whatever the order of the ring."""
+        if len(self.groups) <= 1:
+            return self.groups[0] if self.groups else None
+        return _joint_group(self.ranks, dist.group.WORLD)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -61,16 +85,26 @@ class Ring:
         return tensor
 
     def __str__(self) -> str:
-        return f"ring of global ranks {list(self.ranks)}"
+        shape = " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+        return f"ring of global ranks {list(self.ranks)}" + (f" over {shape}" if len(self.axes) > 1 else "")
 
 
-def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
+@cache  # by the default group too: a job may destroy its groups and begin anew
+def _joint_group(ranks: tuple[int, ...], world: "dist.ProcessGroup") -> "dist.ProcessGroup":
+    del world
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # this process is a member
+    return group
+
+
+def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
     """The ring that ``mesh`` stands for on this process. Cheap: no communication, no JAX.
 
-    ``mesh``: a DeviceMesh of one dimension, or of several with ``mesh_dim`` (a name, or an index); a ProcessGroup; "local"
-    (a ring of one: the whole sequence is here); None (the default process group, or a ring of one without
-    torch.distributed). Raises ValueError for anything else, for a dimension that the mesh does not have, for ``mesh_dim``
-    without a DeviceMesh, and on a process that is not a member.
+    ``mesh``: a DeviceMesh of one dimension, or of several with ``mesh_dim`` (a name, or an index; or several of them, over which
+    the ring goes in row-major order, the first one major); a ProcessGroup; "local" (a ring of one: the whole sequence is here);
+    None (the default process group, or a ring of one without torch.distributed). Raises ValueError for anything else, for a
+    dimension that the mesh does not have or that is given twice, for ``mesh_dim`` without a DeviceMesh, for several dimensions
+    along which global ranks do not ascend, and on a process that is not a member.
     """
     if _is_device_mesh(mesh):
         return _of_device_mesh(mesh, mesh_dim)
@@ -132,31 +166,75 @@ def _of_group(group: object) -> Ring:
     ranks = tuple(dist.get_process_group_ranks(group))
     if rank < 0:
         raise ValueError(f"this process (global rank {_global_rank()}) is not in the ring {list(ranks)}; call only on its members")
-    return Ring(ranks, rank, group if len(ranks) > 1 else None)
+    return Ring(ranks, rank, (group,) if len(ranks) > 1 else ())
 
 
-def _of_device_mesh(mesh: "DeviceMesh", mesh_dim: str | int | None) -> Ring:
-    index = _dim_index(mesh, mesh_dim)
+def _of_device_mesh(mesh: "DeviceMesh", mesh_dim: MeshDim) -> Ring:
+    dims = _dim_indices(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         ranks = mesh.mesh.flatten().tolist()
         raise ValueError(
             f"this process (global rank {_global_rank()}) is not in the mesh of ranks {ranks}; call only on its members"
         )
-    return _of_group(mesh.get_group(index))
+    return _of_group(mesh.get_group(dims[0])) if len(dims) == 1 else _of_dims(mesh, dims)
+
+
+def _of_dims(mesh: "DeviceMesh", dims: tuple[int, ...]) -> Ring:
+    names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+    ranks = _ranks_along(mesh, dims)
+    groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
+    if ranks == tuple(range(dist.get_world_size())):
+        groups = (dist.distributed_c10d._get_default_group(),)
+    axes, sizes = tuple(names[dim] for dim in dims), tuple(mesh.size(dim) for dim in dims)
+    return Ring(ranks, ranks.index(_global_rank()), groups, axes, sizes)
+
+
+@torch.compiler.assume_constant_result
+def _ranks_along(mesh: "DeviceMesh", dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The global ranks of the ring through this process, in row-major order of ``dims``."""
+    with _disable_current_modes():  # under FakeTensorMode too
+        here = mesh.get_coordinate()
+        assert here is not None
+        others = tuple(slice(None) if dim in dims else place for dim, place in enumerate(here))
+        grid = mesh.mesh.numpy()[others].transpose([sorted(dims).index(dim) for dim in dims])
+    if any((grid.take(range(1, n), axis) < grid.take(range(n - 1), axis)).any() for axis, n in enumerate(grid.shape)):
+        raise ValueError(
+            "over several mesh dimensions a ring needs global ranks that ascend along each, as torch orders its groups; got the "
+            f"ranks {grid.tolist()}; make the mesh with init_device_mesh, or give a mesh of one dimension"
+        )
+    return tuple(grid.flatten().tolist())
+
+
+def _dim_indices(mesh: "DeviceMesh", mesh_dim: MeshDim) -> tuple[int, ...]:
+    if not isinstance(mesh_dim, (tuple, list)):
+        return (_dim_index(mesh, mesh_dim),)
+    dims = tuple(_dim_index(mesh, dim) for dim in mesh_dim if dim is not None)
+    if not dims or len({*dims}) < len(mesh_dim):
+        raise ValueError(
+            f"mesh_dim must be one of the mesh's {_dimensions(mesh)}, or several different ones in the order of the sequence, the "
+            f"first one major; got {mesh_dim!r}"
+        )
+    return dims
+
+
+def _dimensions(mesh: "DeviceMesh") -> str:
+    return f"dimensions {list(mesh.mesh_dim_names)}" if mesh.mesh_dim_names else f"{mesh.ndim} unnamed dimensions"
 
 
 def _dim_index(mesh: "DeviceMesh", mesh_dim: str | int | None) -> int:
     names: tuple[str, ...] = tuple(mesh.mesh_dim_names or ())
-    shown = f"dimensions {list(names)}" if names else f"{mesh.ndim} unnamed dimensions"
     if mesh_dim is None:
         if mesh.ndim != 1:
-            raise ValueError(f"a mesh with {shown} needs mesh_dim, the one that the sequence is sharded over; got None")
+            raise ValueError(
+                f"a mesh with {_dimensions(mesh)} needs mesh_dim, the one that the sequence is sharded over, or several of them; "
+                "got None"
+            )
         return 0
     if mesh_dim in names:
         return names.index(str(mesh_dim))
     if isinstance(mesh_dim, int) and not isinstance(mesh_dim, bool) and 0 <= mesh_dim < mesh.ndim:
         return mesh_dim
-    raise ValueError(f"mesh_dim must be one of the mesh's {shown}, got {mesh_dim!r}")
+    raise ValueError(f"mesh_dim must be one of the mesh's {_dimensions(mesh)}, got {mesh_dim!r}")
 
 
 def jax_platform(device: "torch.device") -> str:
@@ -166,7 +244,7 @@ def jax_platform(device: "torch.device") -> str:
 
 @cache  # a process uses only a few rings, and every call needs one of them
 def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
-    """A mesh with the single axis "ring" over the devices of the ring's processes, in ring order.
+    """A mesh with the ring's axes over the devices of its processes, in ring order.
 
     ``platform``: "cpu" or "gpu" if JAX has both (default: JAX's own default). Starts JAX's backend: call
     ``runtime.start`` before. Raises RuntimeError if JAX does not see a device of every process of the ring.
@@ -175,7 +253,7 @@ def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
     import numpy as np
 
     if ring.size == 1:
-        return jax.sharding.Mesh(np.array(jax.local_devices(backend=platform)[:1]), (AXIS,))
+        return jax.sharding.Mesh(np.array(jax.local_devices(backend=platform)[:1]).reshape(ring.sizes), ring.axes)
     devices = {device.process_index: device for device in jax.devices(platform)}
     missing = [rank for rank in ring.ranks if rank not in devices]
     if missing:
@@ -183,7 +261,7 @@ def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
             f"JAX must see a device of every process of the {ring}, but has none of ranks {missing}; "
             "call torch_bridge.runtime.start() on all ranks before any other use of JAX"
         )
-    return jax.sharding.Mesh(np.array([devices[rank] for rank in ring.ranks]), (AXIS,))
+    return jax.sharding.Mesh(np.array([devices[rank] for rank in ring.ranks]).reshape(ring.sizes), ring.axes)
 
 
 @cache  # as jax_mesh; building a sharding costs more than the rest of to_global
@@ -191,7 +269,7 @@ def sharding(ring: Ring, platform: str | None = None) -> "jax.sharding.NamedShar
     """A sharding that splits dimension 0 over the ring and no other dimension."""
     import jax
 
-    return jax.sharding.NamedSharding(jax_mesh(ring, platform), jax.sharding.PartitionSpec(AXIS))
+    return jax.sharding.NamedSharding(jax_mesh(ring, platform), jax.sharding.PartitionSpec(ring.axis_name))
 
 
 def to_global(ring: Ring, local: "jax.Array") -> "jax.Array":

@@ -70,7 +70,8 @@ def key(where: tuple[Any, Any], tensors: Iterable[object], *settings: Hashable) 
     if observed() or kind not in _ROAD:
         return None
     mesh, dim = where
-    return *settings, *forms, _weak(mesh), type(dim), dim, *_surroundings(mesh, kind)
+    kinds = tuple(map(type, dim)) if isinstance(dim, tuple) else type(dim)  # True equals 1, and is refused
+    return *settings, *forms, _weak(mesh), kinds, dim, *_surroundings(mesh, kind)
 
 
 def _surroundings(mesh: object, kind: str) -> tuple[Hashable, ...]:

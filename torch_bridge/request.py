@@ -12,14 +12,14 @@ from jax_core.request.choice import SHARED_QUERIES
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.ring import Ring, Tensors
 
 ARRAYS = Operands._fields[: Operands._fields.index("rank")]  # the operands that torch passes, in this order
 QKV = (0, 1, 2)  # the indices of query, key and value
 VALUE = 2
 
-Where = tuple[MeshLike, str | int | None]  # mesh and mesh dimension
+Where = tuple[MeshLike, MeshDim]  # mesh and mesh dimension
 Forms = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]  # what a Request's forms are made of
 
 
@@ -74,7 +74,9 @@ class Request:
     def __str__(self) -> str:
         """A description that is equal on all ranks if the requests are."""
         operands = [f"{name} {list(form.shape)} {form.dtype}" for name, form in zip(ARRAYS, self.forms, strict=False) if form]
-        return f"{', '.join(operands)} with {in_words(self.options)}"
+        # Rings of the same ranks may differ in shape, and so in what they send; of one dimension they have none.
+        shape = f" on {self.ring}" if len(getattr(self.ring, "sizes", ())) > 1 else ""
+        return f"{', '.join(operands)} with {in_words(self.options)}{shape}"
 
 
 def results(query: Any, value: Any) -> tuple[Form, Form]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.ring import Ring, Tensors
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Road(Protocol):
     @property
     def OPERATORS(self) -> Operators | None: ...
 
-    def resolve(self, mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
+    def resolve(self, mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
         """The ring that ``mesh`` stands for. Cheap: no communication, and JAX is not started."""
 
     def check(self, query: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch_bridge import coordinator, peers
 from torch_bridge.calls import PeerFailure, compare, watch
 from torch_bridge.kept import keep_programs
-from torch_bridge.mesh import AXIS, Ring, jax_mesh, jax_platform, to_global, to_local
+from torch_bridge.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT
 from torch_bridge.stuck import named
 
@@ -331,13 +331,14 @@ def _connect_ring(ring: Ring, device: torch.device | None) -> None:
     comparison waits for a rank that is busy as long as it must, and for an idle one as every ring call does.
     """
     if ring.size > 1 and ring not in _state.connected:
-        compare(ring, "the first call of this ring")
-        _rotate_once(ring, device or _default_device(ring.group))
+        compare(ring, f"the first call of the {ring}")
+        _rotate_once(ring, device or _default_device(ring))
     _state.connected.add(ring)
 
 
-def _default_device(group: dist.ProcessGroup | None) -> torch.device:
-    return torch.device("cuda", _local_device(None)) if "nccl" in dist.get_backend(group) else torch.device("cpu")
+def _default_device(ring: Ring) -> torch.device:
+    backend = dist.get_backend(ring.groups[0] if ring.groups else None)
+    return torch.device("cuda", _local_device(None)) if "nccl" in backend else torch.device("cpu")
 
 
 def _rotate_once(ring: Ring, device: torch.device) -> None:
@@ -345,11 +346,15 @@ def _rotate_once(ring: Ring, device: torch.device) -> None:
     import jax.numpy as jnp
 
     mesh = jax_mesh(ring, jax_platform(device))
-    spec = jax.sharding.PartitionSpec(AXIS)
+    spec = jax.sharding.PartitionSpec(ring.axis_name)
     pairs = [(source, (source + 1) % ring.size) for source in range(ring.size)]
 
     def rotate(block: "jax.Array") -> "jax.Array":
-        return jax.lax.ppermute(block, AXIS, pairs)
+        block = jax.lax.ppermute(block, ring.axis_name, pairs)
+        # The collectives of a strategy over several axes have connections of their own, one set for each axis.
+        for axis in ring.axes if len(ring.axes) > 1 else ():
+            block = jax.lax.psum(block, axis)
+        return block
 
     program = jax.jit(jax.shard_map(rotate, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     local = jax.device_put(jnp.zeros(1), mesh.local_devices[0])

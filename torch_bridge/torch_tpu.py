@@ -85,10 +85,12 @@ def keep_jax_on_cpu() -> None:
 def tile_world(ring: Ring) -> Grid | None:
     """The world as a grid ``(before, ring, after)`` of rings like this one, in rank order; None for a ring of one.
 
-    Raises NotImplementedError if there is no such grid.
+    Raises NotImplementedError if there is no such grid, and for a ring over several mesh dimensions.
     """
     if ring.size == 1:
         return None
+    if len(ring.axes) > 1:
+        raise NotImplementedError(f"torch-tpu's programs have one mesh dimension for the sequence; got a {ring}; give one mesh_dim")
     world, first, step = dist.get_world_size(), ring.ranks[0], ring.ranks[1] - ring.ranks[0]
     even = ring.ranks == tuple(first + step * place for place in range(ring.size))
     if step < 1 or not even or world % (ring.size * step) or first % (ring.size * step) >= step:

@@ -27,7 +27,7 @@ from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_
 from jax_core.masks import dropout
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.request import ARRAYS, Request, words_of_seed
 from torch_bridge.ring import Ring as AnyRing
 from torch_bridge.ring import Tensors
@@ -61,7 +61,7 @@ class Ring:
         return tensor
 
 
-def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
+def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
     """The ring that ``mesh`` stands for, for tensors on an XLA device.
 
     ``mesh``: a ``torch_xla.distributed.spmd.Mesh`` of one dimension, or of several with ``mesh_dim`` (a name, or an index); None
@@ -84,7 +84,18 @@ def resolve(mesh: MeshLike = None, mesh_dim: str | int | None = None) -> Ring:
             f"a mesh of {mesh.size()} XLA devices needs torch-xla's SPMD mode, which is off; call torch_xla.runtime.use_spmd() "
             "before the first tensor is made"
         )
-    return _of_mesh(mesh, mesh_dim)
+    return _of_mesh(mesh, _one_dim(mesh_dim))
+
+
+def _one_dim(mesh_dim: MeshDim) -> str | int | None:
+    if not isinstance(mesh_dim, (tuple, list)):
+        return mesh_dim
+    if len(mesh_dim) != 1:
+        raise NotImplementedError(
+            f"torch-xla's graphs have one mesh dimension for the sequence; got mesh_dim={mesh_dim!r}; give one, and make the mesh "
+            "with one dimension for the devices of these"
+        )
+    return mesh_dim[0]
 
 
 def _global_mesh() -> spmd.Mesh | None:

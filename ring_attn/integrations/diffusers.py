@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.functional import ring_attention
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 
 
 def _backend_name() -> AttentionBackendName:
@@ -40,7 +40,7 @@ def enable_ring_attention(
     *,
     ring: Ring | None = None,
     mesh: MeshLike = None,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     cp_plan: dict[str, Any] | None = None,
 ) -> None:
     """Makes a diffusers transformer compute on a ring, as ``model.enable_parallelism(config=ContextParallelConfig(...))`` does with

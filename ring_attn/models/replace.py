@@ -7,7 +7,7 @@ from torch import nn
 
 from ring_attn.module import RingAttention
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 
 
 class Replaced(NamedTuple):
@@ -23,7 +23,7 @@ def replace_attention(
     *,
     ring: Ring | None = None,
     mesh: MeshLike = None,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     layout: str = "contiguous",
     leave: Collection[str] = (),
 ) -> Replaced:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ring_attn.models.sdpa import sdpa
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 
 Cross = Literal["sharded", "whole"] | None
 # Attention by other names, which would attend to the local shard only.
@@ -25,7 +25,7 @@ def context_parallel_sdpa(
     *,
     ring: Ring | None = None,
     mesh: MeshLike = None,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     layout: str = "contiguous",
     cross: Cross = None,
 ) -> Iterator[None]:

@@ -10,7 +10,7 @@ from ring_attn.functional import ring_attention
 from ring_attn.reduction import where
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.announced import announced
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.ring import tensors_per_sequence
 from torch_bridge.roads import road_of
 
@@ -42,7 +42,7 @@ def sdpa(
     *,
     ring: Ring | None = None,
     mesh: MeshLike = None,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     layout: str = "contiguous",
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` over a sequence sharded across processes. Differentiable with respect to

@@ -13,7 +13,7 @@ from ring_attn.packed.documents import CUMULATIVE, LONGEST, NUMBERED, Documents,
 from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import unshard
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.roads import road_of
 
 _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", *CUMULATIVE, *NUMBERED, *LONGEST})
@@ -69,7 +69,7 @@ def shard_packed(
     ring: Ring | None = None,
     *,
     mesh: MeshLike = None,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     layout: str = "contiguous",
     pad_id: int = 0,
     ignore_index: int = -100,

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import runs
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.mistakes import doubt_local_lengths
 from torch_bridge.ring import tensors_per_sequence
 from torch_bridge.roads import road_of
 
-Where = tuple[MeshLike, str | int | None]
+Where = tuple[MeshLike, MeshDim]
 Tensors = dict[str, Tensor]
 Others = dict[str, Tensor | None]
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")

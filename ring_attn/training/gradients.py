@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.announced import announced
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
 from torch_bridge.roads import road_of
 
@@ -37,7 +37,7 @@ def sync_gradients(
     parameters: nn.Module | Iterable[Tensor],
     mesh: MeshLike = None,
     *,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     ring: Ring | None = None,
 ) -> None:
     """Replaces the gradient of each parameter by its sum over the ring, in place: a rank has computed the part of its own tokens.

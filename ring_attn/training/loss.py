@@ -15,7 +15,7 @@ from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import ShardedBatch
 from torch_bridge.announced import announced, telling
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
 from torch_bridge.roads import road_of
 
@@ -24,9 +24,7 @@ _ALL_COUNT = "cross_entropy counts labels over the ring: every rank of it must m
 _ALL_ADD = "total_loss adds up the losses of all ranks of the ring: each must make the same call"
 
 
-def _where(
-    *arguments: object, ring: Ring | None = None, mesh: MeshLike = None, mesh_dim: str | int | None = None, **options: object
-) -> Any:
+def _where(*arguments: object, ring: Ring | None = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **options: object) -> Any:
     """Mesh and mesh dimension of a call; None where it is not a collective and names no ring."""
     batch = arguments[1] if len(arguments) > 1 else options.get("batch")
     known = isinstance(batch, (ShardedBatch, PackedShard)) and options.get("weights") is None
@@ -43,7 +41,7 @@ def cross_entropy(
     *,
     ring: Ring | None = None,
     mesh: MeshLike = None,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     num_items: int | Tensor | None = None,
     weights: Tensor | None = None,
     reduction: str = "mean",
@@ -99,7 +97,7 @@ def cross_entropy(
 
 
 @announced(where)
-def total_loss(loss: Tensor, mesh: MeshLike = None, *, mesh_dim: str | int | None = None, ring: Ring | None = None) -> Tensor:
+def total_loss(loss: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None, ring: Ring | None = None) -> Tensor:
     """The sum of all ranks' shares of a loss, on every rank: the number to show. It has no gradient; call ``backward()`` on the
     share. Collective: every rank of the ring calls it, with a loss of one shape and dtype.
 

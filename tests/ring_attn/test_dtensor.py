@@ -8,4 +8,4 @@ pytestmark = pytest.mark.slow
 
 def test_dtensors_give_what_whole_tensors_give():
     printed = torchrun("dtensor_worker.py", 4)
-    assert printed.count("ok ") == 7, printed
+    assert printed.count("ok ") == 8, printed

@@ -24,3 +24,13 @@ def test_rings_of_a_2d_mesh_with_different_shapes():
 def test_ranks_that_disagree_are_told():
     printed = torchrun("disagreement_worker.py", 2)
     assert printed.count("refused") == 12 and printed.count("and works") == 2, printed
+
+
+def test_a_ring_over_two_dimensions_of_a_mesh():
+    printed = torchrun("several_dims_worker.py", 4)
+    assert printed.count("ok ") == 4 + 4, printed
+
+
+def test_rings_over_two_dimensions_beside_a_third():
+    printed = torchrun("several_dims_worker.py", 8)
+    assert printed.count("ok ") == 2 + 8, printed

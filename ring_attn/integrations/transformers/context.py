@@ -17,7 +17,7 @@ from ring_attn.integrations.transformers.plan import plan_of
 from ring_attn.integrations.transformers.versions import PreTrainedModel
 from ring_attn.ring import Ring, one_ring
 from ring_attn.training.gradients import sync_gradients
-from torch_bridge.mesh import MeshLike
+from torch_bridge.mesh import MeshDim, MeshLike
 
 
 class _Entered(NamedTuple):
@@ -175,7 +175,7 @@ def context_parallel(
     model: nn.Module,
     mesh: MeshLike = None,
     *,
-    mesh_dim: str | int | None = None,
+    mesh_dim: MeshDim = None,
     layout: str = "zigzag",
     ring: Ring | None = None,
 ) -> ContextParallel:

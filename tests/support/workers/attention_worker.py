@@ -68,14 +68,15 @@ def results(tensors: dict, options: dict, weights) -> tuple[torch.Tensor, torch.
     return out, lse, {name: x.grad for name, x in tensors.items() if x.grad is not None}
 
 
-def check(case: str, layout: str, mesh, shard: int, dtype: torch.dtype) -> None:
-    size, rank, place = mesh["cp"].size(), mesh.get_local_rank("cp"), {"mesh": mesh, "mesh_dim": "cp", "layout": layout}
+def check(case: str, ring: ring_attn.Ring, shard: int, dtype: torch.dtype, **more: object) -> None:
+    """``more``: options beside those of the case, on the ring alone."""
+    size, rank, layout, device = ring.size, ring.rank, ring.layout, ring.mesh.device_type
     options = dict(CASES[case])
     whole = whole_inputs(size * shard, cross=case == "cross")
-    whole = {name: whole[name].to(mesh.device_type) for name in (*ALWAYS, *options.pop("arrays", ()))}
+    whole = {name: whole[name].to(device) for name in (*ALWAYS, *options.pop("arrays", ()))}
     length = whole["q"].shape[1]
     shapes = (BATCH, length, HEADS, DIM + 4), (BATCH, HEADS, length)
-    weights = [torch.randn(shape, dtype=torch.float64).to(mesh.device_type) for shape in shapes]
+    weights = [torch.randn(shape, dtype=torch.float64).to(device) for shape in shapes]
     out, lse, gradients = results(whole, options | {"mesh": "local"}, weights)
 
     def held(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -84,14 +85,14 @@ def check(case: str, layout: str, mesh, shard: int, dtype: torch.dtype) -> None:
     shared = ("sinks", "alibi_slopes")
     shards = {name: x if name in shared else held(x, SEQUENCE_DIM.get(name, 1)) for name, x in whole.items()}
     shards = {name: x.to(dtype) if x.is_floating_point() else x for name, x in shards.items()}
-    here = results(shards, options | place, (held(weights[0], 1).to(dtype), held(weights[1], 2)))
+    here = results(shards, options | ring.arguments() | more, (held(weights[0], 1).to(dtype), held(weights[1], 2)))
     bound = {"rtol": 1e-11, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 5e-5}
     torch.testing.assert_close(here[0].double(), held(out, 1), **bound)
     torch.testing.assert_close(here[1].double(), held(lse, 2), **bound)
     assert here[2].keys() == gradients.keys()
     for name, gradient in here[2].items():
         if name in shared:
-            dist.all_reduce(gradient, group=mesh.get_group("cp"))
+            dist.all_reduce(gradient, group=ring.group)
         expected = gradients[name] if name in shared else held(gradients[name], SEQUENCE_DIM.get(name, 1))
         torch.testing.assert_close(gradient.double(), expected, **bound, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -108,7 +109,8 @@ def main(device: str, rings: str, dtype: str = "float64", *cases: str) -> None:
         if cases and case not in cases:
             continue
         for layout in layouts if case == "causal" else layouts[i % 3 :][:1]:
-            check(case, layout, mesh, 18 + 4 * mesh.get_local_rank("dp"), getattr(torch, dtype))
+            ring = ring_attn.Ring(mesh, mesh_dim="cp", layout=layout)
+            check(case, ring, 18 + 4 * mesh.get_local_rank("dp"), getattr(torch, dtype))
             if dist.get_rank() == 0:
                 print("ok", case, layout, flush=True)
     dist.destroy_process_group()

@@ -89,6 +89,10 @@ CASES = {
         | {"k": [SEQUENCE, WHOLE], "sinks": [WHOLE, WHOLE], "alibi_slopes": [WHOLE, WHOLE], "q_segment_ids": [Shard(1), WHOLE]},
         dict(causal=True),
     ),
+    "a ring over both": (
+        qkv(SEQUENCE, SEQUENCE) | {"sinks": [WHOLE, WHOLE], "bias": [Shard(2), Shard(2)], "q_segment_ids": [Shard(1), Shard(1)]},
+        dict(causal=True),
+    ),
     "ring x heads, split": (
         qkv(SEQUENCE, HEADS) | {"sinks": [WHOLE, Shard(0)], "bias": [Shard(2), Shard(1)], "mask": [Shard(2), WHOLE]},
         {},
@@ -140,7 +144,8 @@ def check_refusals(mesh: DeviceMesh) -> None:
     else:
         raise AssertionError("Partial was taken")
     refused("got Shard(dim=3) on mesh dimension 'heads'; call .redistribute()", mesh, qkv(SEQUENCE, Shard(3)))
-    refused("sharded over one mesh dimension", mesh, qkv(SEQUENCE, SEQUENCE))
+    turned = dict(mesh=mesh, mesh_dim=("heads", "ring"))
+    refused("mesh dimension 'ring', 'heads', a ring of global ranks [0, 1, 2, 3]", mesh, qkv(SEQUENCE, SEQUENCE), **turned)
     refused("k must be Shard(dim=1)", mesh, qkv(SEQUENCE, HEADS) | {"k": [WHOLE, HEADS]})
     refused("must all be DTensors or none; k is none", mesh, qkv(SEQUENCE, HEADS) | {"k": None})
     refused("mesh= is a ring of global ranks", mesh, qkv(SEQUENCE, HEADS), mesh=mesh, mesh_dim="heads")
