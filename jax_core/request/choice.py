@@ -15,11 +15,20 @@ from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
 from jax_core.strategies import all_gather, decode, empty, fused_ring, ring
 from jax_core.strategies.contract import Strategy
+from jax_core.strategies.ulysses import Ulysses
 from jax_core.tune import lookup
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
-    {"ring": ring, "fused": fused_ring, "all_gather": all_gather, "decode": decode}
+    {
+        "ring": ring,
+        "fused": fused_ring,
+        "all_gather": all_gather,
+        "ulysses": Ulysses(ring),
+        "ulysses_ring": Ulysses(ring, 0),
+        "ring_ulysses": Ulysses(ring, 1),
+        "decode": decode,
+    }
 )
 SHARED_QUERIES = frozenset({"decode"})  # strategies whose queries are the same on all ranks
 _NO_PARAMS = FwdParams(), BwdParams()

@@ -81,11 +81,16 @@ class RingSpec:
 
 
 class Strategy(Protocol):
-    """What a strategy's module provides."""
+    """What a strategy's module, or an object, provides."""
 
-    HANDLES: frozenset[str]
-    IN_PLACE_OF_A_KERNEL: frozenset[str]
-    OWN_PLATFORM: str | None
+    @property
+    def HANDLES(self) -> frozenset[str]: ...
+
+    @property
+    def IN_PLACE_OF_A_KERNEL(self) -> frozenset[str]: ...
+
+    @property
+    def OWN_PLATFORM(self) -> str | None: ...
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None: ...
 

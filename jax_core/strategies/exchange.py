@@ -25,6 +25,8 @@ def word_of(spec: RingSpec, tree) -> type | None:
 
 def gather(spec: RingSpec, tree: Tree) -> Tree:
     """Each array with a new first dimension, the ranks."""
+    if spec.axis_name is None:
+        return jax.tree.map(lambda x: x[None], tree)
     word = word_of(spec, tree)
     if word is None:
         return jax.tree.map(lambda x: lax.all_gather(x, spec.axis_name), tree)
@@ -33,7 +35,10 @@ def gather(spec: RingSpec, tree: Tree) -> Tree:
 
 
 def all_to_all(spec: RingSpec, tree: Tree, axis_name) -> Tree:
-    """Of arrays ``[ranks, ...]``, block ``i`` goes to rank ``i`` of the axis; in the result it is the one that came from there."""
+    """Of arrays ``[ranks, ...]``, block ``i`` goes to rank ``i`` of the axis; in the result it is the one that came from there.
+    ``axis_name``: None for a single rank."""
+    if axis_name is None:
+        return tree
     word = word_of(spec, tree)
     if word is None:
         return jax.tree.map(lambda x: lax.all_to_all(x, axis_name, 0, 0), tree)

@@ -50,6 +50,7 @@ class Case:
 
     name: str
     ring: int = 1
+    axes: tuple[int, ...] = ()  # the lengths of the ring's mesh axes, if they are several
     layout: str = "contiguous"
     queries: int = 24
     keys: int | None = None
@@ -235,6 +236,14 @@ def ring_mesh(size: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:size]), ("ring",))
 
 
+def _mesh(case: Case) -> Mesh:
+    return Mesh(np.array(jax.devices()[: case.ring]).reshape(case.axes or (case.ring,)), axis_names(case))
+
+
+def axis_names(case: Case) -> tuple[str, ...]:
+    return tuple(f"axis{i}" for i in range(len(case.axes))) or ("ring",)
+
+
 def ring_results(case: Case, inputs: Arrays, cotangents: Arrays, check_vma: bool = True) -> Arrays:
     """The same results as `oracle_results`, from `jax_core.ring_attention` in the case's dtype, ring, layout and mode."""
     with jax.enable_x64(case.dtype == "float64"), quick_compiles(case.quick_compile):
@@ -276,15 +285,17 @@ def sharded_attention(case: Case, inputs: Arrays, check_vma: bool = True) -> Cal
 
     if case.mode == "alone":
         return attend
-    mesh, specs = ring_mesh(case.ring), {name: spec(name, array.ndim) for name, array in inputs.items()}
-    out_specs = (spec("out", 4), spec("lse", 3))
+    axes = axis_names(case)
+    where = axes if len(axes) > 1 else axes[0]
+    mesh, specs = _mesh(case), {name: spec(name, array.ndim, where) for name, array in inputs.items()}
+    out_specs = (spec("out", 4, where), spec("lse", 3, where))
     if case.mode == "mesh":
-        return lambda parameters, rest: attend(parameters, rest, mesh=mesh, axis_name="ring")
+        return lambda parameters, rest: attend(parameters, rest, mesh=mesh, axis_name=where)
     if case.mode == "mesh and specs":
         more = {"in_specs": tuple(map(specs.get, SPEC_ORDER)), "out_specs": out_specs}
-        return lambda parameters, rest: attend(parameters, rest, mesh=mesh, axis_name="ring", **more)
+        return lambda parameters, rest: attend(parameters, rest, mesh=mesh, axis_name=where, **more)
     return jax.shard_map(
-        lambda parameters, rest: attend(parameters, rest, axis_name="ring"),
+        lambda parameters, rest: attend(parameters, rest, axis_name=where),
         mesh=mesh,
         in_specs=_split(specs),  # type: ignore[arg-type]
         out_specs=out_specs,
@@ -302,11 +313,11 @@ def uneven_blocks() -> Any:
     return jax_core.RingAttentionConfig(fwd_params=forward, bwd_params=backward)
 
 
-def spec(name: str, ndim: int) -> P:
+def spec(name: str, ndim: int, axes: str | tuple[str, ...] = "ring") -> P:
     if name not in SEQUENCE_AXIS:
         return P()
     axis = SEQUENCE_AXIS[name][0] % ndim
-    return P(*(None,) * axis, "ring")
+    return P(*(None,) * axis, axes)
 
 
 def to_layout(case: Case, arrays: Arrays) -> Arrays:

@@ -78,8 +78,7 @@ def _pairs(spec: RingSpec, operands: Operands, keys: Keys, near: Reach | None) -
     if near is not None:
         runs = zip(range(len(q_runs)), q_runs, widened(spec, keys, near), strict=True)
         return [_near_pair(operands, i, q_run, beside, near) for i, q_run, beside in runs]
-    if spec.size > 1:
-        keys = jax.tree.map(lambda x: in_sequence_order(x, spec.layout), gather(spec, keys))
+    keys = jax.tree.map(lambda x: in_sequence_order(x, spec.layout), gather(spec, keys))
     return [make_pair(operands, q_runs, keys, (Run(0, 1, keys.key.shape[1]),))]
 
 
@@ -100,7 +99,5 @@ def _of_run(opened: Backward, i: int, count: int) -> Backward:
 
 def _summed(spec: RingSpec, dkv: tuple[Array, ...]) -> tuple[Array, ...]:
     """This rank's shard of the sum over all ranks, added in the order of the ranks."""
-    if spec.size == 1:
-        return dkv
     blocks = tuple(in_shards(x, spec.layout, spec.size) for x in dkv)
     return tuple(x.sum(0) for x in all_to_all(spec, blocks, spec.axis_name))

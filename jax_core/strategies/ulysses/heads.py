@@ -1,0 +1,187 @@
+"""The exchange: shards of the sequence with all heads for more of the sequence with some heads, and back.
+
+Everything that a pass needs goes in one all-to-all, block ``i`` to rank ``i``: its heads of what has heads, all of what has none
+(ids, a bias of one head). Sinks and slopes are not split over the sequence: a rank takes its heads of them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_core.kernels.contract import accumulation_dtype
+from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.exchange import all_to_all, in_sequence_order, in_shards
+from jax_core.strategies.transfer import ordered_after, pack, unpack, wire_dtype
+from jax_core.strategies.ulysses.inside import kv_heads_sent, order
+
+Results = tuple[Array, Array, Array, Array | None]  # out, lse, and their cotangents
+
+
+class _Sent(NamedTuple):
+    """Arrays ``[batch|1, length, heads|1, ...]``. Ids have no heads; a mask is sent as 16-bit integers."""
+
+    query: Array
+    key: Array
+    value: Array
+    ids: dict[str, Any]
+    rows: dict[str, Array]  # bias and mask, if their rows are split
+    results: dict[str, Array]
+
+
+class Exchange:
+    """Over an axis ``name`` of ``size`` ranks, of which this is number ``place``."""
+
+    def __init__(self, spec: RingSpec, operands: Operands, name: Any, size: int, place: Any) -> None:
+        self.spec, self.name, self.size, self.place = spec, name, size, place
+        self.heads = operands.query.shape[2]
+        self.order = order(spec.layout, alone=size == spec.size)
+
+    def operands(self, operands: Operands) -> Operands:
+        """The inner strategy's operands."""
+        return self._arrived(operands, self._gathered(self._sent(operands, {})))
+
+    def operands_and_results(self, operands: Operands, results: Results, after: Array) -> tuple[Operands, Results]:
+        """The same, with what the forward returned and its cotangents; not sent before ``after`` is computed."""
+        names = "out", "lse", "dout", "dlse"
+        given = {
+            name: _rows_first(x) if name.endswith("lse") else x for name, x in zip(names, results, strict=True) if x is not None
+        }
+        arrived = self._gathered(self._after(self._sent(operands, given), after))
+        back = {name: _rows_first(x) if name.endswith("lse") else x for name, x in arrived.results.items()}
+        return self._arrived(operands, arrived), (back["out"], back["lse"], back["dout"], back.get("dlse"))
+
+    def results(self, out: Array, lse: Array) -> tuple[Array, Array]:
+        """``out`` and ``lse`` of this rank's shard and all heads."""
+        out, lse = self._scattered((out, _rows_first(lse)))
+        return _merged_heads(out), _rows_first(_merged_heads(lse))
+
+    def gradients(self, operands: Operands, found: Operands) -> tuple[Array, Array, Array, Array | None]:
+        """Those of query, key, value and bias, from the inner strategy's."""
+        bias, rows = found.bias, self._has_rows(operands.bias, operands)
+        send = {"query": found.query, "key": found.key, "value": found.value}
+        send |= {"bias": jnp.swapaxes(bias, 1, 2)} if bias is not None and rows else {}
+        came = self._scattered(send)
+        key, value = (
+            _summed_copies(_merged_heads(came[name]), x) for name, x in (("key", operands.key), ("value", operands.value))
+        )
+        if bias is not None:
+            bias = self._bias(operands, bias, came.get("bias"))
+        return _merged_heads(came["query"]), key, value, bias
+
+    def own_heads(self, operand: Array | None, gradient: Array | None, axis: int) -> Array | None:
+        """A gradient of this rank's heads as one of all heads."""
+        if operand is None or gradient is None or operand.shape[axis] != self.heads:
+            return gradient
+        zeros = jnp.zeros(operand.shape, gradient.dtype)
+        return lax.dynamic_update_slice_in_dim(zeros, gradient, self._first_head(), axis)
+
+    def _sent(self, operands: Operands, results: dict[str, Array]) -> _Sent:
+        names = "q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids"
+        ids = {name: x for name in names if (x := getattr(operands, name)) is not None}
+        tables = {"bias": operands.bias, "mask": None if operands.mask is None else operands.mask.astype(jnp.uint16)}
+        rows = {name: jnp.swapaxes(x, 1, 2) for name, x in tables.items() if x is not None and self._has_rows(x, operands)}
+        key, value = (_copied(x, kv_heads_sent(x.shape[2], self.size)) for x in (operands.key, operands.value))
+        return _Sent(operands.query, key, value, ids, rows, results)
+
+    def _arrived(self, operands: Operands, arrived: _Sent) -> Operands:
+        bias, mask = (self._table(name, getattr(operands, name), arrived) for name in ("bias", "mask"))
+        wide = accumulation_dtype(operands.query.dtype)
+        sinks, slopes = (
+            None if x is None else self._own(x, axis).astype(wide)
+            for x, axis in ((operands.softmax_aux, 0), (operands.alibi_slopes, 1))
+        )
+        return operands._replace(
+            query=arrived.query,
+            key=arrived.key,
+            value=arrived.value,
+            softmax_aux=sinks,
+            alibi_slopes=slopes,
+            bias=bias,
+            mask=None if mask is None else mask.astype(bool),
+            origin=self._origin(operands),
+            rank=self._rank_inside(operands),
+            **arrived.ids,
+        )
+
+    def _table(self, name: str, x: Array | None, arrived: _Sent) -> Array | None:
+        """A bias or mask for this rank's heads and the inner shard's rows."""
+        if name in arrived.rows:
+            return jnp.swapaxes(arrived.rows[name], 1, 2)
+        return None if x is None else self._own(x, 1)
+
+    def _bias(self, operands: Operands, gradient: Array, came: Array | None) -> Array | None:
+        assert operands.bias is not None
+        if came is None:
+            return self.own_heads(operands.bias, gradient, 1)
+        if operands.bias.shape[1] == self.heads:
+            return jnp.swapaxes(_merged_heads(came), 1, 2)
+        return jnp.swapaxes(came.astype(accumulation_dtype(came.dtype)).sum(0), 1, 2)
+
+    def _has_rows(self, x: Array | None, operands: Operands) -> bool:
+        return x is not None and x.shape[2] == operands.query.shape[1] > 1
+
+    def _own(self, x: Array, axis: int) -> Array:
+        """This rank's heads."""
+        if x.shape[axis] != self.heads:
+            return x
+        return lax.dynamic_slice_in_dim(x, self._first_head(), self.heads // self.size, axis)
+
+    def _first_head(self) -> Any:
+        return self.place * (self.heads // self.size)
+
+    def _origin(self, operands: Operands) -> Array | None:
+        scores = self.spec.scores
+        if operands.origin is None and not (scores.dropout_prob or scores.predicates):
+            return None
+        origin = jnp.zeros(2, jnp.int32) if operands.origin is None else operands.origin
+        return origin.at[1].add(jnp.asarray(self._first_head(), jnp.int32))
+
+    def _rank_inside(self, operands: Operands) -> Array | None:
+        """The rank along the other axis, for those that cannot compute it."""
+        if operands.rank is None or self.size == self.spec.size:
+            return None
+        ring = self.spec.size // self.size
+        return operands.rank % ring if self.name == self.spec.axis_name[0] else operands.rank // self.size  # type: ignore[index]
+
+    def _after(self, sent: _Sent, done: Array) -> _Sent:
+        word = wire_dtype(sent.query.dtype, packed=self.spec.backend == "cpu")
+        return sent._replace(query=unpack(ordered_after(pack(sent.query, word), done), sent.query))
+
+    def _gathered(self, sent: _Sent) -> _Sent:
+        blocks = jax.tree.map(self._split_heads, sent)
+        return jax.tree.map(lambda x: in_sequence_order(x, self.order), all_to_all(self.spec, blocks, self.name))
+
+    def _scattered(self, tree: Any) -> Any:
+        """``[batch, rows of the inner shard, heads, ...]`` -> ``[ranks, batch, length, heads, ...]``, by whose heads they are."""
+        blocks = jax.tree.map(lambda x: in_shards(x, self.order, self.size), tree)
+        return all_to_all(self.spec, blocks, self.name)
+
+    def _split_heads(self, x: Array) -> Array:
+        """``[batch, length, heads, ...] -> [ranks, batch, length, heads of the rank, ...]``; what has no heads goes to all."""
+        if x.ndim < 3 or x.shape[2] == 1:
+            return jnp.broadcast_to(x, (self.size, *x.shape))
+        return jnp.moveaxis(x.reshape(*x.shape[:2], self.size, -1, *x.shape[3:]), 2, 0)
+
+
+def _rows_first(x: Array) -> Array:
+    """``[batch, heads, length] <-> [batch, length, heads]``"""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _merged_heads(x: Array) -> Array:
+    """``[ranks, batch, length, heads, ...] -> [batch, length, ranks * heads, ...]``"""
+    return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])
+
+
+def _copied(x: Array, heads: int) -> Array:
+    return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def _summed_copies(gradient: Array, operand: Array) -> Array:
+    batch, length, heads, dim = operand.shape
+    if gradient.shape[2] == heads:
+        return gradient
+    copies = gradient.reshape(batch, length, heads, -1, dim).astype(accumulation_dtype(gradient.dtype))
+    return copies.sum(3).astype(operand.dtype)

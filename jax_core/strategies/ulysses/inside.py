@@ -1,0 +1,109 @@
+"""What is left to the inner strategy: a ring over the other axis, with longer shards and fewer heads."""
+
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any, NamedTuple
+
+from jax_core.kernels.contract import Problem
+from jax_core.masks.layout import Run, runs
+from jax_core.strategies.contract import RingSpec, Strategy
+
+_SEEN_BY_HEAD = frozenset("dropout_prob predicates".split())  # what goes by the global number of a head
+
+
+class UlyssesAxis(NamedTuple):
+    """The mesh axis (or axes) of the exchange, its size, and this rank's place along it."""
+
+    name: Any
+    size: int
+    place: Any
+
+
+def ulysses_axis(spec: RingSpec, axis: int | None, rank: Any) -> UlyssesAxis:
+    if axis is None:
+        return UlyssesAxis(spec.axis_name, spec.size, rank)
+    assert isinstance(spec.axis_name, tuple)
+    place = rank // spec.sizes[1] if axis == 0 else rank % spec.sizes[1]
+    return UlyssesAxis(spec.axis_name[axis], spec.sizes[axis], place)
+
+
+def unsupported(problem: Problem, axis: int | None) -> str | None:
+    if axis is not None and len(problem.sizes) != 2:
+        return f"it needs two mesh axes, one for the heads and one for the ring; got {len(problem.sizes)}"
+    size = _size(problem.size, problem.sizes, axis)
+    if problem.heads % size:
+        return f"it splits the heads evenly: their number must be a multiple of the {size} ranks; got {problem.heads} heads"
+    if axis is not None and not isinstance(problem.layout, str):
+        return "a plan does not stay one when ranks of a second axis exchange their shards; use ulysses over all ranks, or a ring"
+    return None
+
+
+def kv_heads_sent(kv_heads: int, size: int) -> int:
+    """K/V heads, each repeated as few times as lets ``size`` ranks have equally many."""
+    return lcm(kv_heads, size)
+
+
+def _size(size: int, sizes: tuple[int, ...], axis: int | None) -> int:
+    return size if axis is None else sizes[axis]
+
+
+def problem_inside(problem: Problem, axis: int | None) -> Problem:
+    size = _size(problem.size, problem.sizes, axis)
+    if problem.heads % size:
+        return problem  # refused for it
+    layout, ring = _layout_inside(problem.layout, problem.sizes, axis), problem.size // size
+    features = problem.features - {_feature(problem.layout)} | {_feature(layout)}
+    return replace(
+        problem,
+        heads=problem.heads // size,
+        kv_heads=kv_heads_sent(problem.kv_heads, size) // size,
+        q_length=problem.q_length * size,
+        k_length=problem.k_length * size,
+        layout=layout,
+        size=ring,
+        sizes=(ring,),
+        features=features | ({"origin"} if features & _SEEN_BY_HEAD else set()),
+    )
+
+
+def spec_inside(spec: RingSpec, inner: Strategy, axis: int | None) -> RingSpec:
+    ring = spec.size // _size(spec.size, spec.sizes, axis)
+    name = None if axis is None else spec.axis_name[1 - axis]  # type: ignore[index]
+    layout = _layout_inside(spec.layout, spec.sizes, axis)
+    return replace(spec, strategy=inner, layout=layout, axis_name=name, size=ring, sizes=(ring,))
+
+
+def order(layout: Any, alone: bool) -> Any:
+    """The layout by which ``exchange.in_sequence_order`` joins shards to the inner one. ``alone``: they are the whole sequence."""
+    return layout if alone or layout == "zigzag" else "contiguous"
+
+
+def _layout_inside(layout: Any, sizes: tuple[int, ...], axis: int | None) -> Any:
+    if axis is None:
+        return "contiguous"
+    if axis == 1 and layout != "striped":
+        return layout  # neighbours of the sequence exchange: their shards are one, of the same layout
+    return Held(layout, sizes[axis], axis == 1)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The layout of a ring whose every rank has the shards of ``count`` ranks: with the exchange's axis first in the mesh (or,
+    ``neighbours``, last)."""
+
+    layout: str
+    count: int
+    neighbours: bool
+
+    def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]:
+        places = range(self.count)
+        ranks = [rank * self.count + place if self.neighbours else place * size + rank for place in places]
+        held = [runs(self.layout, member, size * self.count, length // self.count) for member in ranks]
+        return (*(shard[0] for shard in held), *(run for shard in held[::-1] for run in shard[1:]))
+
+    def __str__(self) -> str:
+        return f"{self.layout} shards of {self.count} ranks"
+
+
+def _feature(layout: Any) -> str:
+    return layout if isinstance(layout, str) else "plan"

@@ -1,0 +1,103 @@
+"""Every strategy that shares a sequence, by the ring's own table of cases: against the float64 oracle, forward and every gradient.
+
+A machine with few cores tries each case with one strategy, in turn, and those cases in which everything meets with all of them.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from attention_cases import CASES, CAUSAL, DROPOUT, EVERYTHING, PACKED, SEED, Case, make_cotangents, make_inputs, ring_results
+from oracle_assertions import assert_like_the_oracle
+
+from jax_core.request.choice import STRATEGIES
+
+ALL = len(os.sched_getaffinity(0)) >= 8
+SHARING = ("all_gather", "ulysses", "ulysses_ring", "ring_ulysses")
+TWO_AXES = ("ulysses_ring", "ring_ulysses")
+MEETING = ("everything", "window cut by causal", "mesh with everything", "bfloat16 with everything", "packed striped")
+
+
+def test_every_strategy_is_tried_somewhere():
+    elsewhere = {"ring", "fused", "decode", "hierarchical"}  # files of their own
+    assert set(STRATEGIES) == {*SHARING} | elsewhere & set(STRATEGIES)
+
+
+def of_strategy(case: Case, strategy: str) -> Case:
+    """The case with a strategy, on a mesh that it needs, with heads that it can split."""
+    axes = {2: (2, 1), 4: (2, 2), 8: (2, 4), 3: (1, 3)}[case.ring] if strategy in TWO_AXES else ()
+    heads = case.heads if case.heads % case.ring == 0 or strategy == "all_gather" else case.heads * case.ring
+    return replace(case, axes=axes, heads=heads, settings={**case.settings, "strategy": strategy})
+
+
+def table() -> Iterator[object]:
+    shared = [case for case in CASES if case.ring > 1]
+    for number, case in enumerate(shared):
+        for turn, strategy in enumerate(SHARING):
+            if ALL or case.name in MEETING or number % len(SHARING) == turn:
+                yield pytest.param(case, strategy, id=f"{strategy}: {case.name}", marks=[pytest.mark.slow] * (number > 12))
+
+
+@pytest.mark.parametrize(("case", "strategy"), list(table()))
+def test_against_the_oracle(case: Case, strategy: str):
+    case = of_strategy(case, strategy)
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+
+
+FEW_KEYS = Case("few keys", ring=8, queries=6, batch=1, heads=8, kv_heads=2, layout="zigzag", options=CAUSAL, block=8)
+UNEVEN_HEADS = Case("uneven heads", ring=4, queries=8, batch=1, heads=12, kv_heads=6, options=CAUSAL, block=8)
+
+
+FACTORISATIONS = [
+    ("ulysses_ring", (2, 4), "zigzag"),
+    ("ulysses_ring", (4, 2), "striped"),
+    ("ring_ulysses", (2, 4), "striped"),
+    ("ring_ulysses", (4, 2), "zigzag"),
+]
+if ALL:
+    FACTORISATIONS = list(product(TWO_AXES, [(2, 4), (4, 2), (8, 1), (1, 8)], ["contiguous", "zigzag", "striped"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "axes", "layout"), FACTORISATIONS)
+def test_factorisations(strategy: str, axes: tuple[int, int], layout: str):
+    case = replace(FEW_KEYS, axes=axes, layout=layout, arrays=PACKED, settings={"strategy": strategy})
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+
+
+@pytest.mark.parametrize("case", [FEW_KEYS, UNEVEN_HEADS], ids=lambda case: case.name)
+def test_key_heads_that_do_not_divide(case: Case):
+    """Of two K/V heads each of eight ranks gets a copy of one; of six, each of four ranks gets three halves of what they serve."""
+    case = replace(case, settings={"strategy": "ulysses"})
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+
+
+@pytest.mark.parametrize("strategy", SHARING)
+def test_the_same_weights_fall(strategy: str):
+    """Dropout's pattern is that of one device."""
+    case = Case("falling", ring=4, queries=12, layout="zigzag", options=DROPOUT | CAUSAL, arrays=SEED, lse_cotangent=False)
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    alone = replace(case, ring=1, queries=48, mode="alone")
+    expected = ring_results(alone, inputs, cotangents)
+    got = ring_results(of_strategy(case, strategy), inputs, cotangents)
+    np.testing.assert_allclose(got["out"], expected["out"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (replace(FEW_KEYS, heads=4, settings={"strategy": "ulysses"}), r"a multiple of the 8 ranks; got 4 heads"),
+        (replace(FEW_KEYS, settings={"strategy": "ring_ulysses"}), r"it needs two mesh axes.*got 1"),
+        (replace(FEW_KEYS, axes=(2, 2, 2), settings={"strategy": "ulysses_ring"}), r"it needs two mesh axes.*got 3"),
+        (replace(EVERYTHING, settings={"strategy": "ulysses", "platform": "triton"}), r"platform=.triton."),
+    ],
+)
+def test_refused_in_words(case: Case, words: str):
+    with pytest.raises(NotImplementedError, match=words):
+        ring_results(case, make_inputs(case), make_cotangents(case))
