@@ -59,6 +59,7 @@ class Exchange:
 
     def gradients(self, operands: Operands, found: Operands) -> tuple[Array, Array, Array, Array | None]:
         """Those of query, key, value and bias, from the inner strategy's."""
+        wide = accumulation_dtype(operands.query.dtype)
         bias, rows = found.bias, self._has_rows(operands.bias, operands)
         send = {"query": found.query, "key": found.key, "value": found.value}
         send |= {"bias": jnp.swapaxes(bias, 1, 2)} if bias is not None and rows else {}
@@ -67,7 +68,7 @@ class Exchange:
             _summed_copies(_merged_heads(came[name]), x) for name, x in (("key", operands.key), ("value", operands.value))
         )
         if bias is not None:
-            bias = self._bias(operands, bias, came.get("bias"))
+            bias = self._bias(operands, bias.astype(wide), came["bias"].astype(wide) if rows else None)
         return _merged_heads(came["query"]), key, value, bias
 
     def own_heads(self, operand: Array | None, gradient: Array | None, axis: int) -> Array | None:
@@ -117,7 +118,7 @@ class Exchange:
             return self.own_heads(operands.bias, gradient, 1)
         if operands.bias.shape[1] == self.heads:
             return jnp.swapaxes(_merged_heads(came), 1, 2)
-        return jnp.swapaxes(came.astype(accumulation_dtype(came.dtype)).sum(0), 1, 2)
+        return jnp.swapaxes(came.sum(0), 1, 2)
 
     def _has_rows(self, x: Array | None, operands: Operands) -> bool:
         return x is not None and x.shape[2] == operands.query.shape[1] > 1

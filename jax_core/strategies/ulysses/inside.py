@@ -5,7 +5,7 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from jax_core.kernels.contract import Problem
-from jax_core.masks.layout import Run, runs
+from jax_core.masks.layout import Run, feature, padded_length, runs, shard_multiple
 from jax_core.strategies.contract import RingSpec, Strategy
 
 _SEEN_BY_HEAD = frozenset("dropout_prob predicates".split())  # what goes by the global number of a head
@@ -52,7 +52,7 @@ def problem_inside(problem: Problem, axis: int | None) -> Problem:
     if problem.heads % size:
         return problem  # refused for it
     layout, ring = _layout_inside(problem.layout, problem.sizes, axis), problem.size // size
-    features = problem.features - {_feature(problem.layout)} | {_feature(layout)}
+    features = problem.features - {feature(problem.layout)} | {feature(layout)}
     return replace(
         problem,
         heads=problem.heads // size,
@@ -88,22 +88,41 @@ def _layout_inside(layout: Any, sizes: tuple[int, ...], axis: int | None) -> Any
 
 @dataclass(frozen=True)
 class Held:
-    """The layout of a ring whose every rank has the shards of ``count`` ranks: with the exchange's axis first in the mesh (or,
-    ``neighbours``, last)."""
+    """The layout of a ring of which every rank has the shards of ``count`` ranks: with the exchange's axis first in the mesh (or,
+    ``neighbours``, last). An :class:`jax_core.masks.layout.Arrangement`."""
 
     layout: str
     count: int
     neighbours: bool
+    feature = "plan"
+
+    @property
+    def shard_multiple(self) -> int:
+        return self.count * shard_multiple(self.layout)
 
     def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]:
         places = range(self.count)
         ranks = [rank * self.count + place if self.neighbours else place * size + rank for place in places]
         held = [runs(self.layout, member, size * self.count, length // self.count) for member in ranks]
-        return (*(shard[0] for shard in held), *(run for shard in held[::-1] for run in shard[1:]))
+        found = (*(shard[0] for shard in held), *(run for shard in held[::-1] for run in shard[1:]))
+        return found if len(found) > 2 else _halved(found)
+
+    def check_size(self, size: int) -> None:
+        """Any will do."""
+
+    def check_shard_length(self, length: int, name: str, size: int) -> None:
+        """Checked before the exchange."""
+
+    def padded_length(self, size: int, length: int) -> int:
+        return padded_length(self.layout, size * self.count, length)
 
     def __str__(self) -> str:
         return f"{self.layout} shards of {self.count} ranks"
 
 
-def _feature(layout: Any) -> str:
-    return layout if isinstance(layout, str) else "plan"
+def _halved(found: tuple[Run, ...]) -> tuple[Run, ...]:
+    """More than two runs, since two would mean zigzag."""
+    half = found[0].length // 2
+    if found[0].length % 2:
+        return found
+    return tuple(run._replace(start=run.start + i * run.stride * half, length=half) for run in found for i in (0, 1))
