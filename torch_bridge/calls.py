@@ -23,6 +23,7 @@ _COMPARISON = "comparison"
 _SAME_OPTIONS = "every call of a ring must have the same options, shapes and dtypes on all of its ranks"
 _ALL_VALID = "every rank of a ring must make the same valid call"
 _SAME_AFTER_FAILURE = "after a call that failed, all ranks of a ring must go on with the same call"
+_NEXT_NOTICE = 0.2  # seconds between the notices of processes that die together
 _LOOK_AGAIN = 0.001  # seconds between two looks at what the device still has to do
 _ALL_CALL = (
     'Every rank of a ring must make the same calls in the same order; ring_attn.start(check="every_call") finds the first that '
@@ -123,10 +124,9 @@ def _exchanged(ring: Ring, text: str, waiting: "watch") -> list[str] | None:
     key = (ring.ranks, waiting.number)
     peers.send({"compare": {"ring": ring.ranks, "number": waiting.number, "call": text}})
     with peers.state.news:
-        peers.state.news.wait_for(lambda: key in peers.state.compared or peers.state.cut_off or waiting.hopeless())
+        peers.state.news.wait_for(lambda: key in peers.state.compared or waiting.hopeless())
     if key not in peers.state.compared:
         waiting.check()
-        raise PeerFailure(waiting.describe("the connection to the coordinator process beside global rank 0 has ended"))
     return peers.state.compared.pop(key)
 
 
@@ -162,7 +162,7 @@ class watch:
             calls.number += 1
             calls.steps[self.step] += 1
             self.number, self.call, self.begun = calls.number, calls.steps[self.step], time.monotonic()
-            if peers.state.gone or peers.state.failed or peers.state.stuck:
+            if peers.state.bad_news():
                 self.check()
             calls.recent.append((self.number, self.step, self.what))
             calls.last = self
@@ -192,7 +192,7 @@ class watch:
 
     def check(self) -> None:
         """Raises if messages from the other ranks mean that this call cannot complete."""
-        if self._gone() or self.ring.ranks in peers.state.stuck:
+        if self._gone() or peers.state.cut_off or self.ring.ranks in peers.state.stuck:
             raise PeerFailure(self.describe())
         failure = peers.state.failed.get((self.ring.ranks, self.number))
         if failure is not None:
@@ -201,7 +201,7 @@ class watch:
     def hopeless(self) -> bool:
         """Whether :meth:`check` raises."""
         ranks = self.ring.ranks
-        return bool(self._gone()) or ranks in peers.state.stuck or (ranks, self.number) in peers.state.failed
+        return peers.state.cut_off or bool(self._gone()) or ranks in peers.state.stuck or (ranks, self.number) in peers.state.failed
 
     def overdue(self) -> bool:
         """Whether this call has used up its grace period since it became known that it cannot complete."""
@@ -230,15 +230,16 @@ class watch:
         if self.ring.ranks in peers.state.stuck:
             return 0.0
         timeout, gone = peers.state.settings.peer_timeout, self._gone()
-        if not all(gone.values()) or self._failure():
+        if peers.state.cut_off or not all(gone.values()) or self._failure():
             return timeout / 4  # of a vanished host, the kernel learns only after most of the timeout
         # A peer that ended in good order may have given all it had, and this call be computing on it.
         return 3 * timeout if gone and not peers.state.collectives_see_the_end else None
 
     def _await_notice(self, seconds: float = 2.0) -> None:
-        """A broken collective is often seen before the message that says who has died."""
+        """A broken collective is often seen before the messages that say who has died, on a whole host one after another."""
         with peers.state.news:
-            peers.state.news.wait_for(self.hopeless, timeout=seconds)
+            if peers.state.news.wait_for(self.hopeless, timeout=seconds):
+                peers.state.news.wait_for(lambda: set(self._gone()) >= set(self.ring.ranks), timeout=_NEXT_NOTICE)
 
     def __str__(self) -> str:
         if self.step == _COMPARISON:
@@ -255,7 +256,9 @@ class watch:
         if self.ring.ranks in peers.state.stuck:
             return f"the {self.ring} cannot go on {here}: {peers.state.stuck[self.ring.ranks]}. {_ALL_CALL}"
         gone = [f"{rank} ({'ended' if clean else 'died'})" for rank, clean in self._gone().items()]
-        who = f"global rank {', then '.join(gone)}" if gone else "a peer cannot be reached"
+        lost = [f"global rank {', then '.join(gone)}"] if gone else []
+        lost += [peers.without_coordinator()] if peers.state.cut_off else []
+        who = "; ".join(lost) or "a peer cannot be reached"
         because = f" ({cause.strip().splitlines()[0]})" if cause.strip() else ""
         return (
             f"the {self.ring} lost a member {here}: "

@@ -5,14 +5,14 @@ from C++, before any of them can say which ring and step it was in; and a servic
 others. It imports neither torch nor JAX's Python code, and ends when the last rank has left.
 
 Liveness needs no heartbeat: every rank holds one TCP connection, and the kernel closes it when the process ends, however it
-ends. TCP keepalive detects a host that vanishes. A busy or stopped process is not mistaken for a dead one.
+ends. A host that vanishes acknowledges nothing any more. A busy or stopped process is not mistaken for a dead one.
 
 The protocol is lines of JSON. A ring is the list of its global ranks; ``number`` counts each rank's calls of that ring.
 
 ====================================================  ======================================================================
 To the coordinator                                    What it does
 ====================================================  ======================================================================
-``{"token", "rank"}``                                 first line: sends this rank the ranks that have left so far
+``{"token", "rank", "peer_timeout"}``                 first line: sends this rank the ranks that have left so far
 ``{"compare": {"ring", "number", "call"}}``           once all members have sent theirs, sends ``{"compared": {"ring", "number",
                                                       "calls"}}`` to each: None if all are equal, else all of them
 ``{"failed": {"ring", "number", "error"}}``           passes it on to the other members, with the ``"rank"``
@@ -26,6 +26,7 @@ When a connection ends, all others get ``{"gone": rank, "clean": bool}``.
 """
 
 import json
+import math
 import os
 import secrets
 import selectors
@@ -41,8 +42,8 @@ from typing import Any, NamedTuple
 
 from torch_bridge.stuck import Ranks, Report, asked_for, stuck_rings
 
-# Keepalive detects a vanished host after IDLE + COUNT * INTERVAL seconds.
-KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 5, 3, 3
+# The share of `peer_timeout` after which a host that does not answer has vanished. The rest is for the call to end by itself.
+VANISHED_AFTER = 0.5
 # JAX's own heartbeat is only a last resort: the connections report a death sooner.
 SERVICE_HEARTBEAT = 100
 # How long the answers to one question may take, in seconds; a rank that is silent for longer is treated as idle.
@@ -79,13 +80,30 @@ def launch(world: int, timeout: float) -> Endpoint:
     return Endpoint(ports["service"], ports["ranks"], token)
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel detect that the other host has vanished."""
+def keep_alive(connection: socket.socket, limit: float) -> None:
+    """Let the kernel probe the other host while nothing is under way, and close the connection after ``limit`` seconds without an
+    answer, rounded up."""
+    probe = max(int(limit / 4), 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"TCP_KEEPIDLE": KEEPALIVE_IDLE, "TCP_KEEPINTVL": KEEPALIVE_INTERVAL, "TCP_KEEPCNT": KEEPALIVE_COUNT}
+    options = {"TCP_KEEPIDLE": probe, "TCP_KEEPINTVL": probe, "TCP_KEEPCNT": max(math.ceil(limit / probe) - 1, 1)}
     for name, value in options.items():
         if hasattr(socket, name):  # macOS lacks some
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def unheard(connection: socket.socket) -> float:
+    """Seconds since the other host's kernel last acknowledged anything; 0 where the system does not tell.
+
+    While data waits for its acknowledgement the kernel does not probe, and it would repeat the data for a quarter of an hour.
+    """
+    if not sys.platform.startswith("linux"):
+        return 0.0
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.stop)
+    return int.from_bytes(info[_LAST_ACK], sys.byteorder) / 1000
+
+
+# Where `struct tcp_info` of Linux has `tcpi_last_ack_recv`, in milliseconds: after 8 bytes and 12 words.
+_LAST_ACK = slice(56, 60)
 
 
 @dataclass
@@ -94,6 +112,7 @@ class _Peer:
 
     connection: socket.socket
     rank: int = -1
+    limit: float = 0.0  # seconds without a sign of its host
     clean: bool = False
     pending: bytes = b""
     report: Report | None = None
@@ -128,11 +147,13 @@ class Exchange:
             self.listener.setblocking(False)
             selector.register(self.listener, selectors.EVENT_READ, None)
             while len(self.gone) < world and (self._peers() or time.monotonic() < deadline):
-                for key, _ in selector.select(timeout=0.1 if self.question.open else 1.0):
+                for key, _ in selector.select(timeout=0.1 if self.question.open else 0.5):
                     if key.data is None:
                         self._accept(selector)
                     else:
                         self._read(selector, key.data)
+                for peer in [peer for peer in self._peers().values() if unheard(peer.connection) > peer.limit]:
+                    self._close(selector, peer)
                 if self.question.open and time.monotonic() - self.question.asked > ANSWER_TIME:
                     self._judge()
 
@@ -142,7 +163,6 @@ class Exchange:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
             connection, _ = self.listener.accept()
-            keep_alive(connection)
             connection.settimeout(1.0)  # a peer that does not read must not hold up the messages to the others
             peer = _Peer(connection)
             self.connections[connection.fileno()] = peer
@@ -168,7 +188,8 @@ class Exchange:
                 self._take(peer, message)
                 return True
             if secrets.compare_digest(str(message["token"]), self.token):
-                peer.rank = int(message["rank"])
+                peer.rank, peer.limit = int(message["rank"]), VANISHED_AFTER * float(message["peer_timeout"])
+                keep_alive(peer.connection, peer.limit)
                 self._send(peer, b"".join(self.gone))
                 return True
         return False

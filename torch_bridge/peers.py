@@ -23,7 +23,7 @@ import torch
 
 from torch_bridge import coordinator
 from torch_bridge.mesh import Ring
-from torch_bridge.stuck import ASK_AFTER, Ranks, Report, Standing
+from torch_bridge.stuck import ASK_AFTER, Ranks, Report, Standing, named
 
 # How long the others may keep running after a peer's death, in seconds; `runtime.start(peer_timeout=)` changes it.
 PEER_TIMEOUT = 20.0
@@ -75,7 +75,8 @@ class State:
     settings: Settings = field(default_factory=Settings)
     collectives_see_the_end: bool = False
     connection: socket.socket | None = None
-    cut_off: bool = False
+    hosts: list[str] = field(default_factory=list)  # of all ranks
+    cut_off: bool = False  # from the coordinator
     sending: threading.Lock = field(default_factory=threading.Lock)
     news: threading.Condition = field(default_factory=threading.Condition)
     gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
@@ -90,12 +91,16 @@ class State:
     left: float = 0.0  # when the last ring call of this process returned
     asked: float = 0.0  # when the watchdog last asked for the state of the others
 
+    def bad_news(self) -> bool:
+        """Whether anything is known for which a call of some ring cannot end."""
+        return bool(self.cut_off or self.gone or self.failed or self.stuck)
+
 
 # One state per process, hence module-level.
 state = State()
 
 
-def join(address: str, endpoint: coordinator.Endpoint, rank: int, settings: Settings, patience: float) -> None:
+def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[str], settings: Settings, patience: float) -> None:
     """Connect this rank to the coordinator, and start the listener and the watchdog. Only the first call has an effect.
 
     Raises OSError if the coordinator cannot be reached within ``patience`` seconds.
@@ -104,12 +109,27 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, settings: Sett
         return
     connection = socket.create_connection((address, endpoint.port), timeout=patience)
     connection.settimeout(None)
-    coordinator.keep_alive(connection)
-    connection.sendall(json.dumps({"token": endpoint.token, "rank": rank}).encode() + b"\n")
-    state.connection, state.settings, state.left = connection, settings, time.monotonic()
+    coordinator.keep_alive(connection, coordinator.VANISHED_AFTER * settings.peer_timeout)
+    hello = {"token": endpoint.token, "rank": rank, "peer_timeout": settings.peer_timeout}
+    connection.sendall(json.dumps(hello).encode() + b"\n")
+    state.connection, state.hosts, state.settings, state.left = connection, hosts, settings, time.monotonic()
     os.register_at_fork(after_in_child=_forget)
     for loop, arguments in ((_listen, (connection,)), (_watchdog, ())):
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
+
+
+def own_address() -> str:
+    """This host's address on the network through which it reaches the coordinator's."""
+    return str(state.connection.getsockname()[0]) if state.connection else ""
+
+
+def without_coordinator() -> str:
+    """Who may be lost with the connection to the coordinator, on whose host some of the ranks are."""
+    ended = "the connection to the coordinator process beside global rank 0 has ended"
+    beside = [rank for rank, host in enumerate(state.hosts) if host == state.hosts[0]]
+    if len(beside) == len(state.hosts):  # one host, which is this one
+        return ended
+    return f"{ended}: it has died, or its whole host {state.hosts[0]} ({named(beside)}) has died or cannot be reached"
 
 
 def say_goodbye() -> None:
@@ -181,10 +201,18 @@ def _watchdog() -> None:
     while True:
         time.sleep(min(max(state.settings.wait_timeout / 16, 0.05), 0.5))
         _ask(time.monotonic())
-        if state.gone or state.failed or state.stuck:
+        _give_up_a_vanished_coordinator()
+        if state.bad_news():
             for call in _unfinished():
                 if call.overdue():
                     _end(call)
+
+
+def _give_up_a_vanished_coordinator() -> None:
+    limit = coordinator.VANISHED_AFTER * state.settings.peer_timeout
+    with suppress(OSError):  # it is closed already
+        if state.connection is not None and coordinator.unheard(state.connection) > limit:
+            state.connection.shutdown(socket.SHUT_RDWR)  # which ends the listener
 
 
 def _ask(now: float) -> None:

@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -23,9 +22,11 @@ import torch.distributed as dist
 
 from torch_bridge import coordinator, peers
 from torch_bridge.calls import PeerFailure, compare, watch
+from torch_bridge.hosts import let_gloo_reach_other_hosts
 from torch_bridge.kept import keep_programs
 from torch_bridge.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT
+from torch_bridge.relay import leave_jax, open_relay
 from torch_bridge.stuck import named
 
 if TYPE_CHECKING:
@@ -121,13 +122,13 @@ def _start_alone(device: torch.device | None) -> None:
 
 def _start_world(device: torch.device | None, settings: peers.Settings, arrival: float, timeout: float) -> None:
     try:
-        endpoint, address = _meet(arrival, timeout, device)
+        endpoint, address, hosts = _meet(arrival, timeout, device)
     except Exception:
         _state.refused = True
         raise
     import jax
 
-    peers.join(address, endpoint, dist.get_rank(), settings, timeout)
+    peers.join(address, endpoint, dist.get_rank(), hosts, settings, timeout)
     atexit.register(shutdown)
     world = Ring(tuple(range(_world_size())), dist.get_rank())
     with watch(world, "start"):
@@ -195,14 +196,16 @@ def _refuse_what_cannot_work() -> None:
         )
 
 
-def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[coordinator.Endpoint, str]:
-    """Wait until every rank has arrived here; rank 0 starts the coordinator and tells the others its address.
+def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[coordinator.Endpoint, str, list[str]]:
+    """Wait until every rank has arrived here; rank 0 starts the coordinator and tells the others its address. The last result: the
+    names of all ranks' hosts.
 
     Everything goes through torch's store, where a wait has a timeout and can tell who is missing. Raises RuntimeError if a rank's
     JAX or the coordinator cannot start, PeerFailure if a rank does not arrive.
     """
     store = dist.PrefixStore("ring_attn/start", dist.distributed_c10d._get_default_store())
     problem = _problem(device)
+    store.set(f"host of rank {dist.get_rank()}", socket.gethostname())
     store.set(f"rank {dist.get_rank()}", problem)
     if problem:
         raise RuntimeError(problem)
@@ -213,7 +216,8 @@ def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[
     endpoint, address, problem = json.loads(store.get("coordinator"))
     if problem:
         raise RuntimeError(f"rank 0 could not start JAX's coordinator: {problem}")
-    return coordinator.Endpoint(*endpoint), address
+    hosts = [store.get(f"host of rank {rank}").decode() for rank in range(_world_size())]
+    return coordinator.Endpoint(*endpoint), address, hosts
 
 
 def _problem(device: torch.device | None) -> str:
@@ -276,9 +280,10 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would catch SIGTERM, with which torchrun and schedulers end a job.
     jax.config.update("jax_enable_preemption_service", False)
-    _bypass_proxy(address)
+    _bypass_proxy()
+    let_gloo_reach_other_hosts(peers.own_address())
     jax.distributed.initialize(
-        f"{_bracketed(address)}:{endpoint.service_port}",
+        f"localhost:{open_relay(address, endpoint.service_port, timeout)}",
         dist.get_world_size(),
         dist.get_rank(),
         local_device_ids=[_local_device(device)],
@@ -296,14 +301,10 @@ def _disown() -> None:
     _state.owns_distributed = False
 
 
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address and not address.startswith("[") else address
-
-
-def _bypass_proxy(address: str) -> None:
+def _bypass_proxy() -> None:
     """Otherwise gRPC would send the ranks' own traffic through an HTTP proxy set in the environment."""
     if any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        os.environ.setdefault("no_grpc_proxy", ",".join(filter(None, (os.environ.get("no_proxy"), address, "localhost"))))
+        os.environ.setdefault("no_grpc_proxy", ",".join(filter(None, (os.environ.get("no_proxy"), "localhost"))))
 
 
 def _platforms() -> str:
@@ -384,8 +385,5 @@ def shutdown() -> None:
     with _state.lock:
         peers.say_goodbye()
         if _state.owns_distributed:
-            import jax
-
             _state.owns_distributed = False
-            with suppress(Exception):  # the coordinator may be gone, and at exit no one could handle the error
-                jax.distributed.shutdown()
+            leave_jax()

@@ -16,6 +16,7 @@ from launch import WORKERS, environment, processes
 
 from torch_bridge import calls, coordinator, mesh, peers, runtime
 from torch_bridge.mesh import Ring, jax_mesh, resolve, to_global, to_local
+from torch_bridge.relay import open_relay
 
 PEER_TIMEOUT = 12.0  # what killed_peer.py gives to start()
 NOISE = re.compile(r"Traceback|Check failure|grpc|CANCELLED|UNAVAILABLE|coordination|Error|Warning")
@@ -308,7 +309,7 @@ def test_the_coordinator_ignores_strangers_and_ends_with_the_last_rank():
     stranger.sendall(b'{"token": "", "rank": 0}\n')
     assert stranger.recv(1) == b""
     for rank, connection in enumerate((first, second)):
-        connection.sendall(f'{{"token": "{endpoint.token}", "rank": {rank}}}\n'.encode())
+        connection.sendall(f'{{"token": "{endpoint.token}", "rank": {rank}, "peer_timeout": 20}}\n'.encode())
     first.sendall(b'{"bye": true}\n')
     first.close()
     assert second.makefile().readline() == '{"gone": 0, "clean": true}\n'
@@ -316,6 +317,40 @@ def test_the_coordinator_ignores_strangers_and_ends_with_the_last_rank():
     for connection in (stranger, second):
         connection.close()
     assert _refuses(address)
+
+
+def test_the_relay_passes_on_what_is_said_and_hides_the_end_of_the_service():
+    with socket.create_server(("localhost", 0)) as service:
+        port = open_relay("localhost", service.getsockname()[1], 10.0)
+        with socket.create_connection(("localhost", port), timeout=10) as client:
+            there, _ = service.accept()
+            client.sendall(b"question")
+            assert there.recv(100) == b"question"
+            there.sendall(b"answer")
+            assert client.recv(100) == b"answer"
+            there.close()
+            client.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                client.recv(1)  # an end would be b""
+        with socket.create_connection(("localhost", port), timeout=10) as client:
+            there, _ = service.accept()
+        with there:
+            there.settimeout(10)
+            assert there.recv(1) == b""  # the client's own end is passed on
+    with socket.create_connection(("localhost", port), timeout=10) as client:
+        assert _ends(client)  # nothing listens there any more
+
+
+def test_who_has_lost_the_coordinator_names_the_ranks_of_its_host(fresh):
+    call = runtime.watch(Ring((1, 3), 0), "forward")
+    fresh.cut_off, fresh.hosts = True, ["a", "b", "a", "b"]
+    with pytest.raises(runtime.PeerFailure, match=r"has ended: it has died, or its whole host a \(global ranks 0, 2\) has died or"):
+        call.__enter__()
+    assert not call.overdue()
+    time.sleep(0.03)
+    assert call.overdue()
+    fresh.hosts = ["a", "a"]
+    assert peers.without_coordinator() == "the connection to the coordinator process beside global rank 0 has ended"
 
 
 def test_an_error_inside_a_call_is_told_once_and_is_no_call_of_the_ring_any_more(fresh, monkeypatch):
@@ -412,6 +447,13 @@ def test_a_report_says_what_this_process_does(fresh):
     peers.prepared(key)
     assert 0 < peers._report().idle < 1
     assert peers._report().rings[0, 1].waits is None
+
+
+def _ends(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def _refuses(address: tuple[str, int]) -> bool:

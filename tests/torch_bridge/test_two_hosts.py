@@ -1,0 +1,79 @@
+"""Rings over two hosts of four processes, which reach each other by address alone, and what is left when one of them is lost."""
+
+import re
+import sys
+import time
+from subprocess import Popen
+
+import pytest
+from launch import WORKERS, environment
+from two_hosts import INTERFACE, Host, refusal, two_hosts
+
+PEER_TIMEOUT = 12
+GPUS = 4  # processes on a host
+FIRST_PORT = 29400
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(refusal()), reason=refusal())]
+
+
+@pytest.fixture
+def hosts():
+    with two_hosts() as pair:
+        yield pair
+
+
+def torchrun(hosts: tuple[Host, Host], worker: str, *arguments: str) -> list["Popen[str]"]:
+    """One torchrun for each host, as a user would start them."""
+    started = []
+    for node, host in enumerate(hosts):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={GPUS}", f"--node-rank={node}"]
+        command += [f"--master-addr={hosts[0].address}", f"--master-port={FIRST_PORT}", str(WORKERS / worker), *arguments]
+        started.append(host.start(command, environment(GLOO_SOCKET_IFNAME=INTERFACE)))
+    return started
+
+
+def every_rank(hosts: tuple[Host, Host], worker: str, *arguments: str) -> list["Popen[str]"]:
+    """Every rank without torchrun, which would itself end the survivors of a loss."""
+    world = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(FIRST_PORT), "WORLD_SIZE": str(2 * GPUS)}
+    command = [sys.executable, str(WORKERS / worker), *arguments]
+    return [
+        host.start(
+            command,
+            environment(**world, RANK=str(GPUS * node + local), LOCAL_RANK=str(local), GLOO_SOCKET_IFNAME=INTERFACE),
+        )
+        for node, host in enumerate(hosts)
+        for local in range(GPUS)
+    ]
+
+
+def test_a_ring_over_two_hosts_under_torchrun_equals_attention_over_the_whole(hosts):
+    """The output, the LSE and every gradient, in float64."""
+    running = torchrun(hosts, "attention_worker.py", "cpu", "1", "float64", "window, sinks, bias")
+    said = [process.communicate(timeout=240) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    found = set(re.findall(r"^ok (.*)$", said[0][0], re.MULTILINE))
+    assert found == {"window, sinks, bias striped"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "how"),
+    [pytest.param(0, "kill", id="the coordinator's host is killed"), pytest.param(1, "unplug", id="the cable is pulled")],
+)
+def test_a_lost_host_ends_the_other_within_the_limit_and_is_named(hosts, lost, how):
+    running = every_rank(hosts, "lost_host.py", str(PEER_TIMEOUT))
+    for process in running:
+        assert any(line == "turns\n" for line in process.stdout), process.stderr.read()
+    begun = time.monotonic()
+    getattr(hosts[lost], how)()
+    ends = [process.communicate(timeout=60) for process in running]
+    took = time.monotonic() - begun
+    assert took < PEER_TIMEOUT, took
+    ranks = range(GPUS * 2)
+    beside, apart = [process.returncode for process in running[:GPUS]], [process.returncode for process in running[GPUS:]]
+    assert beside == [-9] * GPUS if how == "kill" else min(beside) > 0, ends
+    assert min(apart) > 0, ends  # neither success, nor a signal such as JAX's abort
+    for rank in ranks[GPUS:]:
+        assert "its whole host east (global ranks 0-3) has died or cannot be reached" in ends[rank][1], ends[rank]
+    for rank in ranks[:GPUS] if how == "unplug" else ():
+        assert set(re.findall(r"(\d) \(died\)", ends[rank][1])) == {"4", "5", "6", "7"}, ends[rank]
+    assert not any("Check failure" in errors for _, errors in ends)

@@ -1,0 +1,67 @@
+"""Passes on JAX's connections to its coordination service, and keeps their ends here open when the service is lost.
+
+JAX aborts the process from C++ as soon as such a connection breaks, as it does when the host of global rank 0 dies: before this
+process could say which ranks are lost. Without an answer it waits for its heartbeat, until long after the watchdog has acted.
+"""
+
+import ctypes
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch_bridge import peers
+
+_AT_ONCE = 65536  # bytes
+
+
+def open_relay(address: str, port: int, patience: float) -> int:
+    """The local port that leads to ``port`` at ``address``; connecting to that may take ``patience`` seconds."""
+    listener = socket.create_server(("localhost", 0))
+    _run(_accept, listener, address, port, patience)
+    return int(listener.getsockname()[1])
+
+
+def _run(loop: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=loop, args=arguments, name=f"ring-attn-relay{loop.__name__}", daemon=True).start()
+
+
+def _accept(listener: socket.socket, address: str, port: int, patience: float) -> None:
+    while True:
+        here, _ = listener.accept()
+        try:
+            there = socket.create_connection((address, port), timeout=patience)
+        except OSError:
+            here.close()  # JAX tries again
+        else:
+            there.settimeout(None)
+            _run(_to_service, here, there)
+            _run(_from_service, there, here)
+
+
+def _to_service(here: socket.socket, there: socket.socket) -> None:
+    """Until this process closes its end."""
+    with here, there, suppress(OSError):
+        while data := here.recv(_AT_ONCE):
+            with suppress(OSError):  # the service is lost
+                there.sendall(data)
+        there.shutdown(socket.SHUT_RDWR)
+
+
+def _from_service(there: socket.socket, here: socket.socket) -> None:
+    """Ends without closing anything."""
+    with suppress(OSError):
+        while data := there.recv(_AT_ONCE):
+            here.sendall(data)
+
+
+def leave_jax() -> None:
+    """As ``jax.distributed.shutdown``, which waits minutes for a service that is lost, here or when its client is destroyed."""
+    import jax
+    from jax._src import distributed
+
+    if peers.state.cut_off:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(distributed.global_state.client))
+        distributed.global_state.client = None
+    with suppress(Exception):  # the coordinator may be gone, and at exit no one could handle the error
+        jax.distributed.shutdown()
