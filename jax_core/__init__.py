@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from jax_core.api.attention import create_shard_map_wrapper, ring_attention
     from jax_core.api.blockwise import blockwise_attention
     from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
+    from jax_core.masks.balance import balance
     from jax_core.request.options import MaskInfo
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "FwdParams",
     "MaskInfo",
     "RingAttentionConfig",
+    "balance",
     "blockwise_attention",
     "create_shard_map_wrapper",
     "ring_attention",
@@ -23,6 +25,7 @@ _HOMES = {
     "ring_attention": "api.attention",
     "create_shard_map_wrapper": "api.attention",
     "blockwise_attention": "api.blockwise",
+    "balance": "masks.balance",
     "MaskInfo": "request.options",
     "RingAttentionConfig": "config",
     "FwdParams": "config",
@@ -31,7 +34,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # Loaded on first use: torch code can use the modules that need only the standard library (layouts, static masks) without
+    # Loaded on first use: torch code can use the modules that need only NumPy (layouts, static masks) without
     # loading jax.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

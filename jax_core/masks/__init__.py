@@ -1,4 +1,4 @@
 """Which keys a query sees: layouts, static masks, mask functions and builders, dropout.
 
-Arithmetic that every package above may call; ``layout`` and ``static`` need only the standard library.
+Arithmetic that every package above may call; ``layout``, ``static``, ``plan`` and ``balance`` need only NumPy.
 """

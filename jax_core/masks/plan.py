@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_core.masks.layout import Run
 
-_FEWEST = 3  # with two pieces a rank it would pass for zigzag, and with one for contiguous (Arrangement says why)
+FEWEST = 3  # with two pieces a rank it would pass for zigzag, and with one for contiguous (Arrangement says why)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,9 +37,9 @@ class Plan:
         if not isinstance(self.piece, Integral) or self.piece < 1:
             raise ValueError(f"piece must be a positive int, the positions of a piece; got {self.piece!r}")
         lengths = {len(held) for held in self.table}
-        if len(lengths) != 1 or (self.size > 1 and min(lengths) < _FEWEST):
+        if len(lengths) != 1 or (self.size > 1 and min(lengths) < FEWEST):
             raise ValueError(
-                f"table must give every rank equally many pieces, at least {_FEWEST}; got {sorted(lengths)} for {self.size} ranks"
+                f"table must give every rank equally many pieces, at least {FEWEST}; got {sorted(lengths)} for {self.size} ranks"
             )
         if any(list(held) != sorted(held) for held in self.table):
             raise ValueError(f"table must list the pieces of each rank in ascending order, got {_shortened(self.table)}")

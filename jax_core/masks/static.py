@@ -40,7 +40,7 @@ Window = int | tuple[int | None, int | None] | list[int | None] | None
 def make_mask(causal: bool = False, window: Window = None, chunk: int | None = None) -> Mask:
     """Checks the arguments and combines them: a causal mask is a window whose right side is 0."""
     left, right = _window_sides(window)
-    if chunk is not None and (not _is_integer(chunk) or chunk < 1):
+    if chunk is not None and (not is_integer(chunk) or chunk < 1):
         raise ValueError(f"chunk_size must be a positive int or None, got {chunk!r}")
     chunk = None if chunk is None else int(chunk)
     causal = bool(causal) or chunk is not None
@@ -69,7 +69,7 @@ def check_reach(window, chunk: int | None) -> None:
 
 def _window_sides(window) -> tuple[int | None, int | None]:
     sides = window if isinstance(window, (tuple, list)) else (window, window)
-    if len(sides) != 2 or not all(side is None or _is_integer(side) for side in sides):
+    if len(sides) != 2 or not all(side is None or is_integer(side) for side in sides):
         raise ValueError(f"sliding_window must be an int, a pair (left, right) of ints, or None; got {window!r}")
     if any(side is not None and side < -1 for side in sides):
         raise ValueError(f"sliding_window sides must be >= 0, or -1 or None for no bound; got {window!r}")
@@ -77,7 +77,7 @@ def _window_sides(window) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _is_integer(value) -> bool:
+def is_integer(value) -> bool:
     """Includes NumPy's integers."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
