@@ -34,8 +34,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # Loaded on first use: torch code can use the modules that need only NumPy (layouts, static masks) without
-    # loading jax.
+    # Loaded on first use: torch code can use the modules that need no more than NumPy (layouts, static masks) without loading jax.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -12,9 +12,8 @@ Layouts, for ring size ``N``, rank ``r`` and shard length ``T``:
 - an object with the methods of :class:`Arrangement`, such as a plan that ``balance`` made (:mod:`jax_core.masks.plan`).
 """
 
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
-
-import numpy as np
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[str, ...] = get_args(LayoutName)
@@ -129,7 +128,9 @@ def check_whole_length(layout: Layout, size: int, length: int, where: str = "") 
 
 def shard_indices(layout: Layout, rank: int, size: int, length: int) -> list[int]:
     """The global positions, in shard order, that ``rank`` holds of a sequence of ``length`` positions."""
-    return _indices(layout, rank, size, length).tolist()
+    check_whole_length(layout, size, length)
+    held = runs(layout, rank, size, length // size)
+    return list(chain.from_iterable(range(run.start, run.start + run.stride * run.length, run.stride) for run in held))
 
 
 def permutation(layout: Layout, size: int, length: int) -> list[int]:
@@ -137,19 +138,12 @@ def permutation(layout: Layout, size: int, length: int) -> list[int]:
 
     ``sequence[permutation(...)]`` brings a sequence into the layout's order; :func:`inverse_permutation` undoes it.
     """
-    return _order(layout, size, length).tolist()
+    return list(chain.from_iterable(shard_indices(layout, rank, size, length) for rank in range(size)))
 
 
 def inverse_permutation(layout: Layout, size: int, length: int) -> list[int]:
     """``inverse_permutation[permutation[i]] == i``: brings a sequence from the layout's order back into sequence order."""
-    return np.argsort(_order(layout, size, length)).tolist()
-
-
-def _order(layout: Layout, size: int, length: int) -> np.ndarray:
-    return np.concatenate([_indices(layout, rank, size, length) for rank in range(size)])
-
-
-def _indices(layout: Layout, rank: int, size: int, length: int) -> np.ndarray:
-    check_whole_length(layout, size, length)
-    held = runs(layout, rank, size, length // size)
-    return np.concatenate([run.start + run.stride * np.arange(run.length) for run in held])
+    inverse = [0] * length
+    for place, position in enumerate(permutation(layout, size, length)):
+        inverse[position] = place
+    return inverse
