@@ -8,6 +8,7 @@ sample begins at a barrier; a time is the median of a rank's samples, for the sl
 
 compare   forward and forward + backward, compared with the peers; the largest size with our ring only
 memory    the peak of every system, each in a process of its own, on rings of several sizes (benchmarks/ring_memory.py)
+window    a sliding window, with every strategy; from auto, ring and the named systems
 scaling   the same number of tokens per GPU on rings of 1, 2, 4, ... GPUs; several rings at once, so that all GPUs work
 overlap   a pass compared with the same pass without any transfer (benchmarks/ring_overlap.py)
 profile   where a step's time goes, and a plot of one GPU's streams (benchmarks/ring_profile.py)
@@ -91,6 +92,26 @@ def compare_size(run: Run, tokens: int, alone: bool) -> None:
         run.report.note("gpus_during", run.report.gpus())
 
 
+def window(run: Run) -> None:
+    """Every strategy, and the ring in both layouts; TFLOP/s of what the window shows."""
+    options = run.options
+    for tokens in options.window_tokens:
+        case = run.case(f"{short(tokens)} tokens, window of {options.window}", tokens, options.window)
+        shards = run.shards(tokens // run.team.size)
+        ready: dict[str, Prepared] = {}
+        for layout in ("zigzag", "contiguous"):
+            truth: list[torch.Tensor] = []
+            for name in options.window_systems:
+                more = {"sliding_window": (options.window - 1, 0), "layout": layout}
+                made = run.prepare(case, name, shards, run.group(name), truth, **more)
+                if made is not None:
+                    ready[f"{name}, {layout}"] = made
+        for phase in PHASES:
+            times, _ = run.take_turns({name: made.passes[phase] for name, made in ready.items()}, 8)
+            for name, taken in times.items():
+                run.add_times(case, name, phase, taken, run.team.size)
+
+
 def scaling(run: Run) -> None:
     """Rings of 1, 2, 4, ... side by side on all GPUs, so that heat and the slowest GPU are the same for every size."""
     length, platform = run.options.scaling_length, run.options.platform
@@ -116,7 +137,7 @@ def group_of(run: Run, size: int) -> Group:
     return groups[run.team.rank // size]
 
 
-PARTS = {"compare": compare, "memory": memory, "scaling": scaling, "overlap": overlap, "profile": profile}
+PARTS = {"compare": compare, "window": window, "memory": memory, "scaling": scaling, "overlap": overlap, "profile": profile}
 
 
 def arguments() -> argparse.Namespace:
@@ -129,6 +150,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--memory-tokens", type=int, default=16384, help="a GPU")
     parser.add_argument("--memory-sizes", nargs="*", type=int, default=[2, 3, 4], help="of the rings whose memory is measured")
     parser.add_argument("--memory-timeout", type=float, default=100.0, help="seconds for the jobs of one size")
+    parser.add_argument("--window", type=int, default=4096)
+    parser.add_argument("--window-tokens", nargs="*", type=int, default=[65536], help="in all")
+    parser.add_argument("--window-systems", nargs="*", choices=SYSTEMS, default=["ring", "all_gather", "ulysses"])
     parser.add_argument("--scaling-length", type=int, default=32768, help="tokens a GPU")
     parser.add_argument("--overlap-lengths", nargs="*", type=int, default=[8192, 32768], help="tokens a GPU")
     parser.add_argument("--profile-tokens", type=int, default=65536, help="tokens in all")

@@ -3,6 +3,7 @@
 import argparse
 import faulthandler
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,23 +44,23 @@ class Run:
         self.say(what if begin else f"left out for lack of time: {what}")
         return begin
 
-    def case(self, name: str, tokens: int) -> Case:
+    def case(self, name: str, tokens: int, window: int | None = None) -> Case:
         heads, kv_heads, dim = self.options.heads
-        return Case(name, tokens, heads, kv_heads, dim)
+        return Case(name, tokens, heads, kv_heads, dim, window=window)
 
     def shards(self, tokens: int) -> Inputs:
         """This rank's shards of ``tokens`` tokens."""
         return make_inputs(self.case("", tokens), self.team.device, seed=self.team.rank)
 
     def prepare(
-        self, case: Case, name: str, shards: Inputs, group: Group, truth: list[torch.Tensor] | None = None
+        self, case: Case, name: str, shards: Inputs, group: Group, truth: list[torch.Tensor] | None = None, **options: Any
     ) -> Prepared | None:
         """The system, called once in each way; None on all ranks, with the reason added to the report, if that fails.
 
         With ``truth``, its results are compared with those in it, or stored there if there are none yet."""
         made, problem, error = None, None, None
         try:
-            made = SYSTEMS[name](shards, group)
+            made = SYSTEMS[name](shards, group, **options)
             made.passes["both"].call()
             if truth is not None:
                 found = made.results("both")

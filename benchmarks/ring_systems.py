@@ -6,6 +6,8 @@ All hold the sequence in the same order: rank r of N has pieces r and 2N-1-r of 
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,17 @@ from systems import Inputs, Prepared, through_torch
 Group = dist.ProcessGroup | str  # or "local", a ring of one
 
 
-def ours(platform: str, shards: Inputs, group: Group) -> Prepared:
-    return systems.ours(platform, shards, mesh=group, layout="zigzag", causal=True)
+def ours(platform: str, shards: Inputs, group: Group, layout: str = "zigzag", **options: Any) -> Prepared:
+    return systems.ours(platform, shards, mesh=group, layout=layout, causal=True, **options)
+
+
+def two_axes(platform: str, shards: Inputs, group: Group, layout: str = "zigzag", **options: Any) -> Prepared:
+    """The ranks as a mesh of two dimensions, the second of two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(shards.query.device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("outer", "inner"))
+    assert dist.get_world_size(group) == mesh.size()
+    return systems.ours(platform, shards, mesh=mesh, mesh_dim=("outer", "inner"), layout=layout, causal=True, **options)
 
 
 def context_parallel(shards: Inputs, group: Group) -> Prepared:
@@ -55,7 +66,22 @@ def ring_flash_attention(shards: Inputs, group: Group) -> Prepared:
 CONTEXT_PARALLEL = "torch context_parallel"
 RING_FLASH = "ring-flash-attention"
 PEERS = (CONTEXT_PARALLEL, RING_FLASH)
-SYSTEMS: dict[str, Callable[[Inputs, Group], Prepared]] = {
+STRATEGIES = ("ring", "all_gather", "ulysses", "ulysses_ring", "ring_ulysses", "hierarchical")
+_OF_TWO_AXES = STRATEGIES[3:]
+
+
+def strategies() -> dict[str, Callable[[Inputs, Group], Prepared]]:
+    """Every strategy with every kernel, by name: "ulysses", which takes the kernel that "auto" does, "ulysses triton"."""
+    made = {}
+    for strategy, platform in product(STRATEGIES, ("auto", "cute", "triton", "cuda", "xla")):
+        make = two_axes if strategy in _OF_TWO_AXES else ours
+        name = strategy if platform == "auto" else f"{strategy} {platform}"
+        made[name] = partial(make, platform, strategy=strategy)
+    return made
+
+
+SYSTEMS: dict[str, Callable[..., Prepared]] = {
+    **strategies(),
     "auto": partial(ours, "auto"),
     "cute": partial(ours, "cute"),
     "triton": partial(ours, "triton"),

@@ -22,8 +22,8 @@ class Mask:
     A side may be negative where queries are counted from the last key (:func:`moved`).
     ``any_position``: positions are ids, which may be any value of their integer type, so that a difference of two may overflow it.
     Without ids they are not negative and below ``2**30``.
-    ``keys``: only positions ``0 .. keys - 1`` hold a key, and a run of keys may begin before them or end after them (None: every
-    position of a run holds one).
+    ``keys``: the keys of a pair are one run, which includes the queries' own positions; of its positions only ``0 .. keys - 1``
+    hold a key, and it may begin before them or end after them. (None: every position of a run holds one.)
     """
 
     causal: bool = False

@@ -162,6 +162,10 @@ def _make_pair(
     if listed:
         lists = make_lists(shards, q_runs, k_runs, scores, extras, tile.tile_n, isinstance(tile, BackwardTile))
         return _Pair(False, pairs.WHOLE, None, lists, replace(settings, listed=lists.listed))
+    if pairs.is_within(scores.mask):
+        area = pairs.within(scores.mask, q_runs, k_runs)
+        where = pairs.where_of(area, q.shape[0], q.shape[1], k.shape[1])
+        return _Pair(True, where, area, None, _with_mask(settings, scores.mask))
     if not diagonal and scores.mask.causal:
         area = pairs.rectangle(q_runs, k_runs, q.shape[1], k.shape[1])
         return _Pair(True, pairs.where_of(area, q.shape[0], q.shape[1], k.shape[1]), area, None, settings)
@@ -173,7 +177,7 @@ def _make_pair(
 
 
 def _with_mask(settings: Settings, mask: Mask) -> Settings:
-    """flash-attn-4 aligns masks to the last query and key, which is the same: lengths are equal where there is a mask."""
+    """flash-attn-4 aligns masks to the last query and key, which are at the same position where there is a mask."""
     if mask.left is None and mask.right is None:
         return replace(settings, causal=mask.causal)
     return replace(settings, local=True, left=mask.left, right=0 if mask.causal else mask.right)
@@ -209,5 +213,6 @@ def _covered(gradient: Array, pair: _Pair) -> Array:
     gradient = gradient.astype(jnp.float32)
     if pair.area is None:
         return gradient
-    covered = jnp.arange(gradient.shape[1]) < pair.area.k_end
+    rows = jnp.arange(gradient.shape[1])
+    covered = (rows >= pair.area.k_first) & (rows < pair.area.k_end)
     return jnp.where(covered[:, None, None], gradient, 0)

@@ -6,12 +6,12 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 from jax_core.kernels.cute import calls
 from jax_core.kernels.cute.lists import QUERY_BLOCK
-from jax_core.kernels.cute.pairs import needs_lists
+from jax_core.kernels.cute.pairs import is_within, needs_lists
 from jax_core.kernels.cute.tiles import backward_tile, forward_tile
 from jax_core.masks.layout import run_length
 
 HANDLES = frozenset(
-    "causal left right chunk any_position softcap predicates logits_dtype mask q_segment_ids kv_segment_ids q_position_ids "
+    "causal left right chunk keys any_position softcap predicates logits_dtype mask q_segment_ids kv_segment_ids q_position_ids "
     "kv_position_ids plan origin lse_gradient fused_backward deterministic float16 bfloat16".split()
 )
 _DATA = frozenset("mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids".split())
@@ -70,6 +70,10 @@ def _length_reason(problem: Problem) -> str | None:
     if problem.size == 1 or not (problem.scores.mask.causal or listed(problem)):
         return None
     backward = backward_tile(problem.dim, problem.value_dim, True, listed(problem))
+    if is_within(problem.scores.mask) and not listed(problem):
+        more = problem.k_length - problem.q_length
+        reason = f"flash-attn-4 needs a multiple of {backward.tile_n} keys beside those of the queries here, got {more}"
+        return reason if more % backward.tile_n else None
     if listed(problem):
         forward = forward_tile(problem.dim, problem.value_dim, True, True)
         multiple = math.lcm(QUERY_BLOCK, forward.tile_n, backward.tile_n)

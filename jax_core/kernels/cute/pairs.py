@@ -24,10 +24,11 @@ WHOLE: Where = (None, None, None, None)
 
 
 class Rectangle(NamedTuple):
-    """Query rows from ``q_first`` on, key rows up to ``k_end``, numbers on the device."""
+    """Query rows from ``q_first`` on, key rows ``k_first`` up to ``k_end``, numbers on the device."""
 
     q_first: Any
     k_end: Any
+    k_first: Any = 0
 
 
 def rectangle(q_runs: Runs, k_runs: Runs, q_length: int, k_length: int) -> Rectangle:
@@ -38,17 +39,31 @@ def rectangle(q_runs: Runs, k_runs: Runs, q_length: int, k_length: int) -> Recta
     return Rectangle(jnp.where(before, 0, q_length // 2), jnp.where(before, k_length // 2, k_length))
 
 
+def is_within(mask: Mask) -> bool:
+    """Do the keys include the queries' own positions, so that flash-attn-4's masks, aligned to the last query and the last key, are
+    right for the keys up to the last query?"""
+    return mask.keys is not None and mask.causal and mask.chunk is None and not mask.any_position
+
+
+def within(mask: Mask, q_runs: Runs, k_runs: Runs) -> Rectangle:
+    """All queries, and of the keys those that exist, up to the last query's own."""
+    assert mask.keys is not None
+    (q_run,), (k_run,) = q_runs, k_runs
+    first, end = (jnp.clip(at - k_run.start, 0, k_run.length) for at in (0, q_run.start + q_run.length))
+    return Rectangle(jnp.int32(0), end, first)
+
+
 def where_of(area: Rectangle, batch: int, q_length: int, k_length: int) -> Where:
     """As flash-attn-4 reads it, for operands whose batch entries follow one another: ``[batch * length, heads, dim]``."""
     if batch == 1:
-        ends = jnp.stack([area.q_first, q_length]), jnp.stack([0, area.k_end])
+        ends = jnp.stack([area.q_first, q_length]), jnp.stack([area.k_first, area.k_end])
         return ends[0].astype(jnp.int32), None, ends[1].astype(jnp.int32), None
     entries, ones = jnp.arange(batch + 1, dtype=jnp.int32), jnp.ones(batch, jnp.int32)
     return (
         entries * q_length + area.q_first.astype(jnp.int32),
         ones * (q_length - area.q_first).astype(jnp.int32),
-        entries * k_length,
-        ones * area.k_end.astype(jnp.int32),
+        entries * k_length + jnp.asarray(area.k_first, jnp.int32),
+        ones * (area.k_end - area.k_first).astype(jnp.int32),
     )
 
 
@@ -70,6 +85,8 @@ def needs_lists(scores: Scores, has_data: bool, alone: bool, same_length: bool, 
         return True
     if has_data or scores.predicates or mask.chunk is not None or mask.any_position:
         return True
+    if is_within(mask):
+        return False
     windowed = mask.left is not None or mask.right is not None
     return (windowed and not alone) or ((windowed or mask.causal) and not same_length)
 

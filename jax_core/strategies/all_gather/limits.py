@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
-from jax_core.strategies.all_gather.reach import reach
+from jax_core.strategies.all_gather.reach import bounded, reach
 
 OWN_PLATFORM: str | None = None
 IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous zigzag striped".split())
@@ -29,17 +29,17 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
 
 def kernel_problem(problem: Problem) -> Problem:
     """A shard of queries over all keys, or one run of queries over the keys in its window's reach."""
-    if problem.size == 1:
-        return problem
+    lengths = problem.q_length, problem.k_length
+    mask, features = bounded(problem.scores.mask, problem.size, lengths), problem.features
+    features |= {"keys"} if mask.keys is not None else set()
+    asked = replace(problem, scores=replace(problem.scores, mask=mask), features=features)
     plain = not problem.features & _WHOLE
-    near = reach(problem.scores.mask, problem.layout, problem.size, (problem.q_length, problem.k_length), plain)
+    near = reach(problem.scores.mask, problem.layout, problem.size, lengths, plain)
     if near is None:
-        return replace(problem, k_length=problem.size * problem.k_length)
-    mask = replace(problem.scores.mask, keys=problem.size * problem.k_length)
+        return replace(asked, k_length=problem.size * problem.k_length)
     return replace(
-        problem,
-        scores=replace(problem.scores, mask=mask),
-        features=problem.features - {problem.layout} | {"contiguous", "keys"},
+        asked,
+        features=features - {problem.layout} | {"contiguous"},
         layout="contiguous",
         q_length=near.run,
         k_length=near.left + near.run + near.right,

@@ -5,6 +5,7 @@ neighbouring runs.
 """
 
 from dataclasses import replace
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import Array
 from jax_core.kernels.contract import Partial, Residuals
 from jax_core.masks.layout import Run
 from jax_core.strategies.all_gather.edges import returned, widened
-from jax_core.strategies.all_gather.reach import Reach, reach
+from jax_core.strategies.all_gather.reach import Reach, bounded, reach
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.exchange import all_to_all, gather, in_sequence_order, in_shards
 from jax_core.strategies.local import (
@@ -21,6 +22,8 @@ from jax_core.strategies.local import (
     Keys,
     Pair,
     accumulate,
+    add,
+    kernel_of,
     make_pair,
     open_backward,
     open_forward,
@@ -33,7 +36,7 @@ from jax_core.strategies.transfer import ordered_after, pack, unpack, wire_dtype
 def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     """As the contract says."""
     near = _reach(spec, operands)
-    opened = open_forward(spec if near is None else _bounded(spec, operands), operands)
+    opened = open_forward(_bounded(spec, operands), operands)
     pairs = _pairs(spec, opened.operands, own_keys(opened.operands), near)
     results = [opened.attend(pair, None, diagonal=True, last=True) for pair in pairs]
     out, lse = (jnp.concatenate(parts, axis) for parts, axis in zip(zip(*results, strict=True), (1, 2), strict=True))
@@ -43,7 +46,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
 def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
     """As the contract says."""
     near = _reach(spec, operands)
-    opened = open_backward(spec if near is None else _bounded(spec, operands), operands, out, lse, dout, dlse)
+    opened = open_backward(_bounded(spec, operands), operands, out, lse, dout, dlse)
     # K/V are gathered once more, and not before the forward is over: otherwise they would be kept from there until here.
     keys = own_keys(opened.operands)
     word = wire_dtype(keys.key.dtype, packed=spec.backend == "cpu")
@@ -56,7 +59,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
         sums = accumulate(sums, grads, pair.shards[-1])
     dq = jnp.concatenate([query for query, *_ in found], 1)
     dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in found]
-    dk, dv = _summed(spec, dkv[0]) if near is None else returned(spec, dkv, near)
+    dk, dv = _summed(spec, reduce(add, dkv)) if near is None else returned(spec, dkv, near)
     return opened.gradients((dq, dk, dv), sums)
 
 
@@ -68,25 +71,35 @@ def _reach(spec: RingSpec, operands: Operands) -> Reach | None:
 
 
 def _bounded(spec: RingSpec, operands: Operands) -> RingSpec:
-    """With a mask that hides what lies before the sequence's first key and after its last: a run at an end has no neighbour."""
-    mask = replace(spec.scores.mask, keys=spec.size * operands.key.shape[1])
+    mask = bounded(spec.scores.mask, spec.size, (operands.query.shape[1], operands.key.shape[1]))
     return replace(spec, scores=replace(spec.scores, mask=mask))
 
 
 def _pairs(spec: RingSpec, operands: Operands, keys: Keys, near: Reach | None) -> list[Pair]:
     q_runs = query_runs(spec, operands)
     if near is not None:
-        runs = zip(range(len(q_runs)), q_runs, widened(spec, keys, near), strict=True)
-        return [_near_pair(operands, i, q_run, beside, near) for i, q_run, beside in runs]
+        beside = widened(spec, keys, near)
+        k_runs = [Run(run.start - near.left, 1, near.left + near.run + near.right) for run in q_runs]
+        return [_of_queries(operands, i, *pair) for i, pair in enumerate(zip(q_runs, beside, k_runs, strict=True))]
     keys = jax.tree.map(lambda x: in_sequence_order(x, spec.layout), gather(spec, keys))
-    return [make_pair(operands, q_runs, keys, (Run(0, 1, keys.key.shape[1]),))]
+    whole = Run(0, 1, keys.key.shape[1])
+    if _one_by_one(spec, operands):
+        return [_of_queries(operands, i, q_run, keys, whole) for i, q_run in enumerate(q_runs)]
+    return [make_pair(operands, q_runs, keys, (whole,))]
 
 
-def _near_pair(operands: Operands, i: int, q_run: Run, keys: Keys, near: Reach) -> Pair:
-    rows = slice(i * near.run, (i + 1) * near.run)
-    ids = operands.q_segment_ids
+def _one_by_one(spec: RingSpec, operands: Operands) -> bool:
+    """Whether the kernel gets the two runs of a zigzag shard in a call each: one that works on rectangles knows where one run of
+    queries ends among the keys, not where two do."""
+    data = operands.bias, operands.mask, operands.q_segment_ids, operands.q_position_ids
+    return not kernel_of(spec).CONTINUES and spec.layout == "zigzag" and all(array is None for array in data)
+
+
+def _of_queries(operands: Operands, i: int, q_run: Run, keys: Keys, k_run: Run) -> Pair:
+    """The ``i``-th run of queries and some keys; there is no array with a row for each query but the ids."""
+    rows, ids = slice(i * q_run.length, (i + 1) * q_run.length), operands.q_segment_ids
     queries = operands._replace(query=operands.query[:, rows], q_segment_ids=None if ids is None else ids[:, rows])
-    return make_pair(queries, (q_run,), keys, (Run(q_run.start - near.left, 1, keys.key.shape[1]),))
+    return make_pair(queries, (q_run,), keys, (k_run,))
 
 
 def _of_run(opened: Backward, i: int, count: int) -> Backward:
