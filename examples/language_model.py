@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ring_attn.generation import KVCache
+
 AttentionFactory = Callable[[], nn.Module]
 
 
@@ -20,16 +22,17 @@ class Block(nn.Module):
         self.attention = attention
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **options) -> Tensor:
         normed = self.attention_norm(x)
-        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        x = x + self.attention(normed, normed, normed, need_weights=False, **options)[0]
         return x + self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):
     """Bytes ``[batch, seq]`` and their positions ``[batch, seq]`` to logits ``[batch, seq, 256]``.
 
-    Everything except attention works on each position separately, so the model works on any subset of the positions.
+    Everything except attention works on each position separately, so the model works on any subset of the positions. ``cache``: a
+    ring_attn.generation.KVCache for its attention; while it takes in a prompt there are no logits, because nobody reads them.
     """
 
     def __init__(self, width: int, layers: int, positions: int, attention: AttentionFactory):
@@ -38,11 +41,11 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width, attention()) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cache: KVCache | None = None) -> Tensor:
         x = self.bytes(input_ids) + self.positions(position_ids)
         for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+            x = block(x) if cache is None else block(x, cache=cache)
+        return x if cache is not None and cache.prefilling else self.head(self.norm(x))
 
 
 class SdpaAttention(nn.MultiheadAttention):

@@ -34,8 +34,7 @@ NAMES = {
 }
 
 
-# Their values are checked in each call.
-_IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
+_IDS = (("q_segment_ids", "kv_segment_ids"), ("q_position_ids", "kv_position_ids"))
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -314,11 +313,17 @@ def _key(
     functions, dropout = options["mask_mod"] is not None or options["mask_builder"] is not None, options["dropout_prob"]
     if functions or options.get("bottom_right") or dropout_seed is not None or packing is not None:
         return None
-    if type(dropout) not in (float, int) or dropout or any(others.get(name) is not None for name in _IDS):
+    if type(dropout) not in (float, int) or dropout or not _ids_as_they_are(others):
         return None
     values, window = tuple(options.values()), options["sliding_window"]
     kinds = *map(type, values), *(map(type, window) if isinstance(window, tuple) else ())  # 4.0 equals 4, and is checked
     return repeated.key(where, (*qkv.values(), *others.values()), qkv_format, values, kinds, *names.items())
+
+
+def _ids_as_they_are(others: dict[str, Tensor | None]) -> bool:
+    """Whether ids are operands as they came: int32, which has nothing to check, and for both sides or none."""
+    pairs = [[getattr(others.get(name), "dtype", None) for name in names] for names in _IDS]
+    return all(pair in ([None, None], [torch.int32, torch.int32]) for pair in pairs)
 
 
 def _plain(value: object) -> object:

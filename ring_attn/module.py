@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from jax_core.keywords import explains
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_dense, check_inputs, check_sizes
 from ring_attn.functional import NAMES, attention
+from ring_attn.generation.cache import KVCache
+from ring_attn.generation.modules import attend_with_cache
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.names import OF_FORWARD, OF_MODULE
 from ring_attn.projections import repack, rows
@@ -194,6 +197,7 @@ class RingAttention(nn.MultiheadAttention):
         kv_segment_ids: Tensor | None = None,
         q_position_ids: Tensor | None = None,
         kv_position_ids: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> tuple[Tensor, None]:
         """Attention of this process's queries to the keys of the whole ring: ``(output, None)``.
 
@@ -210,6 +214,7 @@ class RingAttention(nn.MultiheadAttention):
         - ``average_attn_weights`` has no effect, because weights are never returned.
         - ``q_segment_ids`` and ``kv_segment_ids`` (N, L) and (N, S), for packed sequences; ``q_position_ids`` and
           ``kv_position_ids``: as for :func:`ring_attn.ring_attention`. One side is enough for both if the lengths agree.
+        - ``cache``: keeps keys and values for generation (:class:`ring_attn.generation.KVCache`); without masks and ids.
 
         The keys of ``add_bias_kv`` and ``add_zero_attn`` are visible to every query, regardless of masks, windows and segments.
 
@@ -224,7 +229,8 @@ class RingAttention(nn.MultiheadAttention):
         check_inputs(q, k, v, (self.embed_dim, self.kdim, self.vdim))
         masks = self._masks(q, k, key_padding_mask, attn_mask, (q_segment_ids, kv_segment_ids))
         options = {**masks._asdict(), "q_position_ids": q_position_ids, "kv_position_ids": kv_position_ids}
-        out = self._core_attention(*self._project(q, k, v), causal=self.causal or is_causal, **options)
+        attend = self._core_attention if cache is None else partial(attend_with_cache, self, cache, q is k is v)
+        out = attend(*self._project(q, k, v), causal=self.causal or is_causal, **options)
         out = self.out_proj(out.flatten(2))
         return (out if self.batch_first else out.transpose(0, 1)) if batched else out.squeeze(0), None
 

@@ -1,0 +1,60 @@
+"""What a KVCache objects to, in words."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attn.generation.layer import Held, Layer
+
+
+def check_prompt(input_ids: Tensor, lengths: Tensor | None, segment_ids: Tensor | None, max_length: int) -> None:
+    if input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise ValueError(f"prompts must be integers [batch, seq], got {input_ids.dtype} {list(input_ids.shape)}")
+    if segment_ids is not None and segment_ids.shape != input_ids.shape:
+        raise ValueError(f"segment_ids must be {list(input_ids.shape)}, as the prompts; got {list(segment_ids.shape)}")
+    if lengths is not None and (lengths.shape != input_ids.shape[:1] or not 0 <= int(lengths.min()) <= int(lengths.max())):
+        raise ValueError(f"lengths must be {list(input_ids.shape[:1])} and not negative, got {lengths.tolist()}")
+    if lengths is not None and int(lengths.max()) > input_ids.shape[1]:
+        raise ValueError(
+            f"the prompts are padded to {input_ids.shape[1]} tokens, so none is longer; got lengths {lengths.tolist()}"
+        )
+    if input_ids.shape[1] > max_length:
+        raise ValueError(f"the prompts have {input_ids.shape[1]} tokens, more than the cache's max_length={max_length}")
+
+
+def check_operands(*operands: Tensor | None) -> None:
+    """``q, k, v``, or any of them; k and v come both or neither."""
+    given = [x for x in operands if x is not None]
+    if len(given) == 2 and len(operands) == 3:
+        raise ValueError("k and v come both, as those of new tokens, or neither, for cross attention; got one of them")
+    if any(x.dim() != 4 for x in given):
+        raise ValueError(f"q, k and v must be [batch, tokens, heads, dim], got {', '.join(str(list(x.shape)) for x in given)}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        raise ValueError("a KVCache keeps no gradients: run the model within torch.no_grad()")
+
+
+def check_appended(number: int, layer: Layer, new: Held, longest: int, max_length: int) -> None:
+    if layer.written:
+        raise ValueError(f"the keys of layer {number} were written once, for cross attention: call attend without k and v")
+    came, held = ([(x.shape[0], *x.shape[2:], x.dtype) for x in tensors[:2]] for tensors in (new, layer.held))
+    if came != held:
+        raise ValueError(f"layer {number} holds keys and values of (batch, heads, dim, dtype) {held}, but new ones of {came} came")
+    if longest + layer.appended + new.slots > max_length:
+        raise ValueError(
+            f"the cache has room for {max_length} tokens of an entry; after a prompt of {longest} and {layer.appended} new tokens "
+            f"{new.slots} more came: make it with a larger max_length, or call cache.grow"
+        )
+    if layer.reach is not None and new.slots > layer.at_once:
+        raise ValueError(
+            f"layer {number} has a window and takes at most {layer.at_once} new tokens in one call, got {new.slots}: make the "
+            "cache with a larger at_once"
+        )
+
+
+def reach_of(options: dict[str, Any], max_length: int) -> int | None:
+    """How far back a query looks; None: to the beginning. Within a chunk it is less than the chunk's length."""
+    window, chunk = options.get("sliding_window"), options.get("chunk_size")
+    left = window[0] if isinstance(window, (tuple, list)) else window
+    sides = [*([] if left is None or left < 0 else [left]), *([] if chunk is None else [chunk - 1])]
+    return min((side for side in sides if side < max_length), default=None)

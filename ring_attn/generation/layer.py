@@ -1,0 +1,138 @@
+"""What one layer keeps of a sequence on one rank: keys and values in slots, in any order, and where each belongs.
+
+Slots of all ranks are numbered together: slot ``s`` of rank ``r`` has the number ``s * size + r``. New tokens take ascending
+numbers, so they go round the ranks, and every rank knows where each is without asking. Where queries look back only so far, the
+numbers go round too: a new token takes the slot of one that no query can see any more.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY = -1  # the segment of a slot without a token
+_MANY = 4096  # slots; from here on their number is rounded up, so that a GPU can cut them into parts
+_MULTIPLE = 256
+
+Sum = Callable[[Tensor], Tensor]
+
+
+class Held(NamedTuple):
+    """Tokens that a rank holds: ``key [batch, slots, kv_heads, dim]``, ``value [batch, slots, kv_heads, value_dim]``, int32
+    ``positions`` and ``segments [batch, slots]`` (:data:`EMPTY` where there is none)."""
+
+    key: Tensor
+    value: Tensor
+    positions: Tensor
+    segments: Tensor
+
+    @property
+    def slots(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self)
+
+    def padded(self, slots: int) -> "Held":
+        """With empty slots at the end, whose keys and values are 0: nothing sees them, but a product of a weight of 0 and NaN is
+        NaN."""
+        made = [x.new_zeros(x.shape[0], slots, *x.shape[2:]) for x in self[:3]]
+        made.append(self.segments.new_full((self.segments.shape[0], slots), EMPTY))
+        for whole, part in zip(made, self, strict=True):
+            whole[:, : part.shape[1]] = part
+        return Held(*made)
+
+
+@dataclass
+class Layer:
+    """``first``: slots of each rank that the prompt takes. ``reach``: how far back a query looks; None: to the beginning.
+    ``written``: whether keys were written once, for cross attention, and none are appended. ``appended``: tokens since the prompt,
+    on all ranks together."""
+
+    held: Held
+    rank: int
+    size: int
+    first: int
+    reach: int | None = None
+    written: bool = False
+    appended: int = 0
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens can still be appended; None: any number."""
+        return None if self.reach is not None else (self.held.slots - self.first) * self.size - self.appended
+
+    @property
+    def at_once(self) -> int:
+        """How many tokens can be appended in one call without taking the slot of one that its first query sees."""
+        return self.held.slots * self.size - (self.reach or 0)
+
+    def own(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """``(token, slot)`` of those of the next tokens that this rank keeps."""
+        for token in range((self.rank - self.appended) % self.size, tokens, self.size):
+            slot = self.first + (self.appended + token) // self.size
+            yield token, slot if self.reach is None else slot % self.held.slots
+
+    def append(self, new: Held) -> None:
+        """Keeps this rank's share of ``new [batch, tokens, ...]``, which all ranks hold."""
+        for token, slot in self.own(new.slots):
+            for whole, part in zip(self.held, new, strict=True):
+                whole[:, slot] = part[:, token]
+        self.appended += new.slots
+
+    def used(self) -> Held:
+        """Without the slots at the end that no rank has used."""
+        slots = self.held.slots if self.reach is not None else self.first + -(-self.appended // self.size)
+        return Held(*(x[:, :slots] for x in self.held))
+
+    def taken(self, index: Tensor) -> "Layer":
+        """A copy with these batch entries."""
+        return replace(self, held=Held(*(x.index_select(0, index) for x in self.held)))
+
+    def grown(self, room: int) -> "Layer":
+        """A copy that takes ``room`` tokens more."""
+        if self.reach is not None or self.written:
+            return self
+        return replace(self, held=self.held.padded(_rounded(self.first + -(-(self.appended + room) // self.size))))
+
+
+def whole_layer(held: Held, rank: int, size: int, room: int) -> Layer:
+    """A layer that keeps everything: what a rank holds stays where it is."""
+    return Layer(held.padded(_rounded(held.slots + -(-room // size))), rank, size, held.slots)
+
+
+def written_layer(held: Held, rank: int, size: int) -> Layer:
+    return Layer(held.padded(_rounded(held.slots)), rank, size, held.slots, written=True)
+
+
+def window_layer(held: Held, rank: int, size: int, reach: int, at_once: int, lengths: Tensor, add_up: Sum) -> Layer:
+    """A layer that keeps what a future query can see, spread evenly over the ranks: of entry ``b`` the positions from
+    ``lengths[b] - reach``. ``add_up``: the sum of a tensor over the ranks."""
+    first, slots = -(-reach // size), -(-(reach + at_once) // size)
+    kept = _last(held, first * size, lengths, add_up)
+    own = Held(*(x[:, rank::size] for x in kept))
+    return Layer(own.padded(max(first, slots)), rank, size, first, reach)
+
+
+def _last(held: Held, count: int, lengths: Tensor, add_up: Sum) -> Held:
+    """The last ``count`` tokens of each entry, of all ranks, in order; empty slots where an entry is shorter."""
+    begin = (lengths - count)[:, None]
+    place = held.positions - begin
+    place = torch.where((held.segments >= 0) & (place >= 0) & (place < count), place, count).long()
+    rows = torch.arange(place.shape[0], device=place.device)[:, None]
+
+    def gathered(x: Tensor) -> Tensor:
+        target = x.new_zeros(x.shape[0], count + 1, *x.shape[2:])  # the last takes what is left out
+        target[rows, place] = x
+        return add_up(target[:, :count])
+
+    key, value, segments = map(gathered, (held.key, held.value, held.segments - EMPTY))
+    positions = (begin + torch.arange(count, device=begin.device)).to(torch.int32)
+    return Held(key, value, positions, segments + EMPTY)
+
+
+def _rounded(slots: int) -> int:
+    return slots if slots < _MANY else -(-slots // _MULTIPLE) * _MULTIPLE
