@@ -4,6 +4,9 @@ Each tensor of a layer is a DTensor over the ring, split along the slots. Where 
 stored beside it: a ring of another size takes other parts of the same slots, and continues as after a prompt.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +32,7 @@ def state_dict(cache: KVCache) -> dict[str, Tensor]:
 
     Raises ValueError for a cache without layers, and while it has its prompt."""
     if not cache.layers or cache.prefilling:
-        raise ValueError(
-            "a cache is saved when its model has run on the prompts; this one has no layers yet, or has its prompt now"
-        )
+        raise ValueError("a cache is saved once the model has run on the prompts, which fills its layers; this one is not filled")
     ring, some = resolve(cache.ring.mesh, cache.ring.mesh_dim), next(iter(cache.layers.values())).held
     nothing = some.segments.new_zeros(0)
     state = {
@@ -73,7 +74,8 @@ def save(cache: KVCache, path: str | PathLike) -> None:
     from torch.distributed.checkpoint import save as write
 
     ring = resolve(cache.ring.mesh, cache.ring.mesh_dim)
-    write(state_dict(cache), checkpoint_id=path, process_group=ring.group, no_dist=ring.size == 1)
+    with _without_a_warning_of_one_process():
+        write(state_dict(cache), checkpoint_id=path, process_group=ring.group, no_dist=ring.size == 1)
 
 
 def load(
@@ -91,8 +93,17 @@ def load(
         spread = name.startswith("layers.") and not name.endswith(".kind")
         place = torch.device("cpu") if name.endswith(".kind") else device
         state[name] = _empty(tuple(saved.size), saved.properties.dtype, place, processes if spread else None)
-    read(state, checkpoint_id=path, process_group=processes.group, no_dist=processes.size == 1)
+    with _without_a_warning_of_one_process():
+        read(state, checkpoint_id=path, process_group=processes.group, no_dist=processes.size == 1)
     return from_state_dict(state, ring, max_length, at_once)
+
+
+@contextmanager
+def _without_a_warning_of_one_process() -> Iterator[None]:
+    """Torch warns of what ``no_dist`` asks for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def layer_numbers(state: dict[str, Any]) -> list[int]:

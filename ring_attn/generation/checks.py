@@ -16,9 +16,7 @@ def check_prompt(input_ids: Tensor, lengths: Tensor | None, segment_ids: Tensor 
     if lengths is not None and (lengths.shape != input_ids.shape[:1] or not 0 <= int(lengths.min()) <= int(lengths.max())):
         raise ValueError(f"lengths must be {list(input_ids.shape[:1])} and not negative, got {lengths.tolist()}")
     if lengths is not None and int(lengths.max()) > input_ids.shape[1]:
-        raise ValueError(
-            f"the prompts are padded to {input_ids.shape[1]} tokens, so none is longer; got lengths {lengths.tolist()}"
-        )
+        raise ValueError(f"no prompt is longer than the {input_ids.shape[1]} tokens that came; got lengths {lengths.tolist()}")
     if input_ids.shape[1] > max_length:
         raise ValueError(f"the prompts have {input_ids.shape[1]} tokens, more than the cache's max_length={max_length}")
 

@@ -1,0 +1,283 @@
+"""Generation from a KVCache: every step against the oracle, what is generated against recomputing it, and what is refused."""
+
+import pytest
+import torch
+from generation_cases import BATCH, DIM, HEADS, KV_HEADS, SEQUENCES, SmallModel, check, make_arrays, prompts, run
+from launch import torchrun
+
+from ring_attn import Ring, RingAttention, ring_attention
+from ring_attn.generation import KVCache, Sampler, decode, from_state_dict, generate, load, save, state_dict
+from ring_attn.generation.layer import Held, Layer, whole_layer, window_layer
+
+LENGTHS = torch.tensor([37, 5, 20])
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_steps_are_attention_over_the_grown_sequence(name: str):
+    check(SEQUENCES[name], Ring())
+
+
+def test_forked_entries_go_on_by_themselves():
+    case = SEQUENCES["sinks, soft cap, lengths"]
+    arrays, index = make_arrays(case), torch.tensor([2, 0, 2])
+    cache, _ = run(case, Ring(), arrays)
+    fork = cache.fork(index)
+    before = cache.layers[0].held.key.clone()
+    fork.grow(case.whole + 1)
+    new = [torch.randn(BATCH, 1, heads, DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    forked = fork.attend(0, *new, softcap=3.0, sinks=arrays["sinks"])
+    assert torch.equal(cache.layers[0].held.key, before)
+    cache.grow(case.whole + 1)
+    cache.reorder(index)
+    assert torch.equal(cache.attend(0, *new, softcap=3.0, sinks=arrays["sinks"]), forked)
+    own = torch.cat([arrays["k"][2, : case.lengths[2] + sum(case.steps)], new[1][0]])[None]
+    values = torch.cat([arrays["v"][2, : case.lengths[2] + sum(case.steps)], new[2][0]])[None]
+    alone = ring_attention(new[0][:1], own, values, softcap=3.0, sinks=arrays["sinks"])
+    torch.testing.assert_close(forked[:1], alone, atol=1e-12, rtol=0)
+
+
+def test_cross_attention_is_written_once():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, length, 2, 8, generator=generator).double() for length in (7, 10, 10))
+    padding = torch.zeros(2, 10, dtype=torch.int64)
+    padding[1, 6:] = -1
+    cache = KVCache(Ring(), max_length=16)
+    cache.write(3, k, v, padding)
+    wanted = torch.cat([ring_attention(q[:1], k[:1], v[:1]), ring_attention(q[1:], k[1:, :6], v[1:, :6])])
+    with cache.prompt(torch.zeros(2, 5, dtype=torch.int64)):
+        torch.testing.assert_close(cache.attend(3, q[:, :5]), wanted[:, :5], atol=1e-12, rtol=0)
+    torch.testing.assert_close(cache.attend(3, q[:, 5:]), wanted[:, 5:], atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match="written once, for cross attention"):
+        cache.attend(3, q[:, 5:], k[:, :2], v[:, :2])
+
+
+def test_generation_is_recomputing_the_whole():
+    model, tokens = SmallModel(), prompts()
+    found = generate(model, tokens, KVCache(Ring(), max_length=45), 8, lengths=LENGTHS)
+
+    class Whole:
+        def attend(self, layer, q, k, v, **options):
+            return ring_attention(q, k, v, causal=True, **options)
+
+    for entry, length in enumerate(LENGTHS.tolist()):
+        whole = torch.cat([tokens[entry, :length], found[entry]])[None]
+        with torch.no_grad():
+            logits = model(whole, torch.arange(whole.shape[1])[None], Whole())
+        assert logits[0, length - 1 : -1].argmax(-1).tolist() == found[entry].tolist()
+
+
+def test_a_stop_ends_an_entry_and_then_all():
+    model, tokens = SmallModel(), prompts()
+    free = generate(model, tokens, KVCache(Ring(), max_length=60), 12, lengths=LENGTHS)
+    stop = int(free[1, 2])
+    stopped = generate(model, tokens, KVCache(Ring(), max_length=60), 12, lengths=LENGTHS, stop=stop)
+    for with_stop, without in zip(stopped.tolist(), free.tolist(), strict=True):
+        end = without.index(stop) + 1 if stop in without else len(without)
+        assert with_stop == (without[:end] + [stop] * 12)[: stopped.shape[1]]
+    one = generate(model, tokens[1:2, :5], KVCache(Ring(), max_length=60), 12, stop=stop)
+    assert one.tolist() == [free[1, :3].tolist()]
+
+
+def test_one_seed_gives_one_text_and_a_prompt_of_one_token_is_enough():
+    model, sampler = SmallModel(), Sampler(temperature=1.0, top_p=0.9, seed=3)
+    texts = [generate(model, prompts(2, 1), KVCache(Ring(), max_length=20), 12, sampler=sampler).tolist() for _ in range(2)]
+    assert texts[0] == texts[1] != generate(model, prompts(2, 1), KVCache(Ring(), max_length=20), 12).tolist()
+
+
+def test_what_a_sampler_draws():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(4000, 1)
+
+    def counts(**settings):
+        sampler = Sampler(**settings)
+        return torch.bincount(sampler(logits, sampler.generator(logits.device)), minlength=4).float() / len(logits)
+
+    for first_only in ({}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.4}):
+        assert counts(**first_only).tolist() == [1, 0, 0, 0]
+    torch.testing.assert_close(counts(temperature=1.0), logits[0].exp(), atol=0.04, rtol=0)
+    torch.testing.assert_close(counts(temperature=1.0, top_p=0.7), torch.tensor([0.625, 0.375, 0, 0]), atol=0.04, rtol=0)
+    hot = logits[0].div(2).softmax(0)[:3]
+    torch.testing.assert_close(counts(temperature=2.0, top_k=3)[:3], hot / hot.sum(), atol=0.04, rtol=0)
+    with pytest.raises(ValueError, match="0 < top_p <= 1"):
+        Sampler(top_p=0.0)
+
+
+def test_ring_attention_with_a_cache():
+    torch.manual_seed(0)
+    module = RingAttention(32, 4, num_kv_heads=2, sinks=True, causal=True, sliding_window=(5, 0), batch_first=True).double().eval()
+    torch.nn.init.normal_(module.sinks)
+    x, cache = torch.randn(2, 14, 32, dtype=torch.float64), KVCache(Ring(), max_length=14)
+    with torch.no_grad():
+        wanted = module(x, x, x)[0]
+        with cache.prompt(torch.zeros(2, 8, dtype=torch.int64)):
+            parts = [module(*[x[:, :8]] * 3, cache=cache)[0]]
+        parts += [module(*[x[:, at : at + n]] * 3, cache=cache)[0] for at, n in ((8, 1), (9, 4), (13, 1))]
+        torch.testing.assert_close(torch.cat(parts, 1), wanted, atol=1e-12, rtol=0)
+        with pytest.raises(ValueError, match=r"masks and ids are the cache's own.*got q_position_ids, kv_position_ids"):
+            module(x, x, x, cache=cache, q_position_ids=torch.arange(14), kv_position_ids=torch.arange(14))
+        with pytest.raises(ValueError, match="with cache=, query, key and value must be one tensor"):
+            module(x, x + 1, x, cache=cache)
+        with pytest.raises(ValueError, match="with cache=, module and cache must have one ring"):
+            module(x, x, x, cache=KVCache(Ring(layout="striped"), max_length=14))
+
+
+# ---------------------------------------------------------------------------------------------------------- slots
+
+
+def held(tokens: int, first: int = 0) -> Held:
+    """The key of a token is its position."""
+    positions = torch.arange(first, first + tokens, dtype=torch.int32)[None]
+    x = positions[..., None, None].double()
+    return Held(x, x.clone(), positions, torch.zeros_like(positions))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_new_tokens_go_round_the_ranks(size: int):
+    layers = [whole_layer(held(5, 5 * rank), rank, size, room=10) for rank in range(size)]
+    appended = 0
+    for tokens in (1, 1, 3, 1, 4):
+        for layer in layers:
+            layer.append(held(tokens, 5 * size + appended))
+        appended += tokens
+        kept = [int((layer.held.segments >= 0).sum()) for layer in layers]
+        assert max(kept) - min(kept) <= 1
+        assert sum(kept) == 5 * size + appended
+    assert sorted(positions(layers)) == list(range(5 * size + 10))
+    assert all(layer.room == layer.held.slots * size - 5 * size - 10 for layer in layers)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_window_keeps_what_a_query_can_see_on_as_few_slots_as_that_takes(size: int):
+    reach, at_once, lengths = 7, 3, torch.tensor([5 * size])
+    shards = [held(5, 5 * rank) for rank in range(size)]
+    windows = []
+    for rank in range(size):
+        # Every rank adds its own tokens to the others'; here all of them are in this process.
+        parts = iter(zip(*(gathered(shard, reach, at_once, lengths, size) for shard in shards), strict=True))
+        windows.append(window_layer(shards[rank], rank, size, reach, at_once, lengths, lambda x, parts=parts: sum(next(parts))))
+    check_window(windows, 5 * size, reach)
+    appended = 0
+    for tokens in (1, 3, 1, 2, 3, 3, 1, 1):
+        for layer in windows:
+            layer.append(held(tokens, 5 * size + appended))
+        appended += tokens
+        check_window(windows, 5 * size + appended, reach)
+    assert all(layer.held.slots == max(-(-reach // size), -(-(reach + at_once) // size)) for layer in windows)
+
+
+def gathered(shard: Held, reach: int, at_once: int, lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """What one rank contributes to the sums."""
+    given: list[torch.Tensor] = []
+    window_layer(shard, 0, size, reach, at_once, lengths, lambda x: given.append(x) or x)
+    return given
+
+
+def positions(layers: list[Layer]) -> list[int]:
+    return [position for layer in layers for position in layer.held.positions[layer.held.segments >= 0].tolist()]
+
+
+def check_window(layers: list[Layer], length: int, reach: int) -> None:
+    assert set(positions(layers)) >= set(range(max(0, length - reach), length))
+    for layer in layers:
+        real = layer.held.segments >= 0
+        assert torch.equal(layer.held.key[real][:, 0, 0], layer.held.positions[real].double())
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def filled(**settings) -> KVCache:
+    cache = KVCache(Ring(), **{"max_length": 8, "at_once": 2} | settings)
+    with cache.prompt(torch.zeros(1, 6, dtype=torch.int64)):
+        cache.attend(0, *torch.zeros(3, 1, 6, 2, 8), sliding_window=(3, 0))
+    return cache
+
+
+def begin(max_length: int, *lengths: torch.Tensor) -> None:
+    with KVCache(Ring(), max_length=max_length).prompt(torch.zeros(1, 6, dtype=torch.int64), *lengths):
+        pass
+
+
+NEW = torch.zeros(3, 1, 1, 2, 8)
+REFUSED = {
+    "no layer": (lambda: filled().attend(1, *NEW), "layer 1 holds no keys"),
+    "no prompt": (lambda: KVCache(Ring(), max_length=8).positions(), "has had no prompt"),
+    "two prompts": (lambda: filled().prompt(torch.zeros(1, 2, dtype=torch.int64)).__enter__(), "has had its prompt"),
+    "no ring": (lambda: KVCache(None, max_length=8), "made for a ring_attn.Ring, got NoneType"),
+    "sizes": (lambda: KVCache(Ring(), max_length=0), "max_length must be a positive int"),
+    "long prompt": (lambda: begin(4), "more than the cache's max_length=4"),
+    "lengths": (lambda: begin(8, torch.tensor([7])), "no prompt is longer than the 6 tokens"),
+    "full": (lambda: filled(max_length=6).attend(0, *NEW, sliding_window=(3, 0)), "after a prompt of 6 and 0 new tokens 1 more"),
+    "too many at once": (
+        lambda: filled(max_length=20).attend(0, *torch.zeros(3, 1, 6, 2, 8), sliding_window=(3, 0)),
+        "at most 2 new tokens in one call, got 6",
+    ),
+    "other heads": (lambda: filled().attend(0, *torch.zeros(3, 1, 1, 4, 8), sliding_window=(3, 0)), "but new ones of"),
+    "other window": (lambda: filled().attend(0, *NEW), "keeps 3 tokens before a query, but this call looks None back"),
+    "one of two": (lambda: filled().attend(0, NEW[0], NEW[1]), "k and v come both"),
+    "no keys": (lambda: filled().attend(0, NEW[0], sliding_window=(3, 0)), "needs k and v of the new tokens"),
+    "gradients": (lambda: filled().attend(0, *NEW.clone().requires_grad_()), "within torch.no_grad"),
+    "shrinking": (lambda: filled().grow(4), "a cache only grows"),
+    "index": (lambda: filled().fork(torch.tensor([True])), "int64"),
+    "empty state": (lambda: state_dict(KVCache(Ring(), max_length=8)), "saved once the model has run"),
+    "small load": (lambda: from_state_dict(state_dict(filled()), Ring(), 5), "the saved cache has 6 tokens"),
+    "no tokens": (lambda: generate(SmallModel(), prompts(1, 0), KVCache(Ring(), max_length=8), 1), "with a token each"),
+    "no logits": (lambda: decode(lambda *_: None, torch.zeros(1).long(), filled(), 1), "must return logits"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_layers_that_are_out_of_step_are_named():
+    cache = filled()
+    cache.keep(1, *torch.zeros(2, 1, 6, 2, 8), *torch.zeros(2, 1, 6, dtype=torch.int32))
+    cache.attend(1, *NEW)
+    with pytest.raises(ValueError, match=r"the layers have appended \{0: 0, 1: 1\}"):
+        cache.positions()
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_saved_cache_goes_on_where_it_was(tmp_path):
+    model, tokens = SmallModel(), prompts()
+    cache = KVCache(Ring(), max_length=60)
+    first = generate(model, tokens, cache, 13, lengths=LENGTHS)
+    save(cache, tmp_path / "cache")
+    rest = decode(model, first[:, -1], cache, 6)
+    loaded = load(tmp_path / "cache", Ring(), max_length=80)
+    assert decode(model, first[:, -1], loaded, 6).tolist() == rest.tolist()
+    assert loaded.nbytes > 0 and loaded.positions().tolist() == (LENGTHS[:, None] + 18).tolist()
+
+
+# ---------------------------------------------------------------------------------------------- several processes
+
+
+@pytest.mark.slow
+def test_on_rings_of_four_and_two_and_from_one_to_the_other(tmp_path):
+    """Every step against the oracle; then a cache that four processes save goes on in two, and theirs in four."""
+    model, tokens = SmallModel(), prompts()
+    cache = KVCache(Ring(), max_length=80)
+    texts = [generate(model, tokens, cache, 13, lengths=LENGTHS)]
+    texts += [decode(model, texts[-1][:, -1], cache, count) for count in (6, 5)]
+    wanted = [str(text.tolist()) for text in texts]
+    four, two = (str(tmp_path / name) for name in ("four", "two"))
+    printed = torchrun("generation_worker.py", 4, "start", four)
+    assert printed.count("ok ") == len(SEQUENCES) + 2 and wanted[0] in printed, printed
+    printed = torchrun("generation_worker.py", 2, "go on", four, two, "13", "6")
+    assert wanted[1] in printed, printed
+    printed = torchrun("generation_worker.py", 4, "go on", two, four + " again", "19", "5")
+    assert wanted[2] in printed, printed
+
+
+@pytest.mark.slow
+def test_a_long_prompt_on_four_processes_is_one_process_token_for_token():
+    """Greedy and drawn tokens after 32k; a layer that sees everything, and one with a window."""
+    alone, four = (torchrun("generation_worker.py", processes, "long", timeout=280) for processes in (1, 4))
+    texts = [[line for line in printed.splitlines() if line.startswith("text ")] for printed in (alone, four)]
+    assert len(texts[0]) == 2 and texts[0] == texts[1], (alone, four)
+    assert len(set(texts[0])) == 2

@@ -1,0 +1,78 @@
+"""Run by torchrun for tests/ring_attn/test_generation.py: generation over all processes.
+
+``start FOLDER``: every step of every sequence against the oracle; what ranks must agree on; then some text, and its cache saved.
+``go on FROM TO SAID COUNT``: the cache of a ring of any size is loaded, COUNT tokens follow, and it is saved again; SAID tokens
+were generated before. ``long``: greedy and drawn tokens after a prompt of 32k. Rank 0 prints the tokens.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from generation_cases import SEQUENCES, SmallModel, check, prompts
+
+from ring_attn import Ring
+from ring_attn.generation import KVCache, Sampler, decode, generate, load, save
+
+LENGTHS = torch.tensor([37, 5, 20])
+LONG = 2**15
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def start(folder: str) -> None:
+    ring = Ring(layout="zigzag")
+    for name, case in SEQUENCES.items():
+        cache = check(case, ring)
+        say(f"ok {name}")
+        if name == "chunk, slopes":
+            check_what_ranks_share(cache)
+    cache = KVCache(ring, max_length=80)
+    found = generate(SmallModel(), prompts(), cache, 13, lengths=LENGTHS)
+    say(f"text {found.tolist()}")
+    save(cache, folder)
+
+
+def check_what_ranks_share(cache: KVCache) -> None:
+    rank = dist.get_rank()
+    new = torch.full((3, 3, 2, 4, 8), float(1 + rank), dtype=torch.float64)
+    cache.grow(cache.max_length + 2)
+    refused("the queries must be the same on all ranks", lambda: cache.attend(0, new[0], *new[1:, :, :, :2], chunk_size=9))
+    refused("every rank of the ring must make the same call", lambda: cache.fork(torch.tensor([rank])))
+
+
+def refused(words: str, call) -> None:
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), error
+        say(f"ok {words}")
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def go_on(source: str, target: str, said: str, count: str) -> None:
+    ring, model = Ring(layout="striped"), SmallModel()
+    cache = load(source, ring, max_length=80)
+    assert cache.positions()[:, 0].tolist() == (LENGTHS - 1 + int(said)).tolist()
+    # The last token that was generated is the next to go through the model; the text before is generated again to know it.
+    again = generate(model, prompts(), KVCache(ring, max_length=80), int(said), lengths=LENGTHS)
+    say(f"text {decode(model, again[:, -1], cache, int(count)).tolist()}")
+    save(cache, target)
+
+
+def long() -> None:
+    ring, model = Ring(layout="zigzag"), SmallModel(window=256, vocabulary=256, positions=LONG + 64, dtype=torch.float32)
+    tokens = prompts(1, LONG, 256)
+    for sampler in (Sampler(), Sampler(temperature=0.8, top_p=0.95, seed=5)):
+        found = generate(model, tokens, KVCache(ring, max_length=LONG + 64), 24, sampler=sampler)
+        say(f"text {found.tolist()}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    {"start": start, "go on": go_on, "long": long}[sys.argv[1]](*sys.argv[2:])
+    dist.destroy_process_group()
