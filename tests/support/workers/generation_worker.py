@@ -66,9 +66,10 @@ def go_on(source: str, target: str, said: str, count: str) -> None:
 
 def long() -> None:
     ring, model = Ring(layout="zigzag"), SmallModel(window=256, vocabulary=256, positions=LONG + 64, dtype=torch.float32)
-    tokens = prompts(1, LONG, 256)
+    tokens, cache = prompts(1, LONG, 256), KVCache(ring, max_length=LONG + 64)
+    generate(model, tokens, cache, 0)
     for sampler in (Sampler(), Sampler(temperature=0.8, top_p=0.95, seed=5)):
-        found = generate(model, tokens, KVCache(ring, max_length=LONG + 64), 24, sampler=sampler)
+        found = decode(model, tokens[:, -1], cache.fork(torch.tensor([0])), 24, sampler=sampler)
         say(f"text {found.tolist()}")
 
 
