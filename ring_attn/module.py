@@ -46,7 +46,7 @@ class RingAttention(nn.MultiheadAttention):
     - ``num_kv_heads``: fewer K/V heads than query heads (GQA, MQA). The projections of keys and values, and ``bias_k`` and
       ``bias_v``, then have ``num_kv_heads * head_dim`` rows.
     - ``ring``: a :class:`ring_attn.Ring`; or ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence is laid out on it,
-      as for :func:`ring_attn.ring_attention`.
+      as for :func:`ring_attn.ring_attention`. The ring's ``strategy`` holds where the module names none.
     - ``causal``, ``sliding_window``, ``chunk_size``, ``softcap``, ``scale``, ``mask_mod``, ``mask_builder``, ``fused_backward``,
       ``deterministic``, ``platform``, ``strategy``, ``cfg``: as there.
     - ``alibi_slopes`` ``[num_heads]``: as there. An ``nn.Parameter`` is learned; any other tensor is a buffer, which moves with the
@@ -132,7 +132,8 @@ class RingAttention(nn.MultiheadAttention):
         self.softcap, self.scale = softcap, scale
         self.mask_mod, self.mask_builder, self.fused_backward = mask_mod, mask_builder, fused_backward
         self.deterministic = deterministic
-        self.platform, self.strategy, self.cfg = platform, strategy, cfg
+        self.platform, self.cfg = platform, cfg
+        self.strategy = place.strategy if strategy == "auto" else strategy
         self._hold_slopes(alibi_slopes)
         self._make_parameters(bias, add_bias_kv, sinks, {"device": device, "dtype": dtype})
         self._reset_parameters()

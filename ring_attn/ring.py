@@ -16,18 +16,20 @@ from torch_bridge.mesh import MeshDim, MeshLike, resolve
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of processes and the layout of the sequence on it. Its methods are the functions of the same names with these fixed.
+    """A ring of processes, the layout of the sequence on it, and how attention is distributed over it. Its methods are the
+    functions of the same names with these fixed.
 
     ``mesh``, ``mesh_dim``: as for :func:`ring_attn.ring_attention`; several mesh dimensions make one ring.
-    ``layout``: "contiguous", "zigzag" or "striped".
+    ``layout``: "contiguous", "zigzag" or "striped". ``strategy``: as there, for every attention on the ring that names none itself.
 
-    Raises ValueError for an unknown layout, and on first use for a mesh that is none.
+    Raises ValueError for an unknown layout, and on first use for a mesh that is none and an unknown strategy.
     """
 
     mesh: MeshLike = None
     _: KW_ONLY
     mesh_dim: MeshDim = None
     layout: str = "contiguous"
+    strategy: str = "auto"
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
@@ -96,7 +98,7 @@ class Ring:
     ) -> tuple[Tensor, Tensor]: ...
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """:func:`ring_attn.ring_attention`."""
-        return ring_attention(q, k, v, **options, **self.arguments())
+        return ring_attention(q, k, v, **{"strategy": self.strategy, **options}, **self.arguments())
 
 
 def one_ring(ring: Ring | None, mesh: MeshLike = None, mesh_dim: MeshDim = None, layout: str = "contiguous") -> Ring:

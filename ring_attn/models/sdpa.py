@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.functional import ring_attention
 from ring_attn.reduction import where
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.announced import announced
@@ -84,7 +83,7 @@ def sdpa(
     masks = {} if attn_mask is None else _masks(attn_mask, sizes, place)
     q, k, v = (x.flatten(0, -4) for x in (q, k, v))
     options: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "qkv_format": "bhsd", **masks}
-    out = ring_attention(q, k, v, **options, **place.arguments())
+    out = place.attention(q, k, v, **options)
     whole = out.unflatten(0, sizes.lead)
     return whole if query.ndim >= 4 else whole.squeeze(0) if query.ndim == 3 else whole.squeeze(0).squeeze(0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_attn import Ring, RingAttention, positions, ring_attention, shard_batch
+from ring_attn import Ring, RingAttention, positions, ring_attention, sdpa, shard_batch
 
 
 def test_methods_are_the_functions_of_their_names():
@@ -25,6 +25,23 @@ def test_a_module_takes_a_ring_or_its_parts():
         RingAttention(8, 2, ring=Ring("local"), layout="zigzag")
     with pytest.raises(ValueError, match=r"ring must be a ring_attn\.Ring, got str"):
         RingAttention(8, 2, ring="local")
+
+
+def test_a_strategy_goes_with_the_ring():
+    ring, q = Ring("local", strategy="spiral"), torch.randn(1, 8, 2, 4)
+    module = RingAttention(8, 2, ring=ring, batch_first=True)
+    x = torch.randn(1, 8, 8)
+    calls = [
+        lambda: ring.attention(q, q, q),
+        lambda: module(x, x, x),
+        lambda: sdpa(*[q.transpose(1, 2)] * 3, ring=ring),
+        lambda: RingAttention(8, 2, strategy="spiral", ring=Ring("local", strategy="ring"))(x, x, x),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"strategy must be one of .* got 'spiral'"):
+            call()
+    assert torch.equal(ring.attention(q, q, q, strategy="ring"), ring_attention(q, q, q, mesh="local"))
+    assert RingAttention(8, 2, ring=Ring("local", strategy="ring")).strategy == "ring"
 
 
 def test_an_unknown_layout_is_refused():
