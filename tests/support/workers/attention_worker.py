@@ -68,8 +68,7 @@ def results(tensors: dict, options: dict, weights) -> tuple[torch.Tensor, torch.
     return out, lse, {name: x.grad for name, x in tensors.items() if x.grad is not None}
 
 
-def check(case: str, ring: ring_attn.Ring, shard: int, dtype: torch.dtype, **more: object) -> None:
-    """``more``: options beside those of the case, on the ring alone."""
+def check(case: str, ring: ring_attn.Ring, shard: int, dtype: torch.dtype) -> None:
     size, rank, layout, device = ring.size, ring.rank, ring.layout, ring.mesh.device_type
     options = dict(CASES[case])
     whole = whole_inputs(size * shard, cross=case == "cross")
@@ -85,7 +84,7 @@ def check(case: str, ring: ring_attn.Ring, shard: int, dtype: torch.dtype, **mor
     shared = ("sinks", "alibi_slopes")
     shards = {name: x if name in shared else held(x, SEQUENCE_DIM.get(name, 1)) for name, x in whole.items()}
     shards = {name: x.to(dtype) if x.is_floating_point() else x for name, x in shards.items()}
-    here = results(shards, options | ring.arguments() | more, (held(weights[0], 1).to(dtype), held(weights[1], 2)))
+    here = results(shards, options | ring.arguments(), (held(weights[0], 1).to(dtype), held(weights[1], 2)))
     bound = {"rtol": 1e-11, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 5e-5}
     torch.testing.assert_close(here[0].double(), held(out, 1), **bound)
     torch.testing.assert_close(here[1].double(), held(lse, 2), **bound)
