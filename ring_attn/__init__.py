@@ -1,6 +1,7 @@
 """Exact attention for PyTorch over sequences too long for one GPU, sharded over a ring of processes."""
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ring_attn.balancing import balance
 from ring_attn.functional import ring_attention
 from ring_attn.models.replace import replace_attention
 from ring_attn.models.routing import context_parallel_sdpa
@@ -22,6 +23,7 @@ __all__ = [
     "RingAttention",
     "RingAttentionConfig",
     "ShardedBatch",
+    "balance",
     "context_parallel_sdpa",
     "cross_entropy",
     "pad",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
+from jax_core.masks.layout import Layout
 from ring_attn.checks import check_integers, check_numbers, check_settings, check_tensors
 from ring_attn.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.names import OF_FUNCTION
@@ -42,7 +43,7 @@ class AttentionOptions(TypedDict, total=False):
 
     mesh: MeshLike
     mesh_dim: MeshDim
-    layout: str
+    layout: Layout
     qkv_format: str
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -114,7 +115,7 @@ def ring_attention(
     *,
     mesh: MeshLike = None,
     mesh_dim: MeshDim = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     qkv_format: str = "bshd",
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -162,7 +163,8 @@ def ring_attention(
             sequence is on this rank. On an XLA device: a torch-xla mesh, and tensors are whole (docs/torch_xla.md).
         mesh_dim: a name or an index; or several, as ``("ulysses", "ring")``, for the strategies that send differently along each:
             the sequence is then split over all of them, the first one major (rank ``i0 * n1 + i1``).
-        layout: "contiguous", "zigzag" or "striped": which positions this rank holds (``ring_attn.shard``).
+        layout: "contiguous", "zigzag", "striped", or a plan of :func:`ring_attn.balance`: which positions this rank holds
+            (``ring_attn.shard``). A plan is for queries and keys of its own length.
         cu_seqlens_q, cu_seqlens_k: with "thd", ints ``[documents + 1]``: where the documents of the whole sequence begin and end,
             not of this shard; the same on every rank. Tokens after the last are padding. The keys' may be left out if they are
             the queries'. Positions then count from each document's start. None: one document. max_seqlen_q, max_seqlen_k: nothing

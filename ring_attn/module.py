@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from jax_core.config import RingAttentionConfig
 from jax_core.keywords import explains
+from jax_core.masks.layout import Layout
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_dense, check_inputs, check_sizes
 from ring_attn.functional import NAMES, attention
@@ -99,7 +100,7 @@ class RingAttention(nn.MultiheadAttention):
         ring: Ring | None = None,
         mesh: MeshLike = None,
         mesh_dim: MeshDim = None,
-        layout: str = "contiguous",
+        layout: Layout = "contiguous",
         causal: bool = False,
         sliding_window: int | tuple[int | None, int | None] | None = None,
         chunk_size: int | None = None,

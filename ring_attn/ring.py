@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jax_core.masks.layout import check_layout
+from jax_core.masks.layout import Layout, check_layout
 from ring_attn import sequence
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.sequence import ShardedBatch
@@ -20,7 +20,8 @@ class Ring:
     functions of the same names with these fixed.
 
     ``mesh``, ``mesh_dim``: as for :func:`ring_attn.ring_attention`; several mesh dimensions make one ring.
-    ``layout``: "contiguous", "zigzag" or "striped". ``strategy``: as there, for every attention on the ring that names none itself.
+    ``layout``: "contiguous", "zigzag", "striped", or a plan of :func:`ring_attn.balance`. ``strategy``: as there, for every
+    attention on the ring that names none itself.
 
     Raises ValueError for an unknown layout, and on first use for a mesh that is none and an unknown strategy.
     """
@@ -28,7 +29,7 @@ class Ring:
     mesh: MeshLike = None
     _: KW_ONLY
     mesh_dim: MeshDim = None
-    layout: str = "contiguous"
+    layout: Layout = "contiguous"
     strategy: str = "auto"
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class Ring:
         return ring_attention(q, k, v, **{"strategy": self.strategy, **options}, **self.arguments())
 
 
-def one_ring(ring: Ring | None, mesh: MeshLike = None, mesh_dim: MeshDim = None, layout: str = "contiguous") -> Ring:
+def one_ring(ring: Ring | None, mesh: MeshLike = None, mesh_dim: MeshDim = None, layout: Layout = "contiguous") -> Ring:
     """``ring``, or the one that the loose arguments make. Raises ValueError for both at a time."""
     loose = Ring(mesh, mesh_dim=mesh_dim, layout=layout)
     if ring is None:

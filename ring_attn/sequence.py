@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jax_core.masks.layout import Run, check_layout, check_shard_length, padded_length, runs, shard_multiple
+from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length, check_whole_length, padded_length, runs
 from ring_attn.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.announced import announced, telling
 from torch_bridge.mesh import MeshDim, MeshLike
@@ -47,7 +47,9 @@ class ShardedBatch(NamedTuple):
     num_labels: Tensor
 
 
-def shard(tensor: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None, dim: int = 1, layout: str = "contiguous") -> Tensor:
+def shard(
+    tensor: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None, dim: int = 1, layout: Layout = "contiguous"
+) -> Tensor:
     """This rank's shard of a whole tensor: ``[..., S, ...] -> [..., S / ring size, ...]`` along ``dim``, in the layout's order.
 
     Every rank passes the same whole tensor; there is no communication. Any dtype and device. Differentiable: the gradient of a
@@ -58,7 +60,7 @@ def shard(tensor: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None, di
     """
     dim = _checked_dim(tensor, dim)
     ring = _ring(mesh, mesh_dim, tensor.device)
-    _check_whole_length(tensor.shape[dim], dim, layout, ring.size)
+    check_whole_length(layout, ring.size, tensor.shape[dim], f" in dim {dim}")
     note_layout(ring, layout)
     shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
     return ring.split(shards, dim)
@@ -71,7 +73,7 @@ def unshard(
     *,
     mesh_dim: MeshDim = None,
     dim: int = 1,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     length: int | None = None,
 ) -> Tensor:
     """The whole tensor in natural order, on every rank: ``[..., T, ...] -> [..., T * ring size, ...]`` along ``dim``.
@@ -99,21 +101,21 @@ def unshard(
 
 
 @torch.compiler.disable
-def _gathered(tensor: Tensor, dim: int, layout: str, length: int | None, ring: ProcessRing) -> Tensor:
+def _gathered(tensor: Tensor, dim: int, layout: Layout, length: int | None, ring: ProcessRing) -> Tensor:
     with telling(ring, tensor.device):  # under torch.compile, unshard does not
         call = _agreed(tensor, dim, layout, length, ring)
         dim = _checked_dim(tensor, dim)
-        check_layout(layout)
-        check_shard_length(layout, tensor.shape[dim])
+        check_layout(layout, ring.size)
+        check_shard_length(layout, tensor.shape[dim], size=ring.size)
         _check_trim(length, tensor.shape[dim] * ring.size)
     whole: Tensor = _Unshard.apply(tensor, dim, layout, ring, call)
     return whole if length is None else whole.narrow(dim, 0, length)
 
 
-def _agreed(tensor: Tensor, dim: int, layout: str, length: int | None, ring: ProcessRing) -> str:
+def _agreed(tensor: Tensor, dim: int, layout: Layout, length: int | None, ring: ProcessRing) -> str:
     """The call in words, once all ranks of the ring make the same."""
     needs_grad = tensor.requires_grad and torch.is_grad_enabled()
-    call = f"unshard of {list(tensor.shape)} {tensor.dtype} {dim=} {layout=} {length=} requires_grad={needs_grad}"
+    call = f"unshard of {list(tensor.shape)} {tensor.dtype} {dim=} layout={str(layout)!r} {length=} requires_grad={needs_grad}"
     agree(ring, tensor.device, call, _MUST_AGREE)
     return call
 
@@ -124,7 +126,7 @@ def pad(
     *,
     mesh_dim: MeshDim = None,
     dim: int = 1,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     value: float = 0,
 ) -> Tensor:
     """A whole tensor padded at the end of ``dim`` with ``value`` to the smallest length that the layout can split over the ring.
@@ -148,7 +150,7 @@ def positions(
     mesh: MeshLike = None,
     *,
     mesh_dim: MeshDim = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     device: torch.device | str | None = None,
 ) -> Tensor:
     """This rank's global positions, int64 ``[shard length]``, of a sequence of ``length`` tokens padded as :func:`pad` does.
@@ -174,7 +176,7 @@ def shard_batch(
     *,
     mesh: MeshLike = None,
     mesh_dim: MeshDim = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     pad_id: int = 0,
     ignore_index: int = -100,
     shift_labels: bool = True,
@@ -226,7 +228,7 @@ def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> Ring:
     return road_of(device).resolve(mesh, mesh_dim)
 
 
-def _held(layout: str, ring: Ring, length: int) -> tuple[Run, ...]:
+def _held(layout: Layout, ring: Ring, length: int) -> tuple[Run, ...]:
     """The runs of positions of all shards held here, ``length`` positions per shard."""
     return tuple(run for rank in ring.held for run in runs(layout, rank, ring.size, length))
 
@@ -242,10 +244,10 @@ def _take(whole: Tensor, dim: int, held: tuple[Run, ...]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _natural_order(tensor: Tensor, dim: int, layout: str, ring: Ring, length: int | None) -> Tensor:
+def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: Ring, length: int | None) -> Tensor:
     """The whole tensor in natural order, from all shards, which are already here."""
     whole = tensor.shape[dim]
-    _check_whole_length(whole, dim, layout, ring.size)
+    check_whole_length(layout, ring.size, whole, f" in dim {dim}")
     _check_trim(length, whole)
     held = _held(layout, ring, whole // ring.size)
     order = torch.cat([torch.arange(*_span(run), run.stride) for run in held]).argsort()
@@ -254,7 +256,7 @@ def _natural_order(tensor: Tensor, dim: int, layout: str, ring: Ring, length: in
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, layout: str, ring: ProcessRing, call: str) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, dim: int, layout: Layout, ring: ProcessRing, call: str) -> Tensor:
         ctx.dim, ctx.layout, ctx.ring, ctx.call, ctx.length = dim, layout, ring, call, tensor.shape[dim]
         return _assemble(gather_from_ring(tensor, ring, "unshard", call).unbind(), dim, layout)
 
@@ -265,7 +267,7 @@ class _Unshard(torch.autograd.Function):
         return _take(total, ctx.dim, _held(ctx.layout, ctx.ring, ctx.length)), None, None, None, None
 
 
-def _assemble(parts: Sequence[Tensor], dim: int, layout: str) -> Tensor:
+def _assemble(parts: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
     """Puts the shards of all ranks at their global positions."""
     length = parts[0].shape[dim]
     shape = list(parts[0].shape)
@@ -290,15 +292,6 @@ def _checked_dim(tensor: Tensor, dim: int) -> int:
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ValueError(f"dim must be one of the {tensor.ndim} dims of the tensor {tuple(tensor.shape)}, got {dim}")
     return dim % tensor.ndim
-
-
-def _check_whole_length(length: int, dim: int, layout: str, size: int) -> None:
-    multiple = size * shard_multiple(layout)
-    if length % multiple:
-        raise ValueError(
-            f"{layout} over {size} ranks needs a length divisible by {multiple}, got {length} in dim {dim}; pad it to "
-            f"{padded_length(layout, size, length)} first (ring_attn.pad does)"
-        )
 
 
 def _check_trim(length: int | None, whole: int) -> None:

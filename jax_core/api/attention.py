@@ -15,6 +15,7 @@ from jax_core.api.names import OTHERS
 from jax_core.config import RingAttentionConfig
 from jax_core.keywords import explains
 from jax_core.masks.dropout import seed_words
+from jax_core.masks.layout import Layout
 from jax_core.masks.static import Window
 from jax_core.request.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
 from jax_core.strategies.contract import Operands
@@ -31,7 +32,7 @@ class _Static(TypedDict, total=False):
     logits_soft_cap: float | None
     softmax_scale: float | None
     dropout_prob: float
-    layout: str
+    layout: Layout
     fused_backward: bool
     deterministic: bool
     precision: Precision | str | None
@@ -115,7 +116,7 @@ def ring_attention(
     dropout_prob: float = 0.0,
     dropout_seed: ArrayLike | None = None,
     axis_name: AxisName = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     return_lse: bool = False,
     fused_backward: bool = False,
     deterministic: bool = False,
@@ -163,7 +164,8 @@ def ring_attention(
             head and the global indices of query and key; batch and head are numbered as for ``mask_mod`` (under ``vmap`` every
             entry is batch 0: give each its own seed).
         axis_name: the mesh axis (or axes) that shard the sequence.
-        layout: "contiguous", "zigzag" or "striped": how the sequence is laid out over the ring (``jax_core.masks.layout``).
+        layout: "contiguous", "zigzag", "striped", or a plan of :func:`jax_core.balance` (for queries and keys of its length): how
+            the sequence is laid out over the ring (``jax_core.masks.layout``).
         return_lse: also return the logarithm of the softmax's denominator.
         fused_backward: True requires a kernel that computes dQ, dK and dV in one sweep over the scores (xla does), and is an error
             with one that cannot; False leaves the choice to the kernel.

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_core.api.attention import ring_attention
 from jax_core.config import RingAttentionConfig
+from jax_core.masks.layout import Layout
 from jax_core.masks.static import Window
 from jax_core.request.options import AxisName, MaskBuilder, MaskMod
 
@@ -21,7 +22,7 @@ class RingSettings:
     mesh: Mesh | None = None
     axis_name: AxisName = None
     in_specs: Sequence[PartitionSpec | None] | None = None
-    layout: str = "contiguous"
+    layout: Layout = "contiguous"
     causal: bool = False
     sliding_window: Window = None
     chunk_size: int | None = None

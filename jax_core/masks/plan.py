@@ -136,7 +136,7 @@ class Plan:
         return int(self._digest[:15], 16)
 
     def __str__(self) -> str:
-        return f"plan {self._digest[:8]} of {self.pieces} pieces of {self.piece}"
+        return f"plan {self._digest[:12]} of {self.pieces} pieces of {self.piece}"
 
     def __repr__(self) -> str:
         """For people: with the imbalance."""

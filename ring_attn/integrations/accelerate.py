@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from jax_core.masks.layout import Layout
 from ring_attn.integrations.whole_batches import WholeBatches
 from ring_attn.ring import Ring
 
@@ -37,7 +38,7 @@ class RingParallelism(ParallelismConfig):
     parallelism, FSDP1, DeepSpeed, Megatron and XLA under accelerate.
     """
 
-    def __init__(self, model: nn.Module, cp_size: int | None = None, *, layout: str = "zigzag", **options: Any) -> None:
+    def __init__(self, model: nn.Module, cp_size: int | None = None, *, layout: Layout = "zigzag", **options: Any) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be the model that will be trained, got {type(model).__name__}; load it first")
         if "cp_handler" in options or "cp_backend" in options:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers import context_parallel
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,7 +42,7 @@ class WholeBatches:
     Raises ValueError where the ranks of the ring hold different batches, NotImplementedError for a batch without labels.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, layout: str) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
         self._parallel = context_parallel(model, mesh, layout=layout)
         self._ring = self._parallel.ring
         self._call: _Call | None = None

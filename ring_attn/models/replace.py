@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from jax_core.masks.layout import Layout
 from ring_attn.module import RingAttention
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.mesh import MeshDim, MeshLike
@@ -24,7 +25,7 @@ def replace_attention(
     ring: Ring | None = None,
     mesh: MeshLike = None,
     mesh_dim: MeshDim = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     leave: Collection[str] = (),
 ) -> Replaced:
     """Makes every ``nn.MultiheadAttention`` in ``model``, also those in ``nn.TransformerEncoder`` and ``nn.TransformerDecoder``, a

@@ -11,6 +11,7 @@ import torch.utils.checkpoint as checkpointing
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from jax_core.masks.layout import Layout
 from ring_attn.models.sdpa import sdpa
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.mesh import MeshDim, MeshLike
@@ -26,7 +27,7 @@ def context_parallel_sdpa(
     ring: Ring | None = None,
     mesh: MeshLike = None,
     mesh_dim: MeshDim = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     cross: Cross = None,
 ) -> Iterator[None]:
     """While it is active, ``torch.nn.functional.scaled_dot_product_attention`` is :func:`ring_attn.sdpa` on this ring, by whatever

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jax_core.masks.layout import Layout
 from ring_attn.reduction import where
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.announced import announced
@@ -42,7 +43,7 @@ def sdpa(
     ring: Ring | None = None,
     mesh: MeshLike = None,
     mesh_dim: MeshDim = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` over a sequence sharded across processes. Differentiable with respect to
     query, key, value and a float ``attn_mask``.

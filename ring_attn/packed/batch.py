@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jax_core.masks.layout import shard_multiple
+from jax_core.masks.layout import Layout, shard_multiple
 from ring_attn.packed.documents import CUMULATIVE, LONGEST, NUMBERED, Documents, read_documents
 from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import Ring, one_ring
@@ -70,7 +70,7 @@ def shard_packed(
     *,
     mesh: MeshLike = None,
     mesh_dim: MeshDim = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     pad_id: int = 0,
     ignore_index: int = -100,
     pad_to_multiple_of: int = 1,
@@ -100,6 +100,10 @@ def shard_packed(
     Raises ValueError for sources that disagree, shapes that differ, and a key that is neither one of these nor such a tensor.
     """
     where = one_ring(ring, mesh, mesh_dim, layout)
+    if not isinstance(where.layout, str):
+        raise ValueError(
+            f"shard_packed places documents itself; give it a ring without a plan, or shard_batch a plan: got {where.layout}"
+        )
     input_ids = _checked(batch)
     documents = read_documents(batch)
     processes = road_of(input_ids.device).resolve(where.mesh, where.mesh_dim)

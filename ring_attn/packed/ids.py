@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jax_core.masks.layout import runs
+from jax_core.masks.layout import Layout, runs
 from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.mistakes import doubt_local_lengths
 from torch_bridge.ring import tensors_per_sequence
@@ -131,7 +131,7 @@ def _held(where: Where, device: torch.device) -> tuple[tuple[int, ...], int]:
     return tuple(ring.held), ring.size
 
 
-def _index(where: Where, layout: str, x: Tensor) -> Tensor:
+def _index(where: Where, layout: Layout, x: Tensor) -> Tensor:
     """``[seq]``: where the rows of a shard are in the whole sequence. torch.compile may hold the length for variable."""
     held, size = _held(where, x.device)
     pieces = [run for rank in held for run in runs(layout, rank, size, x.shape[1] // len(held))]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers.attention import NAME, register
 from ring_attn.integrations.transformers.batch import MARK, REFUSED, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
@@ -176,7 +177,7 @@ def context_parallel(
     mesh: MeshLike = None,
     *,
     mesh_dim: MeshDim = None,
-    layout: str = "zigzag",
+    layout: Layout = "zigzag",
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.

@@ -147,7 +147,7 @@ def test_what_plans_refuse():
     assert len({PLAN, Plan(2, PLAN.table), Plan(4, PLAN.table), Plan(2, PLAN.table[::-1]), "zigzag"}) == 4
     assert padded_length(PLAN, 2, 7) == 12
     for refuse in (lambda: runs(PLAN, 0, 4, 3), lambda: padded_length(PLAN, 1, 12), lambda: check_layout(PLAN, 3)):
-        with pytest.raises(ValueError, match=r"plan \w{8} of 6 pieces of 2 is for a ring of 2, .* is a ring of [134]"):
+        with pytest.raises(ValueError, match=r"plan \w{12} of 6 pieces of 2 is for a ring of 2, .* is a ring of [134]"):
             refuse()
     with pytest.raises(ValueError, match="12 positions, 6 on each rank; got a key shard of 4 on each of 2 ranks"):
         check_shard_length(PLAN, 4, "key shard", 2)
