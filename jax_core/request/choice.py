@@ -13,7 +13,7 @@ from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
 from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
-from jax_core.strategies import all_gather, decode, empty, fused_ring, ring
+from jax_core.strategies import all_gather, decode, empty, fused_ring, hierarchical, ring
 from jax_core.strategies.contract import Strategy
 from jax_core.strategies.ulysses import Ulysses
 from jax_core.tune import lookup
@@ -27,6 +27,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
         "ulysses": Ulysses(ring),
         "ulysses_ring": Ulysses(ring, 0),
         "ring_ulysses": Ulysses(ring, 1),
+        "hierarchical": hierarchical,
         "decode": decode,
     }
 )

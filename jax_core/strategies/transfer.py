@@ -44,18 +44,21 @@ def unpack(buffer: Buffer, like: Tree) -> Tree:
 
 
 class Transfer(NamedTuple):
-    """A buffer made by :func:`pack`, to be sent ``hop`` ranks ahead."""
+    """A buffer made by :func:`pack`, to be sent ``hop`` ranks ahead, or as many along each axis."""
 
     buffer: Buffer
-    hop: int
+    hop: int | tuple[int, ...]
 
 
-def start_transfers(transfers: list[Transfer], axis_name, size: int) -> list[Buffer]:
-    """Starts the transfers; :func:`finish_transfers` returns what arrives from the ranks ``hop`` before this one."""
-    axes, places = numbered(axis_name, size)
+def start_transfers(transfers: list[Transfer], axis_name, size: int | tuple[int, ...]) -> list[Buffer]:
+    """Starts the transfers; :func:`finish_transfers` returns what arrives from the ranks ``hop`` before this one. ``size``: how
+    many ranks there are, or along each axis where hops are along axes."""
+    ranks = np.arange(np.prod(size)).reshape(size)
+    axes, places = numbered(axis_name, ranks.size)
 
-    def send(buffer: Buffer, hop: int):
-        return lax.ppermute(buffer, axes, [(places[rank], places[(rank + hop) % size]) for rank in range(size)])
+    def send(buffer: Buffer, hop: int | tuple[int, ...]):
+        targets = np.roll(ranks, -np.array(hop), tuple(range(ranks.ndim))).reshape(-1).tolist()
+        return lax.ppermute(buffer, axes, [(places[rank], places[target]) for rank, target in enumerate(targets)])
 
     if any(isinstance(transfer.buffer, tuple) for transfer in transfers):
         return [send(*transfer) for transfer in transfers]
@@ -107,11 +110,11 @@ def ordered_after(buffer: Buffer, done: Buffer) -> Buffer:
 _ODD_NAN = {2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
 
 
-def _hops(transfers: list[Transfer]) -> list[int]:
+def _hops(transfers: list[Transfer]) -> list:
     return sorted({transfer.hop for transfer in transfers})
 
 
-def _with_hop(transfers: list[Transfer], hop: int) -> list[Array]:
+def _with_hop(transfers: list[Transfer], hop: int | tuple[int, ...]) -> list[Array]:
     return [transfer.buffer for transfer in transfers if transfer.hop == hop and not isinstance(transfer.buffer, tuple)]
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from jax_core.request.costs.machine import Machine, Pass
 from jax_core.request.costs.work import Call, flop_per_score, seen
-from jax_core.strategies.ring.schedule import steps, visible_shifts
+from jax_core.strategies.ring.schedule import visible_shifts
+from jax_core.strategies.steps import steps
 
 GRADIENT_ITEMSIZE = 4  # dK and dV travel in float32
 

@@ -5,15 +5,9 @@ arXiv:2310.01889), and every step continues the online softmax. In the backward 
 step behind until they are back at the rank that owns the shard.
 """
 
-from functools import partial
-from itertools import groupby
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Partial
-from jax_core.kernels.merge import join
 from jax_core.masks.layout import runs
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.local import (
@@ -29,7 +23,9 @@ from jax_core.strategies.local import (
     query_runs,
     rank_of,
 )
-from jax_core.strategies.ring.schedule import Step, steps, visible_shifts
+from jax_core.strategies.partials import MOST_APART, Found, joined, only
+from jax_core.strategies.ring.schedule import visible_shifts
+from jax_core.strategies.steps import Step, run_steps, steps
 from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, wire_dtype
 
 
@@ -48,16 +44,16 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         result = opened.attend(pair, carried, diagonal=not step.hop_in, last=not step.hop_out)
         if transfers:
             arriving, result = lax.optimization_barrier((arriving, result))
-        found = _Found(result, ()) if kernel.CONTINUES else _joined(_Found(carry, (*apart, result)), wide, _MOST_APART)
+        found = Found(result, ()) if kernel.CONTINUES else joined(Found(carry, (*apart, result)), wide, MOST_APART)
         return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, found
 
     def settle(state):
         buffer, shift, found = state
-        return buffer, shift, _joined(found, wide)
+        return buffer, shift, joined(found, wide)
 
     buffer = pack(local_keys, _wire_dtype(spec, operands)) if len(plan) > 1 else None
-    *_, found = _run_steps(spec, run_step, settle, (buffer, jnp.int32(0), _Found(None, ())), plan)
-    return opened.close(_only(_joined(found, opened.last_dtype)))
+    *_, found = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), Found(None, ())), plan)
+    return opened.close(only(joined(found, opened.last_dtype)))
 
 
 def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
@@ -84,7 +80,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     # The first rotation must not run alongside the forward's, nor be merged with it, which would keep its result alive until now.
     buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
     state = buffer, jnp.int32(0), None, opened.no_gradients()
-    _, _, dkv, sums = _run_steps(spec, run_step, lambda state: state, state, plan)
+    _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, plan)
     dk, dv = _return_to_owner(spec, dkv, word, sum(step.hop_out for step in plan))
     return opened.close(dk, dv, sums)
 
@@ -103,54 +99,6 @@ def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
     if operands.q_position_ids is not None:
         return steps(tuple(range(spec.size)))  # positions are data: any shard may be seen
     return steps(visible_shifts(spec.scores.mask, spec.layout, spec.size, operands.query.shape[1], operands.key.shape[1]))
-
-
-class _Found(NamedTuple):
-    """The result so far: a partial, and those of later pairs that have not been joined to it."""
-
-    carry: Partial | None
-    apart: tuple[Partial, ...]
-
-
-_MOST_APART = 4  # a partial is an output in 16 bits
-
-
-def _joined(found: _Found, dtype, from_count: int = 1) -> _Found:
-    """With everything in ``carry``, its output in ``dtype``, unless fewer than ``from_count`` partials are apart."""
-    if len(found.apart) < from_count:
-        return found
-    first, *others = found.apart if found.carry is None else (found.carry, *found.apart)
-    return _Found(join([first, *others], dtype) if others else first._replace(out=first.out.astype(dtype)), ())
-
-
-def _only(found: _Found) -> Partial:
-    assert found.carry is not None and not found.apart
-    return found.carry
-
-
-def _run_steps(spec: RingSpec, run_step, settle, state, plan: list[Step]):
-    """The state after all steps. Consecutive equal steps (all but the first and the last, if there are no gaps) are one loop: XLA
-    then cannot run all rotations before the kernels, which would overlap nothing and hold every shard at once, and the program does
-    not grow with the ring. ``settle`` gives a state the form that it has at the end of the loop's body."""
-    for step, equal in groupby(plan):
-        state = _repeat(partial(run_step, step=step), settle, state, len(list(equal)), unroll=1 if spec.backend == "cpu" else 2)
-    return state
-
-
-def _repeat(run_step, settle, state, count: int, unroll: int):
-    """``unroll``: with two steps in the body, two buffers alternate; with one, arrivals are copied to where the next step reads."""
-    outside = count if count <= unroll else count % unroll
-    for _ in range(outside):
-        state = run_step(state)
-    if count == outside:
-        return state
-
-    def body(state, _):
-        for _ in range(unroll):
-            state = run_step(state)
-        return settle(state), None
-
-    return lax.scan(body, settle(state), length=(count - outside) // unroll)[0]
 
 
 def _return_to_owner(spec: RingSpec, dkv, word: type | None, sent: int):

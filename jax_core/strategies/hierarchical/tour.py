@@ -1,0 +1,170 @@
+"""The keys' tour of all ranks, and their gradients': within a host as in a ring, between hosts once for each host.
+
+While the ranks of a host pass round the keys of one host, those of the next come from the host before, in as many pieces as there
+are steps: they have all of these steps to arrive. dK/dV follow their keys one step behind within a host, and the sums of what the
+hosts have added follow one host behind, in pieces too.
+
+In pieces, because on a GPU collectives run one after another: a whole shard on a slow link would hold up the rotation within the
+host, and with it the kernels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_core.masks.layout import runs
+from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_piece
+from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, visible_shifts, way_home
+from jax_core.strategies.local import Pair, add, make_pair, own_keys, query_runs, rank_of
+from jax_core.strategies.steps import Step, run_steps
+from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, wire_dtype
+
+
+class Visit(NamedTuple):
+    """A pair, and whether it is the first, that of the rank's own shard, or the last."""
+
+    pair: Pair
+    diagonal: bool
+    last: bool
+
+
+class _Relay(NamedTuple):
+    """What travels from host to host: what this rank sends on, and room for what comes to it."""
+
+    sent: Any
+    room: Any
+
+
+class _AtHost(NamedTuple):
+    """Before the steps for a host. ``shift``: the first number of their shifts; ``sums``: of dK/dV, from the second host on;
+    ``before``: of what has arrived last, which the next transfer must not overtake."""
+
+    shift: Array
+    keys: _Relay
+    sums: _Relay | None
+    before: Array | None
+    result: Any
+
+
+class _AtStep(NamedTuple):
+    """Before a step for a host. ``number``: how many there were; ``shift``: the second number; ``held``: the keys that are here;
+    ``dkv``: of those that were here before."""
+
+    number: Array
+    shift: Array
+    held: Any
+    dkv: Any
+    keys: _Relay
+    sums: _Relay | None
+    before: Array | None
+    result: Any
+
+
+@dataclass(frozen=True)
+class Tour:
+    """``visit(result, Visit) -> (result, dkv)`` continues a rank's own result with a pair; ``dkv`` are the pair's gradients of keys
+    and values, or None in a forward. ``settle(result)``: in the form that a loop's body gives it."""
+
+    spec: RingSpec
+    operands: Operands
+    visit: Callable[[Any, Visit], tuple[Any, Any]]
+    settle: Callable[[Any], Any]
+
+    def make(self, result: Any, after: Array | None = None) -> tuple[Any, Any]:
+        """The result of all visits, and the sums of dK/dV of this rank's own keys. Nothing is sent before ``after`` is computed."""
+        shifts, keys = self._shifts(), own_keys(self.operands)
+        if after is not None and len(shifts) > 1:
+            keys = unpack(ordered_after(pack(keys, self._word), after), keys)
+        hosts = host_steps(shifts)
+        begin = _AtHost(jnp.int32(0), _Relay(keys, room_for(keys) if len(hosts) > 1 else None), None, None, result)
+        end = run_steps(self.spec, self._visit_host, self._settled, begin, hosts)
+        home = way_home(shifts, self._sizes)
+        if end.sums is None or home == (0, 0):
+            return end.result, end.sums and end.sums.sent
+        (arrived,), *_ = self._exchange([(end.sums.sent, home)], end.before, lambda: ())
+        return end.result, arrived
+
+    def _visit_host(self, state: _AtHost, step: HostStep) -> _AtHost:
+        shift, keys, sums, before, result = state
+        begin = _AtStep(jnp.int32(0), jnp.int32(step.first), keys.sent, None, keys, sums, before, result)
+        end = run_steps(self.spec, partial(self._visit_rank, host_shift=shift, host=step), self._settled, begin, step.steps)
+        keys, sums = end.keys, end.sums
+        if step.hop_out:
+            keys, shift = _Relay(keys.room, keys.sent), shift + step.hop_out[0]
+        if end.dkv is not None:
+            total = add(sums and sums.room, end.dkv)
+            sums = _Relay(total, sums.sent if sums else room_for(total))
+        return _AtHost(shift, keys, sums, end.before, end.result)
+
+    def _visit_rank(self, state: _AtStep, host_shift: Array, host: HostStep, step: Step) -> _AtStep:
+        """In flight meanwhile: within the host the keys for the next step and dK/dV of the step before; between hosts a piece of
+        the keys for the next host, and of the sums that this host's are added to."""
+        number, shift, held, dkv, keys, sums, before, result = state
+        count = len(host.steps)
+        ways = {
+            "held": (held, (0, step.hop_out)) if step.hop_out else None,
+            "dkv": (dkv, (0, step.hop_in)) if step.hop_in and dkv is not None else None,
+            "keys": (take_piece(keys.sent, number, count), host.hop_out) if host.hop_out else None,
+            "sums": (take_piece(sums.sent, number, count), host.hop_in) if host.hop_in and sums else None,
+        }
+        sent = {name: way for name, way in ways.items() if way is not None}
+        diagonal, last = not (host.hop_in or step.hop_in), not (host.hop_out or step.hop_out)
+        visit = Visit(self._pair(held, (host_shift, shift)), diagonal, last)
+        # What is sent on later waits for this step: all its pieces might leave at once otherwise.
+        arrived, before, (result, share, keys, sums) = self._exchange(
+            list(sent.values()), before, lambda: (*self.visit(result, visit), keys, sums)
+        )
+        came = dict(zip(sent, arrived, strict=True))
+        if "keys" in came:
+            keys = keys._replace(room=put_piece(keys.room, came["keys"], number, count))
+        if "sums" in came:
+            sums = sums._replace(room=put_piece(sums.room, came["sums"], number, count))
+        return _AtStep(
+            number + 1, shift + step.hop_out, came.get("held", held), add(came.get("dkv"), share), keys, sums, before, result
+        )
+
+    def _exchange(
+        self, sent: list[tuple[Any, Hop]], before: Array | None, compute: Callable[[], Any]
+    ) -> tuple[list[Any], Array | None, Any]:
+        """Sends each tree by its hop while ``compute`` runs; what came, and what the next exchange must not overtake."""
+        if not sent:
+            return [], before, compute()
+        transfers = [Transfer(pack(tree, self._word), hop) for tree, hop in sent]
+        if before is not None:
+            transfers = [Transfer(ordered_after(buffer, before), hop) for buffer, hop in transfers]
+        arriving = start_transfers(transfers, self.spec.axis_name, self._sizes)
+        arriving, result = lax.optimization_barrier((arriving, compute()))
+        arrived = finish_transfers(arriving, transfers)
+        before = None if self._word is None else arriving[-1][:1]
+        return [unpack(buffer, tree) for buffer, (tree, _) in zip(arrived, sent, strict=True)], before, result
+
+    def _pair(self, keys: Any, shift: tuple[Array, Array]) -> Pair:
+        """The queries and the keys from ``shift`` before this rank."""
+        hosts, ranks = self._sizes
+        rank = rank_of(self.spec, self.operands)
+        owner = (rank // ranks - shift[0]) % hosts * ranks + (rank - shift[1]) % ranks
+        k_runs = runs(self.spec.layout, owner, self.spec.size, keys.key.shape[1])
+        return make_pair(self.operands, query_runs(self.spec, self.operands), keys, k_runs)
+
+    def _settled(self, state: Any) -> Any:
+        return state._replace(result=self.settle(state.result))
+
+    def _shifts(self) -> tuple[Shift, ...]:
+        if self.operands.q_position_ids is not None:
+            return tuple((host, rank) for host in range(self._sizes[0]) for rank in range(self._sizes[1]))  # any may be seen
+        lengths = self.operands.query.shape[1], self.operands.key.shape[1]
+        return visible_shifts(self.spec.scores.mask, self.spec.layout, self._sizes, *lengths)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        hosts, ranks = self.spec.sizes
+        return hosts, ranks
+
+    @property
+    def _word(self) -> type | None:
+        return wire_dtype(self.operands.key.dtype, packed=self.spec.backend == "cpu")
