@@ -1,20 +1,23 @@
 """The kernels for 16 bits in a ring, against Triton's in float32: output, LSE and gradients, as root mean square errors.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/ring_check.py [--platforms cute ...] [--cases zigzag ...]
+    torchrun --standalone --nproc-per-node 4 benchmarks/ring_check.py [--platforms cute ...] [--strategies ring ...] [--cases zigzag ...]
 
-bfloat16, 4096 tokens in all. Exit status 1 if an error is larger than twice that of Triton in bfloat16.
+bfloat16, 4096 tokens in all; strategies of two axes on a mesh of 2 x half the ranks. Exit status 1 if an error is larger than twice that of Triton in bfloat16.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
 from ring_attn import shard
+from ring_systems import OF_TWO_AXES
 from team import tidy
 
 TOKENS = 4096
@@ -35,33 +38,34 @@ CASES: dict[str, dict[str, Any]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--platforms", nargs="*", default=["cute"])  # cuDNN has no gradient of the LSE, which is compared
+    parser.add_argument("--strategies", nargs="*", default=["ring"])
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.cuda.set_device(dist.get_rank())
     wrong = 0
     for name in options.cases:
-        exact, plain = attempt(CASES[name], torch.float32, "triton"), attempt(CASES[name], torch.bfloat16, "triton")
-        for platform in options.platforms:
+        exact, plain = (attempt(CASES[name], dtype, "triton", "ring") for dtype in (torch.float32, torch.bfloat16))
+        for strategy, platform in product(options.strategies, options.platforms):
             try:
-                found = attempt(CASES[name], torch.bfloat16, platform)
+                found = attempt(CASES[name], torch.bfloat16, platform, strategy)
             except NotImplementedError as refusal:
-                say(f"{name:16} {platform:8} refused: {str(refusal)[:110]}")
+                say(f"{name:16} {strategy:12} {platform:8} refused: {str(refusal)[:110]}")
                 continue
             figures = [(error(got, want), error(usual, want)) for got, usual, want in zip(found, plain, exact, strict=True)]
             bad = any(not have <= 2 * usual + 1e-6 for have, usual in figures)
             wrong += bad
             shown = "  ".join(f"{kind} {have:.1e} ({usual:.1e})" for kind, (have, usual) in zip(KINDS, figures, strict=True))
-            say(f"{name:16} {platform:8} {'WRONG ' if bad else ''}{shown}")
+            say(f"{name:16} {strategy:12} {platform:8} {'WRONG ' if bad else ''}{shown}")
     return 1 if wrong else 0
 
 
 KINDS = ("out", "lse", "dq", "dk", "dv")
 
 
-def attempt(case: dict[str, Any], dtype: torch.dtype, platform: str) -> list[torch.Tensor]:
+def attempt(case: dict[str, Any], dtype: torch.dtype, platform: str, strategy: str) -> list[torch.Tensor]:
     """This rank's output, LSE and gradients, in float32."""
-    options = dict(case)
+    options = dict(case, strategy=strategy, **where(strategy))
     batch, kv_heads, dim, documents = (
         options.pop(*pair) for pair in (("batch", 1), ("kv_heads", 2), ("dim", 128), ("documents", 0))
     )
@@ -83,6 +87,14 @@ def attempt(case: dict[str, Any], dtype: torch.dtype, platform: str) -> list[tor
     out, lse = ring_attn.ring_attention(q, k, v, return_lse=True, platform=platform, **options)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
     return [x.detach().float() for x in (out, lse, *gradients)]
+
+
+def where(strategy: str) -> dict[str, Any]:
+    """The arguments that say which ranks share the sequence."""
+    if strategy not in OF_TWO_AXES:
+        return {}
+    mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
+    return {"mesh": mesh, "mesh_dim": ("outer", "inner")}
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -67,14 +67,14 @@ CONTEXT_PARALLEL = "torch context_parallel"
 RING_FLASH = "ring-flash-attention"
 PEERS = (CONTEXT_PARALLEL, RING_FLASH)
 STRATEGIES = ("ring", "all_gather", "ulysses", "ulysses_ring", "ring_ulysses", "hierarchical")
-_OF_TWO_AXES = STRATEGIES[3:]
+OF_TWO_AXES = STRATEGIES[3:]
 
 
 def strategies() -> dict[str, Callable[[Inputs, Group], Prepared]]:
     """Every strategy with every kernel, by name: "ulysses", which takes the kernel that "auto" does, "ulysses triton"."""
     made = {}
     for strategy, platform in product(STRATEGIES, ("auto", "cute", "triton", "cuda", "xla")):
-        make = two_axes if strategy in _OF_TWO_AXES else ours
+        make = two_axes if strategy in OF_TWO_AXES else ours
         name = strategy if platform == "auto" else f"{strategy} {platform}"
         made[name] = partial(make, platform, strategy=strategy)
     return made

@@ -45,12 +45,13 @@ class Choice(NamedTuple):
     bwd_params: BwdParams
 
 
-def choose(options: Options, problem: Problem, torus: bool = False) -> Choice:
+def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[str, ...] = ()) -> Choice:
     """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
     why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
 
-    ``torus``: the ranks are known to form a ring in the TPU topology. Raises ValueError for unknown or contradictory names,
-    NotImplementedError for what cannot be computed.
+    ``torus``: the ranks are known to form a ring in the TPU topology. ``axes``: the names of several mesh axes; if those are
+    of a strategy ("ring" and "ulysses", in either order), "auto" tries it first. Raises ValueError for unknown or contradictory
+    names, NotImplementedError for what cannot be computed.
     """
     given = options.cfg or RingAttentionConfig()
     platform = named_platform(options.platform, given)
@@ -62,11 +63,17 @@ def choose(options: Options, problem: Problem, torus: bool = False) -> Choice:
         return Choice(empty, None, *_NO_PARAMS)
     if options.strategy != "auto":
         return _with_strategy(options.strategy, platform, given, problem)
-    *first, last = preferred_strategies(platform, torus)
+    *first, last = _order(problem, platform, torus, axes)
     for name in first:
         with suppress(NotImplementedError):
             return _with_strategy(name, platform, given, problem)
     return _with_strategy(last, platform, given, problem)
+
+
+def _order(problem: Problem, platform: str, torus: bool, axes: tuple[str, ...]) -> tuple[str, ...]:
+    named = ("_".join(axes),) if "_".join(axes) in STRATEGIES else ()
+    near = all_gather.kernel_problem(problem).k_length < problem.size * problem.k_length
+    return *named, *preferred_strategies(problem, platform, torus, near)
 
 
 def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:

@@ -39,6 +39,38 @@ def preferred_kernels(problem: Problem) -> tuple[str, ...]:
     return next(row.order for row in ON_GPU if problem.q_length >= row.q_length)
 
 
-def preferred_strategies(platform: str, torus: bool) -> tuple[str, ...]:
-    """By topology, not by a measurement: the fused ring has not run on a TPU."""
+class StrategyRow(NamedTuple):
+    """``order`` applies from ``q_length`` query positions per GPU."""
+
+    q_length: int
+    order: tuple[str, ...]
+    reason: str
+
+
+# As above, on four GPUs with the kernels above (benchmarks/results/2026-11-22-strategies-4xH200; docs/strategies.md).
+STRATEGIES_ON_GPU = (
+    StrategyRow(
+        4096,
+        ("ring",),
+        "at 4k ring 498 / 471, all-gather 524 / 457, ulysses 467 / 484; at 16k 715 / 637, 692 / 624, 663 / 639",
+    ),
+    StrategyRow(
+        0,
+        ("all_gather", "ring"),
+        "one exchange and one launch: at 2k all-gather 160 / 191, ulysses 135 / 183, ring 140 / 173",
+    ),
+)
+GATHERED_AT_MOST = 32768  # positions of the whole sequence; its memory grows with the ring
+
+
+def preferred_strategies(problem: Problem, platform: str, torus: bool, near: bool) -> tuple[str, ...]:
+    """The order in which "auto" tries strategies. ``torus``: the ranks form a ring in the TPU topology. ``near``: a window shows a
+    run of queries no more than the runs beside it, and all-gather sends no more than that (at 64k tokens with a window of 4096 on
+    four GPUs it is 1.16 to 1.39 times as fast as the ring)."""
+    if problem.backend == "gpu" and problem.size > 1:
+        if near:
+            return "all_gather", "ring"
+        if problem.size * problem.k_length <= GATHERED_AT_MOST:
+            return next(row.order for row in STRATEGIES_ON_GPU if problem.q_length >= row.q_length)
+    # By topology, not by a measurement: the fused ring has not run on a TPU.
     return ("fused", "ring") if torus and platform == "auto" else ("ring",)

@@ -27,7 +27,8 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
     """Checks everything and returns the static spec, with the operands completed: the ids of a side that was left out, and the
     arrays of the mask functions. ``operands`` are local shards."""
     problem, operands = make_problem(options, operands, place)
-    choice = choose(options, problem, place.torus)
+    axes = place.axis_name if isinstance(place.axis_name, tuple) and len(place.axis_name) > 1 else ()
+    choice = choose(options, problem, place.torus, axes)
     spec = RingSpec(
         scores=problem.scores,
         strategy=choice.strategy,

@@ -1,5 +1,6 @@
 """Which strategy and which kernel do it; and that a new strategy is a module and a line in the registry."""
 
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,7 @@ from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.static import Mask
 from jax_core.request import choice
 from jax_core.request.choice import choose, named_platform
-from jax_core.request.measured import ON_GPU, preferred_kernels, preferred_strategies
+from jax_core.request.measured import ON_GPU, STRATEGIES_ON_GPU, preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
 from jax_core.strategies import fused_ring, ring
 
@@ -92,8 +93,32 @@ def test_measured_choices_cover_every_length_and_end_at_xla():
         assert sorted(row.order) == ["cuda", "cute", "triton", "xla"] and row.order[-1] == "xla"
     assert ON_GPU[-1].q_length == 0
     assert [preferred_kernels(problem(backend))[-1] for backend in ("cpu", "tpu")] == ["xla"] * 2
-    for platform, torus in (("auto", True), ("auto", False), ("xla", True)):
-        assert preferred_strategies(platform, torus)[-1] == "ring"
+
+
+def test_the_order_of_strategies():
+    """All-gather on GPUs for short shards of short sequences and for windows, the ring for the rest, and always last."""
+
+    def order(backend="gpu", near=False, platform="auto", torus=False, **sizes):
+        return preferred_strategies(problem(backend, **({"size": 4} | sizes)), platform, torus, near)
+
+    assert [row.q_length for row in STRATEGIES_ON_GPU][-1] == 0
+    assert order(q_length=2048, k_length=2048) == ("all_gather", "ring")
+    assert order(q_length=8192, k_length=8192) == ("ring",)
+    assert order(q_length=65536, k_length=65536, near=True) == ("all_gather", "ring")
+    assert order(q_length=2048, k_length=2048, size=64) == ("ring",)
+    assert order(q_length=2048, k_length=2048, size=1) == ("ring",)
+    assert order("cpu", near=True) == order("tpu") == order("tpu", platform="xla", torus=True) == ("ring",)
+    assert order("tpu", torus=True) == ("fused", "ring")
+
+
+def test_axes_that_are_named_as_a_strategy():
+    asked = problem(size=4, heads=8)
+    two_axes = replace(asked, sizes=(2, 2))
+    for axes in (("ulysses", "ring"), ("ring", "ulysses")):
+        assert choose(Options(), two_axes, axes=axes).strategy is choice.STRATEGIES["_".join(axes)]
+    assert choose(Options(), two_axes, axes=("a", "b")).strategy is ring
+    assert choose(Options(), replace(two_axes, heads=3, kv_heads=1), axes=("ulysses", "ring")).strategy is ring
+    assert choose(Options(strategy="ring"), two_axes, axes=("ulysses", "ring")).strategy is ring
 
 
 # ---------------------------------------------------------------------------------------------------------- a new strategy
