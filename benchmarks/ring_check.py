@@ -1,8 +1,9 @@
 """The kernels for 16 bits in a ring, against Triton's in float32: output, LSE and gradients, as root mean square errors.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/ring_check.py [--platforms cute ...] [--strategies ring ...] [--cases zigzag ...]
+    torchrun --standalone --nproc-per-node 4 benchmarks/ring_check.py [--platforms cute ...] [--strategies ring ...] [--cases ...]
 
-bfloat16, 4096 tokens in all; strategies of two axes on a mesh of 2 x half the ranks. Exit status 1 if an error is larger than twice that of Triton in bfloat16.
+bfloat16, 4096 tokens in all; strategies of two axes on a mesh of 2 x half the ranks.
+Exit status 1 if an error is larger than twice that of Triton's ring in bfloat16.
 """
 
 import argparse
