@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def balance(
     causal: bool = False,
     sliding_window: Window = None,
     chunk_size: int | None = None,
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Literal["unknown"] | None = None,
     cu_seqlens: Sequence[int] | None = None,
     prefix: Sequence[int] | int | None = None,
     spans: Sequence[tuple[int, int]] = (),
@@ -52,7 +52,9 @@ def balance(
         ranks: of the ring.
         causal, sliding_window, chunk_size: as for :func:`ring_attention`, by positions in the whole sequence.
         documents: lengths of packed documents, in order, which do not see each other; what follows the last is padding, and sees
-            nothing. Or ``cu_seqlens``: where they end, from 0 on.
+            nothing. Or ``cu_seqlens``: where they end, from 0 on. A plan is part of a compiled program, so for documents that
+            change from batch to batch there is "unknown": ranks take turns, piece by piece, of 128 positions if ``piece`` is None.
+            No areas are counted then, and the plan's imbalance is None.
         prefix: how many positions at the start of the sequence, or of each document, all its queries see (prefix language models):
             one number, or one for each document.
         spans: pairs ``(start, stop)`` of positions that all see each other (images), each within a document.
@@ -70,6 +72,8 @@ def balance(
     for name, number in (("length", length), ("ranks", ranks), ("piece", 1 if piece is None else piece)):
         if not is_integer(number) or number < 1:
             raise ValueError(f"{name} must be a positive int, got {number!r}")
+    if isinstance(documents, str):
+        return _in_turns(length, ranks, piece, documents, (cu_seqlens, prefix, tuple(spans), mask_mod, areas))
     given = _Given(make_mask(causal, sliding_window, chunk_size), _documents(documents, cu_seqlens), prefix, tuple(spans), mask_mod)
     if areas is None:
         given.check(length)
@@ -80,6 +84,16 @@ def balance(
         grid = _grid(length, ranks, areas, given, piece)
         tries = iter([(grid, grid.cell)])
     return _first_even(tries, ranks, tolerance, "ring_imbalance" if steps else "imbalance")
+
+
+def _in_turns(length: int, ranks: int, piece: int | None, documents: str, others: tuple) -> Plan:
+    if documents != "unknown" or others != (None, None, (), None, None):
+        raise ValueError(
+            f'documents must be lengths, None, or "unknown" without cu_seqlens, prefix, spans, mask_mod, areas; got {documents!r}'
+        )
+    piece = _pieces(length, ranks, piece)[-1]
+    pieces = _padded(length, ranks, piece) // piece
+    return Plan(piece, tuple(tuple(range(rank, pieces, ranks)) for rank in range(ranks)))
 
 
 def _first_even(tries: Iterator[tuple[Areas, int]], ranks: int, tolerance: float, measure: str) -> Plan:

@@ -4,13 +4,15 @@ On a CPU everything is packed into one buffer, for the reason that ``transfer`` 
 different order on each device.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from jax_core.masks.layout import inverse_permutation, permutation
+from jax_core.masks.layout import inverse_permutation, permutation, run_length
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.transfer import pack, unpack, wire_dtype
 
@@ -56,16 +58,26 @@ def in_sequence_order(x: Array, layout) -> Array:
         halves = x.reshape(ranks, batch, 2, length // 2, *rest)
         x = jnp.concatenate([halves[:, :, 0], jnp.flip(halves[:, :, 1], 0)])
     whole = jnp.moveaxis(x, 0, 1).reshape(batch, -1, *rest)
-    return whole if isinstance(layout, str) else whole[:, jnp.asarray(inverse_permutation(layout, ranks, ranks * length))]
+    return whole if isinstance(layout, str) else _by_pieces(whole, layout, ranks, inverse_permutation)
+
+
+def _by_pieces(x: Array, layout, ranks: int, order: Callable[..., list[int]]) -> Array:
+    """``x [batch, positions, ...]`` in another order: whole runs at a time where they stay together, as in plans."""
+    batch, length, *rest = x.shape
+    run = run_length(layout, ranks, length // ranks)
+    places = np.array(order(layout, ranks, length)).reshape(-1, run)
+    if (places[:, 0] % run).any() or (np.diff(places) != 1).any():
+        return x[:, jnp.asarray(places.reshape(-1))]
+    return x.reshape(batch, -1, run, *rest)[:, jnp.asarray(places[:, 0] // run)].reshape(x.shape)
 
 
 def in_shards(x: Array, layout, ranks: int) -> Array:
     """Undoes :func:`in_sequence_order`."""
-    batch, length, *rest = x.shape
+    batch, _, *rest = x.shape
     if layout == "striped":
         return jnp.moveaxis(x.reshape(batch, -1, ranks, *rest), 2, 0)
     if layout == "zigzag":
         chunks = jnp.moveaxis(x.reshape(batch, 2 * ranks, -1, *rest), 1, 0)
         return jnp.concatenate([chunks[:ranks], jnp.flip(chunks[ranks:], 0)], axis=2)
-    x = x if isinstance(layout, str) else x[:, jnp.asarray(permutation(layout, ranks, length))]
+    x = x if isinstance(layout, str) else _by_pieces(x, layout, ranks, permutation)
     return jnp.moveaxis(x.reshape(batch, ranks, -1, *rest), 1, 0)

@@ -154,6 +154,20 @@ def test_any_length(length: int, ranks: int, padded: int, piece: int):
     assert (plan.length, plan.piece, plan.size) == (padded, piece, ranks)
 
 
+def test_one_plan_for_documents_that_are_not_known():
+    """Worse than a plan for each batch, and far better than zigzag, which leaves the others to wait for twice its mean."""
+    plan = jax_core.balance(2**16, 8, documents="unknown")
+    assert plan.piece == 128 and plan.table[3][:3] == (3, 11, 19) and plan.imbalance is plan.ring_imbalance is None
+    assert "imbalance" not in repr(plan)
+    owner = np.arange(plan.pieces) % 8
+    for kind in ("lognormal", "pareto"):
+        uneven = []
+        for seed in range(10):
+            work = intervals(Mask(causal=True), 2**16, drawn(kind, seed, 2**16)).between(owner, 8, 128).sum(1)
+            uneven.append(work.max() / work.mean() - 1)
+        assert np.mean(uneven) < 0.05 and max(uneven) < 0.1
+
+
 def test_areas_as_they_are_given():
     """Two queries in three are of no use; the others see everything."""
     pairs = np.zeros((24, 24))
@@ -173,6 +187,8 @@ def test_areas_as_they_are_given():
         ((8, 2, {"documents": [4, 5]}), "lengths >= 0 whose sum is at most 8, got a sum of 9"),
         ((8, 2, {"documents": [4], "cu_seqlens": [0, 4]}), "give the documents once"),
         ((8, 2, {"cu_seqlens": [1, 4]}), r"begin with 0, got \[1, 4\]"),
+        ((8, 2, {"documents": "known"}), 'lengths, None, or "unknown" without .* got'),
+        ((8, 2, {"documents": "unknown", "prefix": 3}), '"unknown" without cu_seqlens, prefix'),
         ((8, 2, {"prefix": 3}), "need causal=True"),
         ((8, 2, {"causal": True, "sliding_window": 3, "spans": [(1, 2)]}), "need causal=True, without sliding_window"),
         ((8, 2, {"causal": True, "prefix": [1, 2]}), "one for each of 1 documents; got 2"),

@@ -39,6 +39,14 @@ def test_against_the_oracle(name: str):
     assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
 
 
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
+def test_other_strategies(strategy: str):
+    """Each brings plans into the order of the sequence and back."""
+    case = planned(next(case for case in CASES if case.name == "mesh with everything"), settings={"strategy": strategy})
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+
+
 def test_the_dropout_pattern_is_that_of_one_device():
     case = planned(Case("dropout", ring=4, batch=1, options=CAUSAL | DROPOUT, arrays=SEED))
     inputs, cotangents = make_inputs(case), make_cotangents(case)
@@ -52,6 +60,7 @@ REFUSED = {
     "more keys": ({}, {"keys": 56}, "28 on each rank; got a key shard of 56 on each of 2 ranks"),
     "cuDNN": ({"platform": "cuda"}, {}, r"it does not handle .*a planned layout \(layout=balance"),
     "fused": ({"strategy": "fused"}, {}, r"it does not handle .*a planned layout \(layout=balance"),
+    "ulysses in a ring": ({"strategy": "ulysses_ring"}, {"sizes": (2, 1)}, "a plan does not stay one"),
     "another ring": ({}, {"size": 4}, "is for a ring of 2, and this is a ring of 4"),
 }
 
@@ -59,8 +68,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str):
     options, changes, message = REFUSED[name]
-    given = {"size": 2, "queries": 28, "keys": 28} | changes
+    given = {"size": 2, "queries": 28, "keys": 28, "sizes": (2,)} | changes
     query, key = (jax.ShapeDtypeStruct((1, given[side], 2, 16), jnp.bfloat16) for side in ("queries", "keys"))
     layout = planned(Case("refused", ring=2)).layout
+    place = Placement("ring", given["size"], sizes=given["sizes"], backend="cpu")
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        make_spec(Options(layout=layout, **options), Operands(query, key, key), Placement("ring", given["size"], backend="cpu"))
+        make_spec(Options(layout=layout, **options), Operands(query, key, key), place)
