@@ -136,13 +136,12 @@ class Plan:
         return int(self._digest[:15], 16)
 
     def __str__(self) -> str:
-        return f"plan {self._digest[:12]} of {self.pieces} pieces of {self.piece}"
+        known = (("imbalance", self.imbalance), ("ring_imbalance", self.ring_imbalance))
+        words = ", ".join(f"{name} {number:.1%}" for name, number in known if number is not None)
+        return f"plan {self._digest[:12]} of {self.pieces} pieces of {self.piece}" + (f" ({words})" if words else "")
 
     def __repr__(self) -> str:
-        """For people: with the imbalance."""
-        known = (("imbalance", self.imbalance), ("ring_imbalance", self.ring_imbalance))
-        words = "".join(f", {name} {number:.1%}" for name, number in known if number is not None)
-        return f"<{self} on {self.size} ranks{words}>"
+        return f"<{self} on {self.size} ranks>"
 
 
 def _excess(largest: float, mean: float) -> float:

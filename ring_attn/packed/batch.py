@@ -102,7 +102,7 @@ def shard_packed(
     where = one_ring(ring, mesh, mesh_dim, layout)
     if not isinstance(where.layout, str):
         raise ValueError(
-            f"shard_packed places documents itself; give it a ring without a plan, or shard_batch a plan: got {where.layout}"
+            f"shard_packed places documents itself; give it a ring without a plan, or shard_batch a plan; got {where.layout}"
         )
     input_ids = _checked(batch)
     documents = read_documents(batch)

@@ -122,7 +122,7 @@ EVEN = {
 def test_masks_that_a_ring_shares_evenly(name: str):
     plan = jax_core.balance(2**16, 8, **EVEN[name])
     assert plan.imbalance <= plan.ring_imbalance <= 0.05
-    assert f"imbalance {plan.imbalance:.1%}, ring_imbalance {plan.ring_imbalance:.1%}" in repr(plan)
+    assert f"imbalance {plan.imbalance:.1%}, ring_imbalance {plan.ring_imbalance:.1%}" in str(plan)
 
 
 def test_neighbours_stay_together_where_that_is_even():
