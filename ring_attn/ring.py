@@ -49,9 +49,8 @@ class Ring:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ring's process group; None for a ring of one. Over several mesh dimensions its ranks ascend, whatever the ring's
-        order, and the first use may have to make it: then all ranks of the ring ask for it (all of the job where
-        ``init_process_group`` got a ``device_id``)."""
+        """The ring's process group; None for a ring of one. Over several mesh dimensions the first use may have to make it: then
+        all ranks of the ring ask for it (all of the job where ``init_process_group`` got a ``device_id``)."""
         return resolve(self.mesh, self.mesh_dim).group
 
     def arguments(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -68,9 +69,9 @@ class Ring:
 
     @property
     def group(self) -> "dist.ProcessGroup | None":
-        """One torch ProcessGroup of all ranks; None for a ring of one. Over several mesh dimensions there may be none yet: the
-        first use then makes it, which is a collective of the ring (of the whole job where the default group is bound to a device),
-        and its ranks ascend, whatever the order of the ring."""
+        """One torch ProcessGroup of all ranks in ring order; None for a ring of one. Over several mesh dimensions there may be none
+        yet: the first use then makes it, which is a collective of the ring (of the whole job where the default group is bound to a
+        device)."""
         if len(self.groups) <= 1:
             return self.groups[0] if self.groups else None
         return _joint_group(self.ranks, dist.group.WORLD)
@@ -92,7 +93,13 @@ class Ring:
 @cache  # by the default group too: a job may destroy its groups and begin anew
 def _joint_group(ranks: tuple[int, ...], world: "dist.ProcessGroup") -> "dist.ProcessGroup":
     del world
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    ordered: dict[str, Any] = {} if ranks == tuple(sorted(ranks)) else {"sort_ranks": False}
+    if not ordered.keys() <= signature(dist.new_group).parameters.keys():
+        raise NotImplementedError(
+            f"torch {torch.__version__} makes groups of ascending ranks only, got a ring of ranks {list(ranks)}; give mesh_dim in "
+            "the order of the mesh, or take a torch whose new_group has sort_ranks (2.13 does)"
+        )
+    group = dist.new_group(list(ranks), use_local_synchronization=True, **ordered)
     assert isinstance(group, dist.ProcessGroup)  # this process is a member
     return group
 

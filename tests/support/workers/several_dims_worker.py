@@ -20,11 +20,11 @@ def check_groups(mesh: DeviceMesh, rank: int) -> None:
     """A ring has a group of its own ranks, which sees the collectives of these alone."""
     for dims in (BOTH, TURNED):
         ring = meshes.resolve(mesh, dims)
-        assert dist.get_process_group_ranks(ring.group) == sorted(ring.ranks) == [0, 1, 2, 3]
+        assert dist.get_process_group_ranks(ring.group) == list(ring.ranks) and dist.get_rank(ring.group) == ring.rank
         assert ring.group is meshes.resolve(mesh, dims).group
-        total = torch.tensor(float(rank))
-        dist.all_reduce(total, group=ring.group)
-        assert total == 6
+        gathered = [torch.empty(1) for _ in range(4)]
+        dist.all_gather(gathered, torch.tensor([float(rank)]), group=ring.group)
+        assert tuple(map(int, gathered)) == ring.ranks
 
 
 def check_sequence(mesh: DeviceMesh, rank: int) -> None:
