@@ -7,7 +7,7 @@ JAX's memory next to torch's. Two states of the GPU are tested. Held: live torch
 tensors are gone, but torch's allocator keeps the memory, and the attention needs more than is left; the call then empties torch's
 cache and continues.
 Several GPUs: every feature on rings of them, in float64 (the xla kernel) and float32 (Triton's), against the whole sequence in
-float64 (tests/support/workers/attention_worker.py).
+float64 (tests/support/workers/attention_worker.py), and every strategy, over two mesh dimensions too (strategies_worker.py).
 Without a GPU the errors are still compared, and the calls that would fill a GPU run at a small size.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,25 @@ def rings(processes: int) -> None:
         subprocess.run([*command, str(worker), "cuda", str(count), dtype], check=True, env=environment, stderr=subprocess.STDOUT)
 
 
+def strategies(processes: int) -> None:
+    """Every strategy from torch, over one dimension and over two, against the oracle."""
+    support = ROOT / "tests" / "support"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "4"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    shape, both = (f"2x{processes // 2}", "ab") if processes > 2 else ("2", "a")
+    alone = [f"{name}:{case}:zigzag:{both}" for name in ("all_gather", "ulysses") for case in ("documents", "window")]
+    together = [f"{name}:{case}:zigzag:ab" for name in ("ulysses_ring", "ring_ulysses") for case in ("documents", "window")]
+    with tempfile.TemporaryDirectory() as folder:
+        cases = f"{folder}/cases.pt"
+        on_cpu = {**environment, "JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, str(support / "strategy_cases.py"), cases], check=True, env=on_cpu)
+        for dtype in ("float64", "float32"):
+            print(f"strategies over {shape} GPUs, {dtype}, forward and all gradients:", flush=True)
+            runs = [*alone, *(together if processes > 2 else [])]
+            worker = str(support / "workers" / "strategies_worker.py")
+            subprocess.run([*command, worker, cases, "cuda", dtype, shape, *runs], check=True, env=environment)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--held", type=float, default=0.9, help="the part of the card that torch holds")
@@ -127,6 +147,7 @@ def main() -> None:
     beside_torch(held)
     if torch.cuda.device_count() > 1:
         rings(torch.cuda.device_count())
+        strategies(torch.cuda.device_count())
     print("all right")
 
 
