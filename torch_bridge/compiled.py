@@ -119,8 +119,13 @@ def _checked(request: Request, ring: Ring) -> LocalAttention:
     return attention
 
 
+def _alone(ring: Ring) -> bool:
+    """Whether the ring has no axes in JAX. Several stay even with one rank: a strategy that goes by two of them runs there too."""
+    return ring.size == 1 and len(ring.axes) == 1
+
+
 def _placement(ring: Ring, platform: str) -> Placement:
-    axis = ring.axis_name if ring.size > 1 else None
+    axis = None if _alone(ring) else ring.axis_name
     return Placement(axis_name=axis, size=ring.size, sizes=ring.sizes, backend=platform)
 
 
@@ -134,7 +139,7 @@ def _on_ring(
         # Arguments that nothing reads: they are donated, and each becomes the memory of the result with its form.
         memory = tuple(range(operands, operands + len(results)))
         settings, function = dict(donate_argnums=memory, keep_unused=True), partial(_first, operands, function)
-    if ring.size == 1:
+    if _alone(ring):
         return Compiled(jax.jit(function, **settings), results)
     if platform == "gpu":
         settings["compiler_options"] = ONE_ROTATION | EACH_ITS_OWN | (TWO_AXES if len(ring.sizes) > 1 else {})

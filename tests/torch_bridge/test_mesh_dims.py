@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ring_attn import Ring
+from ring_attn import Ring, ring_attention
 from torch_bridge import mesh as meshes
 from torch_bridge.mesh import resolve
 from torch_bridge.ring import tensors_per_sequence
@@ -99,6 +99,18 @@ def test_a_ring_with_a_list_of_dimensions_is_hashable(mesh):
     ring = Ring(mesh, mesh_dim=["ulysses", "ring"])
     assert ring == Ring(mesh, mesh_dim=("ulysses", "ring")) and len({ring, Ring(mesh, mesh_dim=("ulysses", "ring"))}) == 1
     assert (ring.size, ring.rank) == (4, 2)
+
+
+def test_a_strategy_of_two_dimensions_runs_on_one_rank(mesh):
+    place = dict(mesh=DeviceMesh("cpu", torch.arange(8).view(8, 1, 1)), mesh_dim=(1, 2))
+    x = torch.randn(1, 8, 2, 4, requires_grad=True)
+    results = [
+        ring_attention(x, x, x, causal=True, **options) for options in (dict(mesh="local"), place | {"strategy": "ulysses_ring"})
+    ]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), x) for out in results))
+    with pytest.raises(NotImplementedError, match="it needs two mesh axes"):
+        ring_attention(x, x, x, mesh="local", strategy="ulysses_ring")
 
 
 def test_torch_tpu_refuses_several_dimensions(mesh):
