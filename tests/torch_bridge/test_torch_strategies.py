@@ -30,6 +30,7 @@ def test_on_four_ranks_with_two_heads_of_keys(cases):
         "ulysses:documents:zigzag:ab",
         "ulysses_ring:documents:striped:ab",
         "ring_ulysses:window:zigzag:ba",
+        "hierarchical:window:zigzag:ab",
     )
     check(cases, 4, "2x2", *runs)
 
