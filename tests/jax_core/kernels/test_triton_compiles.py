@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_core.kernels.triton import launch
+from jax_core.masks.plan import Plan
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands
@@ -30,20 +31,22 @@ pytestmark = [
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program may have
 RING, BATCH, HEADS, KV_HEADS = 4, 2, 4, 2
+PIECES = Plan(128, tuple(tuple(range(rank, 32, RING)) for rank in range(RING)))
 
 
 class Case(NamedTuple):
     """``everything``: all that an attention may have at once, with lengths that are no multiple of a block. ``each_step``: the
-    kernels of all steps of a ring, and of a fused backward; otherwise each kernel once."""
+    kernels of all steps of a ring, and of a fused backward; otherwise each kernel once. ``planned``: of pieces from anywhere."""
 
     dim: int
     value_dim: int
     dtype: str
     everything: bool = False
     each_step: bool = False
+    planned: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("everything", "each_step") if getattr(self, name)]
+        flags = [name for name in ("everything", "each_step", "planned") if getattr(self, name)]
         return "-".join([str(self.dim), str(self.value_dim), self.dtype, *flags])
 
 
@@ -68,7 +71,12 @@ class Use(NamedTuple):
 # A row of the table of parameters each; then dims that are no power of two, and all kinds of step.
 EVERYWHERE = [Case(dim, dim, dtype) for dtype in ("bfloat16", "float32") for dim in (64, 128, 256)]
 EVERYWHERE += [Case(128, 128, "bfloat16", everything=True)]
-ON_HOPPER = [Case(80, 80, "float16"), Case(192, 128, "bfloat16"), Case(256, 256, "bfloat16", everything=True)]
+ON_HOPPER = [
+    Case(80, 80, "float16"),
+    Case(128, 128, "bfloat16", planned=True),
+    Case(192, 128, "bfloat16"),
+    Case(256, 256, "bfloat16", everything=True),
+]
 ON_HOPPER += [Case(64, 64, "bfloat16", everything=True, each_step=True)]
 CASES = [(capability, case) for capability in SHARED_MEMORY for case in EVERYWHERE] + [(90, case) for case in ON_HOPPER]
 
@@ -103,7 +111,7 @@ def launches(case: Case, capability: int, fused: bool) -> list[Launch]:
 
     def local(operands, out, lse):
         options = everything if case.everything else Options(causal=True)
-        options = replace(options, platform="triton", layout="zigzag", fused_backward=fused)
+        options = replace(options, platform="triton", layout=PIECES if case.planned else "zigzag", fused_backward=fused)
         spec, operands = make_spec(options, operands, Placement("ring", RING))
         return spec.strategy.forward(spec, operands), spec.strategy.backward(spec, operands, out, lse, out)
 
