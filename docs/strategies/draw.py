@@ -1,7 +1,7 @@
 """Draws the pictures of docs/strategies.md: `python docs/strategies/draw.py` writes them beside itself.
 
-A row is a rank, a column is a moment. A coloured block is keys and values: its colour says which rank owns them, its height how many
-of the heads they have. Arrows are what is sent.
+A row is a rank, a column is a moment. A coloured block is keys and values: its colour says which rank owns them, its height how
+many of the heads they have. Arrows are what is sent.
 """
 
 from collections.abc import Iterable, Iterator

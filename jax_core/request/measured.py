@@ -47,17 +47,19 @@ class StrategyRow(NamedTuple):
     reason: str
 
 
-# As above, on four GPUs with the kernels above (benchmarks/results/2026-11-22-strategies-4xH200; docs/strategies.md).
+# As above, on four GPUs with the kernels above (benchmarks/results/2026-11-22-strategies-*; docs/strategies.md).
 STRATEGIES_ON_GPU = (
     StrategyRow(
         4096,
         ("ring",),
-        "at 4k ring 498 / 471, all-gather 524 / 457, ulysses 467 / 484; at 16k 715 / 637, 692 / 624, 663 / 639",
+        "at 4k ring 518 / 474, all-gather 523 / 456, ulysses 467 / 482; at 8k 667 / 599, 631 / 563, 597 / 589; on two GPUs at 4k "
+        "241 / 432, 248 / 410, 221 / 377",
     ),
     StrategyRow(
         0,
         ("all_gather", "ring"),
-        "one exchange and one launch: at 2k all-gather 160 / 191, ulysses 135 / 183, ring 140 / 173",
+        "one exchange and one launch: at 2k all-gather 157 / 179, ring 151 / 155, ulysses 142 / 155; on two GPUs 109 / 108, "
+        "115 / 109, 97 / 95",
     ),
 )
 GATHERED_AT_MOST = 32768  # positions of the whole sequence; its memory grows with the ring
