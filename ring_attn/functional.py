@@ -196,7 +196,7 @@ def ring_attention(
         deterministic: True gives the same bits in every run, as does ``torch.use_deterministic_algorithms(True)`` for all calls:
             "auto" then takes a kernel that can (flash-attn-4's, Triton's, XLA's), and a named one that cannot is refused (with
             torch's ``warn_only``, too).
-        platform, strategy, cfg: the kernel, how it is distributed over the ring ("ring", "fused"), and its settings, as in
+        platform, strategy, cfg: the kernel, how the ranks share the work (docs/strategies.md), and its settings, as in
             :func:`jax_core.ring_attention`. ``cfg`` is a :class:`ring_attn.RingAttentionConfig`.
 
     Returns:

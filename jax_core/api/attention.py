@@ -163,7 +163,7 @@ def ring_attention(
         dropout_seed: int, integer scalar or uint32 ``[2]``; the same on all devices. The pattern depends only on the seed, batch,
             head and the global indices of query and key; batch and head are numbered as for ``mask_mod`` (under ``vmap`` every
             entry is batch 0: give each its own seed).
-        axis_name: the mesh axis (or axes) that shard the sequence.
+        axis_name: the mesh axis that shards the sequence, or a tuple of axes, the first being the major one.
         layout: "contiguous", "zigzag", "striped", or a plan of :func:`jax_core.balance` (for queries and keys of its length): how
             the sequence is laid out over the ring (``jax_core.masks.layout``).
         return_lse: also return the logarithm of the softmax's denominator.
@@ -174,9 +174,11 @@ def ring_attention(
         precision: of the matrix products, a ``jax.lax.Precision`` or its name; None means the highest.
         platform: "xla", "triton", "cute", "cuda", "pallas", or "auto"/None to choose. A named one runs, or the error says why it
             cannot.
-        strategy: "ring" (K/V travel between kernel calls), "fused" (TPUs only: one kernel sends K/V while it computes), or
-            "auto": fused if ``mesh`` shows that the ring's devices are neighbours on the TPU torus, no platform is named, and
-            fused can compute the request. Fused takes no bias, mask, mask function, position ids, ALiBi or dropout.
+        strategy: how the ranks share the work (docs/strategies.md): "ring" (K/V travel between kernel calls), "all_gather" (all at
+            once), "ulysses" (all-to-all of heads), "ulysses_ring" and "ring_ulysses" (both, on two axes), "hierarchical" (two axes,
+            the first between hosts), "decode" (queries that all ranks hold), "fused" (TPUs only: one kernel sends K/V while it
+            computes; no bias, mask, mask function, position ids, ALiBi or dropout), or "auto": on GPUs by measurement; on TPUs
+            fused if ``mesh`` shows that the devices are neighbours on the torus and no platform is named; else ring.
         cfg: :class:`RingAttentionConfig`.
         mesh: a ``jax.sharding.Mesh``.
         in_specs: with ``mesh``: PartitionSpecs of query, key, value, softmax_aux, bias, q_segment_ids, kv_segment_ids. Without them
