@@ -1,4 +1,5 @@
-"""The two functions of flash-attn that ring-flash-attention builds on, implemented with the same kernels as shipped in torch.
+"""The two functions of flash-attn that ring-flash-attention and yunchang build on, implemented with the same kernels as shipped in
+torch.
 
 flash-attn itself need not be installed: torch has FlashAttention-2's kernels, under its own names and signatures.
 """
@@ -6,6 +7,8 @@ flash-attn itself need not be installed: torch has FlashAttention-2's kernels, u
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -26,17 +29,34 @@ def zigzag_function() -> Any:
         raise ImportError("ring-flash-attn is not installed")
     package = ModuleType("ring_flash_attn")
     package.__path__ = list(found.submodule_search_locations)
-    interface = ModuleType("flash_attn.flash_attn_interface")
-    vars(interface).update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
-    flash_attn = ModuleType("flash_attn")
+    sys.modules["ring_flash_attn"] = package
+    with _stand_ins(_flash_attn_backward):
+        return importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
+
+
+@cache
+def yunchang() -> Any:
+    """The installed yunchang, unchanged, on the same kernels."""
+    with _stand_ins(_backward_by_place):
+        return importlib.import_module("yunchang")
+
+
+@contextmanager
+def _stand_ins(backward: Callable[..., None]) -> Iterator[None]:
+    """``flash_attn`` is this module; afterwards it is again what is installed under that name, flash-attn-4."""
+    interface, flash_attn = ModuleType("flash_attn.flash_attn_interface"), ModuleType("flash_attn")
+    vars(interface).update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=backward)
     flash_attn.__path__ = []
-    vars(flash_attn).update(__version__="2.6.0", flash_attn_interface=interface)
+    vars(flash_attn).update(__version__="2.6.3", flash_attn_interface=interface)
+    # yunchang imports these too, for what is not measured here.
+    vars(flash_attn).update(flash_attn_func=None)
+    vars(interface).update(_flash_attn_varlen_forward=None, _flash_attn_varlen_backward=None)
     stand_ins = {"flash_attn": flash_attn, "flash_attn.flash_attn_interface": interface}
     installed = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
-    sys.modules |= {"ring_flash_attn": package, **stand_ins}
+    sys.modules |= stand_ins
     try:
-        return importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
-    finally:  # flash_attn is again what is installed under that name: flash-attn-4
+        yield
+    finally:
         for name in stand_ins:
             del sys.modules[name]
         sys.modules |= installed
@@ -62,6 +82,14 @@ def _flash_attn_backward(
     gradients = torch.ops.aten._flash_attention_backward(*operands, **settings)
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
         buffer.copy_(gradient)
+
+
+def _backward_by_place(*operands: Any) -> None:
+    """With all arguments in flash-attn's order: nine tensors, dropout_p, scale, causal, both sides of the window, and the rest."""
+    *tensors, dropout_p, scale, causal, left, right, softcap, slopes, deterministic, _ = operands
+    off = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=slopes)
+    windows = dict(window_size_left=left, window_size_right=right)
+    _flash_attn_backward(*tensors, softmax_scale=scale, causal=causal, deterministic=deterministic, **windows, **off)
 
 
 def _settings(scale: float, left: int, right: int, off: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import systems
-from flash_attn_of_torch import zigzag_function
+from flash_attn_of_torch import yunchang, zigzag_function
 from systems import Inputs, Prepared, through_torch
 
 Group = dist.ProcessGroup | str  # or "local", a ring of one
@@ -63,9 +63,20 @@ def ring_flash_attention(shards: Inputs, group: Group) -> Prepared:
     return through_torch(partial(zigzag_function(), causal=True, group=group), shards)
 
 
+def yunchang_usp(shards: Inputs, group: Group) -> Prepared:
+    """Ulysses over neighbouring pairs of ranks, a zigzag ring over the pairs. Its pairs split their shards in another order, so its
+    results are compared with nothing."""
+    package, ranks = yunchang(), dist.get_world_size()
+    assert dist.get_world_size(group) == ranks
+    package.set_seq_parallel_pg(2, ranks // 2, dist.get_rank(), ranks)
+    attention = package.LongContextAttention(ring_impl_type="zigzag")
+    return through_torch(partial(attention, causal=True), shards)
+
+
 CONTEXT_PARALLEL = "torch context_parallel"
 RING_FLASH = "ring-flash-attention"
-PEERS = (CONTEXT_PARALLEL, RING_FLASH)
+YUNCHANG = "yunchang"
+PEERS = (CONTEXT_PARALLEL, RING_FLASH, YUNCHANG)
 STRATEGIES = ("ring", "all_gather", "ulysses", "ulysses_ring", "ring_ulysses", "hierarchical")
 OF_TWO_AXES = STRATEGIES[3:]
 
@@ -89,4 +100,5 @@ SYSTEMS: dict[str, Callable[..., Prepared]] = {
     "xla": partial(ours, "xla"),
     CONTEXT_PARALLEL: context_parallel,
     RING_FLASH: ring_flash_attention,
+    YUNCHANG: yunchang_usp,
 }
