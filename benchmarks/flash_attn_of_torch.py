@@ -87,9 +87,10 @@ def _flash_attn_backward(
 def _backward_by_place(*operands: Any) -> None:
     """With all arguments in flash-attn's order: nine tensors, dropout_p, scale, causal, both sides of the window, and the rest."""
     *tensors, dropout_p, scale, causal, left, right, softcap, slopes, deterministic, _ = operands
-    off = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=slopes)
+    off = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=slopes, deterministic=deterministic)
     windows = dict(window_size_left=left, window_size_right=right)
-    _flash_attn_backward(*tensors, softmax_scale=scale, causal=causal, deterministic=deterministic, **windows, **off)
+    named: dict[str, Any] = dict(softmax_scale=scale, causal=causal) | windows | off
+    _flash_attn_backward(*tensors, **named)
 
 
 def _settings(scale: float, left: int, right: int, off: dict[str, Any]) -> dict[str, Any]:
