@@ -12,6 +12,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd.function import once_differentiable
 
+from jax_core.masks.plan import Plan
 from torch_bridge.operands import gather
 from torch_bridge.operators import backward_op, forward_op
 from torch_bridge.programs import Names, Settings, describe, program_for, program_of
@@ -51,7 +52,7 @@ def _call(
     query = tensors["query"]
     assert query is not None
     options, arrays = gather(road_of(query.device), where, tensors, dropout_seed, options)
-    call = _described(where, tuple(options.items()), query.device, names)
+    call = _described(where, _constants(options), query.device, names)
     if torch.compiler.is_compiling():
         return _Attention.apply(call, None, *_distinct(arrays))
     if _are_functorch_transforms_active():
@@ -68,6 +69,12 @@ def _distinct(arrays: Tensors) -> Tensors:
     return tuple(x.view_as(x) if x is not None and again else x for x, again in zip(arrays, twice, strict=True))
 
 
+def _constants(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """A plan is given by its name: torch.compile passes text to what it does not trace, and no dataclass."""
+    layout = options["layout"]
+    return tuple((options | {"layout": layout.name if isinstance(layout, Plan) else layout}).items())
+
+
 @torch.compiler.assume_constant_result
 def _described(where: Where, settings: Settings, device: torch.device, names: Names) -> str:
     """The call in words; under ``torch.compile`` made once, while tracing."""
@@ -78,7 +85,7 @@ def repetition(where: Where, tensors: dict[str, torch.Tensor | None], names: Nam
     """A call that has been made, as a function of other tensors of the same forms. For calls whose operands are these tensors."""
     query = tensors["query"]
     assert query is not None
-    call = _described(where, tuple(options.items()), query.device, names)
+    call = _described(where, _constants(options), query.device, names)
     program = program_of(call, [tensors.get(name) for name in ARRAYS])
     last = max(number for number, name in enumerate(ARRAYS) if tensors.get(name) is not None)
     names_given = ARRAYS[: last + 1]  # each further argument of an autograd function takes time, also a None

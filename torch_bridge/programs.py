@@ -7,12 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
 
+from jax_core.masks.plan import named
 from jax_core.request.checks import check_operands
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
@@ -60,7 +62,8 @@ def describe(ring: Ring, settings: Settings, names: Names) -> str:
 
 
 def _describe(ring: Ring, settings: Settings, names: Names) -> str:
-    call = Call(ring, Options(**dict(settings)), names)
+    options = Options(**dict(settings))
+    call = Call(ring, replace(options, layout=named(options.layout)), names)
     words = f"{in_words(call.options)} on {ring}"
     if call.options.predicates or call.options.mask_builder:
         words += f", in process {_process()}"

@@ -58,11 +58,22 @@ Layout = str | Arrangement
 
 def check_layout(layout: Layout, size: int | None = None) -> None:
     """``size``: of the ring, where it is known."""
-    if isinstance(layout, Arrangement):
+    if not isinstance(layout, str):
+        arranged = _arranged(layout)
         if size is not None:
-            layout.check_size(size)
+            arranged.check_size(size)
     elif layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, or a plan that balance made; got {layout!r}")
+        raise _unknown(layout)
+
+
+def _arranged(layout: Arrangement) -> Arrangement:
+    if not isinstance(layout, Arrangement):
+        raise _unknown(layout)
+    return layout
+
+
+def _unknown(layout: object) -> ValueError:
+    return ValueError(f"layout must be one of {', '.join(LAYOUTS)}, or a plan that balance made; got {layout!r}")
 
 
 def feature(layout: Layout) -> str:
@@ -73,15 +84,15 @@ def feature(layout: Layout) -> str:
 def shard_multiple(layout: Layout) -> int:
     """A shard's length must be a multiple of this."""
     check_layout(layout)
-    if isinstance(layout, Arrangement):
+    if not isinstance(layout, str):
         return layout.shard_multiple
     return 2 if layout == "zigzag" else 1
 
 
 def check_shard_length(layout: Layout, length: int, name: str = "shard", size: int = 1) -> None:
     """``size``: how many such shards make the sequence (1 also where ``length`` is that of the whole sequence)."""
-    if isinstance(layout, Arrangement):
-        layout.check_shard_length(length, name, size)
+    if not isinstance(layout, str):
+        _arranged(layout).check_shard_length(length, name, size)
     elif length % shard_multiple(layout):
         raise ValueError(
             f"{layout} needs a {name} length divisible by {shard_multiple(layout)}, got {length}; pad the sequence to a "
@@ -91,8 +102,8 @@ def check_shard_length(layout: Layout, length: int, name: str = "shard", size: i
 
 def runs(layout: Layout, rank, size: int, length: int) -> tuple[Run, ...]:
     """The runs of positions that ``rank`` of a ring of ``size`` holds in a shard of ``length`` positions, in shard order."""
-    if isinstance(layout, Arrangement):
-        return layout.runs(rank, size, length)
+    if not isinstance(layout, str):
+        return _arranged(layout).runs(rank, size, length)
     check_shard_length(layout, length)
     if layout == "striped":
         return (Run(rank, size, length),)
@@ -109,8 +120,8 @@ def run_length(layout: Layout, size: int, length: int) -> int:
 
 def padded_length(layout: Layout, size: int, length: int) -> int:
     """The smallest length >= ``length`` that the layout can split over ``size`` ranks."""
-    if isinstance(layout, Arrangement):
-        return layout.padded_length(size, length)
+    if not isinstance(layout, str):
+        return _arranged(layout).padded_length(size, length)
     multiple = size * shard_multiple(layout)
     return -(-length // multiple) * multiple
 
@@ -119,7 +130,7 @@ def check_whole_length(layout: Layout, size: int, length: int, where: str = "") 
     """ValueError for a sequence that ``size`` ranks cannot share in this layout. ``where``: the end of what came, in words."""
     padded = padded_length(layout, size, length)
     if padded != length:
-        multiple = padded if isinstance(layout, Arrangement) else size * shard_multiple(layout)
+        multiple = size * shard_multiple(layout) if isinstance(layout, str) else padded
         raise ValueError(
             f"{layout} over {size} ranks needs a sequence length divisible by {multiple}, got {length}{where}; "
             f"pad it to {padded} (ring_attn.pad does)"

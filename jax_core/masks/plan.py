@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from jax_core.masks.layout import Run
+from jax_core.masks.layout import Layout, Run
 
+_PLANS: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # all that there are, by id: equal ones have one name
 FEWEST = 3  # with two pieces a rank it would pass for zigzag, and with one for contiguous (Arrangement says why)
 
 
@@ -21,7 +23,7 @@ class Plan:
     ``piece``: positions in a piece; piece ``i`` is positions ``i * piece .. (i + 1) * piece - 1``. ``table``: each rank's pieces,
     ascending, equally many and at least three (a ring of one may have fewer). Plans with equal pieces are equal, in every process.
     ``areas``: the visible query-key pairs of each rank's queries, if known; ``steps``: how many of these have their key on the rank
-    ``s`` before it, ``[rank][s]``.
+    ``s`` before it, ``[rank][s]``. ``name``: short, of the pieces alone.
 
     Raises ValueError for a table that is no partition.
     """
@@ -30,10 +32,17 @@ class Plan:
     table: tuple[tuple[int, ...], ...]
     areas: tuple[int, ...] | None = field(default=None, kw_only=True)
     steps: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
+    name: str = field(init=False)
 
     feature = "plan"
 
     def __post_init__(self) -> None:
+        self._check()
+        # An attribute, not a property: torch.compile can read it, and cannot pass a plan to where it is no longer traced.
+        object.__setattr__(self, "name", f"plan {self._digest[:12]} of {self.pieces} pieces of {self.piece}")
+        _PLANS[id(self)] = self
+
+    def _check(self) -> None:
         if not isinstance(self.piece, Integral) or self.piece < 1:
             raise ValueError(f"piece must be a positive int, the positions of a piece; got {self.piece!r}")
         lengths = {len(held) for held in self.table}
@@ -138,10 +147,15 @@ class Plan:
     def __str__(self) -> str:
         known = (("imbalance", self.imbalance), ("ring_imbalance", self.ring_imbalance))
         words = ", ".join(f"{name} {number:.1%}" for name, number in known if number is not None)
-        return f"plan {self._digest[:12]} of {self.pieces} pieces of {self.piece}" + (f" ({words})" if words else "")
+        return f"{self.name} ({words})" if words else self.name
 
     def __repr__(self) -> str:
         return f"<{self} on {self.size} ranks>"
+
+
+def named(layout: Layout) -> Layout:
+    """The plan of this name; any other layout as it is."""
+    return next((plan for plan in list(_PLANS.values()) if plan.name == layout), layout)
 
 
 def _excess(largest: float, mean: float) -> float:

@@ -54,5 +54,16 @@ def test_a_ring_of_one():
         ring_attn.shard_packed({"input_ids": torch.zeros(1, 8, dtype=torch.int64)}, Ring("local", layout=plan))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's, of every Function
+def test_compiled_in_one_graph():
+    plan = ring_attn.balance(64, 1, causal=True, piece=8)
+    ring, q = Ring("local", layout=plan), torch.randn(1, 64, 2, 8)
+
+    def attend(q):
+        return ring.attention(q, q, q, causal=True)
+
+    torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q), attend(q))
+
+
 def test_a_step_over_four_processes():
     torchrun("plan_worker.py", 4)

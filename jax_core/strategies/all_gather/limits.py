@@ -10,7 +10,7 @@ OWN_PLATFORM: str | None = None
 IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous zigzag striped".split())
 HANDLES = IN_PLACE_OF_A_KERNEL | frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
-    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
+    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin "
     "plan lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
 )
 _WHOLE = frozenset("bias mask q_position_ids predicates".split())  # with these, keys are taken from the whole sequence
