@@ -91,7 +91,11 @@ class RingParallelism(ParallelismConfig):
         return mesh
 
     def to_json(self) -> dict[str, Any]:
-        return {**{f"{name}_size": size for name, size in self._sizes.items()}, "cp_backend": "ring_attn", "layout": self.layout}
+        return {
+            **{f"{name}_size": size for name, size in self._sizes.items()},
+            "cp_backend": "ring_attn",
+            "layout": str(self.layout),
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         # The Trainer pickles its arguments beside each checkpoint: neither the weights nor the processes belong there.
