@@ -116,6 +116,8 @@ examples: $(STAMP)
 		examples/train_on_tpu.py --device cpu --context 1022 --steps 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/pretrain_fsdp2.py --cp 2 --context 254 --steps 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		examples/generate.py --prompt 1023 --new 16
 	$(BIN)/python examples/train_lm.py --context 1022 --steps 3 --output demo_output/small
 
 examples-integrations: $(INTEGRATIONS_VENV)/.installed

@@ -1,5 +1,6 @@
 """The parts of the benchmarks that need no GPU: what is counted, how it is timed and told, and what peers are handed."""
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from jax.sharding import Mesh
 
 import flash_attn_of_torch
+import generation
 import one_gpu_choice
 import one_gpu_systems
 import ring_memory
@@ -217,3 +219,15 @@ def test_flash_attn_is_passed_on_in_the_form_torch_wants():
     flash_attn_of_torch._flash_attn_backward(out, q, k, k, out, lse, *gradients, softmax_scale=0.1, causal=True, **off)
     with pytest.raises(NotImplementedError, match="only plain attention"):
         flash_attn_of_torch._flash_attn_forward(q, k, k, softmax_scale=0.1, causal=True, dropout_p=0.1)
+
+
+@pytest.mark.slow
+def test_generation_is_measured_beside_sdpa(tmp_path: Path):
+    small = ["--sizes", "96", "--prefill", "64", "--heads", "4", "2", "16", "--layers", "2", "--rounds", "1"]
+    generation.main([*small, "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert not [row for row in rows if "failed" in row]
+    assert {(row["system"], row["phase"]) for row in rows} == {
+        (system, phase) for system in ("ring of 1", "sdpa") for phase in ("error", "token", "attention", "host", "prefill")
+    }
+    assert all(row["error"] < 0.01 for row in rows if row["phase"] == "error")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from generation_cases import BATCH, DIM, HEADS, KV_HEADS, SEQUENCES, SmallModel, check, make_arrays, prompts, run
-from launch import torchrun
+from launch import ROOT, torchrun
 
 from ring_attn import Ring, RingAttention, ring_attention
 from ring_attn.generation import KVCache, Sampler, decode, from_state_dict, generate, load, save, state_dict
@@ -257,27 +257,33 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path):
 # ---------------------------------------------------------------------------------------------- several processes
 
 
+QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # what is compiled for a few calls
+
+
+def processes(count: int, *arguments: str, **variables: str) -> str:
+    return torchrun("generation_worker.py", count, *arguments, PYTHONPATH=f"{ROOT}:{ROOT}/tests/support", **variables)
+
+
 @pytest.mark.slow
 def test_on_rings_of_four_and_two_and_from_one_to_the_other(tmp_path):
     """Every step against the oracle; then a cache that four processes save goes on in two, and theirs in four."""
-    model, tokens = SmallModel(), prompts()
-    cache = KVCache(Ring(), max_length=80)
-    texts = [generate(model, tokens, cache, 13, lengths=LENGTHS)]
-    texts += [decode(model, texts[-1][:, -1], cache, count) for count in (6, 5)]
-    wanted = [str(text.tolist()) for text in texts]
+    cache, steps = KVCache(Ring(), max_length=80), []
+    text = generate(SmallModel(), prompts(), cache, 13, lengths=LENGTHS)
+    for count in (6, 5):
+        begin = str(cache.positions()[:, 0].tolist()), str(text[:, -1].tolist()), str(count)
+        steps.append((begin, text := decode(SmallModel(), text[:, -1], cache, count)))
     four, two = (str(tmp_path / name) for name in ("four", "two"))
-    printed = torchrun("generation_worker.py", 4, "start", four)
-    assert printed.count("ok ") == len(SEQUENCES) + 2 and wanted[0] in printed, printed
-    printed = torchrun("generation_worker.py", 2, "go on", four, two, "13", "6")
-    assert wanted[1] in printed, printed
-    printed = torchrun("generation_worker.py", 4, "go on", two, four + " again", "19", "5")
-    assert wanted[2] in printed, printed
+    printed = processes(4, "start", four, **QUICKLY)
+    assert printed.count("ok ") == 5, printed
+    for count, source, target, (given, wanted) in ((2, four, two, steps[0]), (4, two, four + " again", steps[1])):
+        printed = processes(count, "go on", source, target, *given, **QUICKLY)
+        assert str(wanted.tolist()) in printed, printed
 
 
 @pytest.mark.slow
 def test_a_long_prompt_on_four_processes_is_one_process_token_for_token():
     """Greedy and drawn tokens after 32k; a layer that sees everything, and one with a window."""
-    alone, four = (torchrun("generation_worker.py", processes, "long", timeout=280) for processes in (1, 4))
+    alone, four = (processes(count, "long") for count in (1, 4))
     texts = [[line for line in printed.splitlines() if line.startswith("text ")] for printed in (alone, four)]
     assert len(texts[0]) == 2 and texts[0] == texts[1], (alone, four)
     assert len(set(texts[0])) == 2

@@ -146,6 +146,18 @@ def test_a_repeated_call_is_still_an_operator(qkv):
     torch.testing.assert_close(doubled[1], attend(*qkv))
 
 
+def test_ids_that_have_nothing_to_check_are_remembered(qkv):
+    """Those of a cache: int32, of both sides. Others change on their way, or have to be looked at."""
+    ids = torch.zeros(1, 12, dtype=torch.int32)
+    for given, known in (({"kv_segment_ids": ids}, 0), ({"q_segment_ids": ids.long()}, 0), ({"q_segment_ids": ids}, 1)):
+        attend(*qkv, **{"kv_segment_ids": ids, **given} if known else given)
+        assert len(repeated._KNOWN) == known
+    later = torch.tensor([[0] * 6 + [1] * 6], dtype=torch.int32)
+    assert torch.equal(
+        attend(*qkv, q_segment_ids=later, kv_segment_ids=later), attend(*qkv, q_segment_ids=later.long(), kv_segment_ids=later)
+    )
+
+
 def test_ids_are_checked_each_time(qkv):
     ids = torch.zeros(1, 12, dtype=torch.int64)
     attend(*qkv, q_segment_ids=ids)

@@ -1,16 +1,19 @@
 """Run by torchrun for tests/ring_attn/test_generation.py: generation over all processes.
 
-``start FOLDER``: every step of every sequence against the oracle; what ranks must agree on; then some text, and its cache saved.
-``go on FROM TO SAID COUNT``: the cache of a ring of any size is loaded, COUNT tokens follow, and it is saved again; SAID tokens
-were generated before. ``long``: greedy and drawn tokens after a prompt of 32k. Rank 0 prints the tokens.
+``start FOLDER``: every step of some sequences against the oracle; what ranks must agree on; then some text, and its cache saved.
+``go on FROM TO POSITIONS TOKENS COUNT``: the cache of a ring of any size is loaded, which is to be at these positions, COUNT tokens
+follow TOKENS, and it is saved again. ``long``: greedy and drawn tokens after a prompt of 32k. Rank 0 prints the tokens.
 """
 
+import json
 import sys
 
 import torch
 import torch.distributed as dist
 from generation_cases import SEQUENCES, SmallModel, check, prompts
+from torch.distributed.device_mesh import init_device_mesh
 
+from jax_core.masks.plan import Plan
 from ring_attn import Ring
 from ring_attn.generation import KVCache, Sampler, decode, generate, load, save
 
@@ -25,11 +28,16 @@ def say(text: str) -> None:
 
 def start(folder: str) -> None:
     ring = Ring(layout="zigzag")
-    for name, case in SEQUENCES.items():
-        cache = check(case, ring)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    pieces = Plan(2, ((0, 5, 11), (1, 4, 10), (2, 7, 9), (3, 6, 8)))
+    for name, other in (
+        ("window, lengths", ring),
+        ("no prompt", Ring(grid, mesh_dim=("outer", "inner"))),
+        ("sinks, soft cap, lengths", Ring(layout=pieces)),
+    ):
+        cache = check(SEQUENCES[name], other)
         say(f"ok {name}")
-        if name == "chunk, slopes":
-            check_what_ranks_share(cache)
+    check_what_ranks_share(cache)
     cache = KVCache(ring, max_length=80)
     found = generate(SmallModel(), prompts(), cache, 13, lengths=LENGTHS)
     say(f"text {found.tolist()}")
@@ -40,7 +48,7 @@ def check_what_ranks_share(cache: KVCache) -> None:
     rank = dist.get_rank()
     new = torch.full((3, 3, 2, 4, 8), float(1 + rank), dtype=torch.float64)
     cache.grow(cache.max_length + 2)
-    refused("the queries must be the same on all ranks", lambda: cache.attend(0, new[0], *new[1:, :, :, :2], chunk_size=9))
+    refused("the queries must be the same on all ranks", lambda: cache.attend(0, new[0], *new[1:, :, :, :2]))
     refused("every rank of the ring must make the same call", lambda: cache.fork(torch.tensor([rank])))
 
 
@@ -54,13 +62,10 @@ def refused(words: str, call) -> None:
         raise AssertionError(f"not refused: {words}")
 
 
-def go_on(source: str, target: str, said: str, count: str) -> None:
-    ring, model = Ring(layout="striped"), SmallModel()
-    cache = load(source, ring, max_length=80)
-    assert cache.positions()[:, 0].tolist() == (LENGTHS - 1 + int(said)).tolist()
-    # The last token that was generated is the next to go through the model; the text before is generated again to know it.
-    again = generate(model, prompts(), KVCache(ring, max_length=80), int(said), lengths=LENGTHS)
-    say(f"text {decode(model, again[:, -1], cache, int(count)).tolist()}")
+def go_on(source: str, target: str, positions: str, tokens: str, count: str) -> None:
+    cache = load(source, Ring(layout="striped"), max_length=80)
+    assert cache.positions()[:, 0].tolist() == json.loads(positions)
+    say(f"text {decode(SmallModel(), torch.tensor(json.loads(tokens)), cache, int(count)).tolist()}")
     save(cache, target)
 
 
