@@ -15,8 +15,7 @@ from jax_core.masks.layout import Layout
 from jax_core.masks.static import make_mask
 from ring_attn.checks import check_dense, check_inputs, check_sizes
 from ring_attn.functional import NAMES, attention
-from ring_attn.generation.cache import KVCache
-from ring_attn.generation.modules import attend_with_cache
+from ring_attn.generation.modules import KVCache, attend_with_cache
 from ring_attn.masks import Masks, joined_segments, split_mask
 from ring_attn.names import OF_FORWARD, OF_MODULE
 from ring_attn.projections import repack, rows
@@ -214,8 +213,8 @@ class RingAttention(nn.MultiheadAttention):
           Cut its rows with ``ring_attn.shard(attn_mask, mesh, dim=-2, layout=layout)``.
         - ``is_causal``: causal, like the constructor's ``causal``.
         - ``average_attn_weights`` has no effect, because weights are never returned.
-        - ``q_segment_ids`` and ``kv_segment_ids`` (N, L) and (N, S), for packed sequences; ``q_position_ids`` and
-          ``kv_position_ids``: as for :func:`ring_attn.ring_attention`. One side is enough for both if the lengths agree.
+        - ``q_segment_ids`` and ``kv_segment_ids`` (N, L) and (N, S), ``q_position_ids`` and ``kv_position_ids``: as for
+          :func:`ring_attn.ring_attention`. One side is enough for both if the lengths agree.
         - ``cache``: keeps keys and values for generation (:class:`ring_attn.generation.KVCache`); without masks and ids.
 
         The keys of ``add_bias_kv`` and ``add_zero_attn`` are visible to every query, regardless of masks, windows and segments.

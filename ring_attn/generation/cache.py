@@ -30,11 +30,12 @@ class Prompt(NamedTuple):
 
 
 class _New(NamedTuple):
-    """What layers ask for in turn: positions and segments of new tokens, int32 ``[batch, tokens]``."""
+    """What layers ask for in turn: positions and segments of new tokens, int32 ``[batch, tokens]``; and where they are kept."""
 
     appended: int
     positions: Tensor
     segments: Tensor
+    kept: set[int]
 
 
 @dataclass(eq=False)
@@ -153,7 +154,7 @@ class KVCache:
         if k is not None and v is not None:
             new = Held(k, v, positions, segments)
             check_appended(layer, found, new, self.longest, self.max_length)
-            found.append(new)
+            self._append(found, new)
         elif not found.written:
             raise ValueError(f"layer {layer} was filled by self-attention, which needs k and v of the new tokens; got none")
         held = found.held
@@ -185,6 +186,10 @@ class KVCache:
             assert self.lengths is not None
             add_up = self._add_up(layer, k.device)
             self.layers[layer] = window_layer(held, rank, size, reach, self.at_once, self.lengths, add_up)
+        twins = (other for other in self.layers.values() if other.source is segments and other.reach == reach)
+        if (twin := next(twins, None)) is not None:
+            self.layers[layer].share_ids(twin)
+        self.layers[layer].source = segments
 
     def fork(self, index: Tensor) -> "KVCache":
         """A second cache of the batch entries ``index`` (int64, one for each entry of the new batch, the same on all ranks), as
@@ -254,8 +259,16 @@ class KVCache:
         if new is None or new.appended != layer.appended or new.positions.shape != shape:
             assert self.segments is not None
             positions = self._positions(layer.appended, shape[1]).to(torch.int32)
-            new = self._new = _New(layer.appended, positions, self.segments[:, None].expand(shape).contiguous())
+            new = self._new = _New(layer.appended, positions, self.segments[:, None].expand(shape).contiguous(), set())
         return new.positions, new.segments if segment_ids is None else segment_ids.to(torch.int32)
+
+    def _append(self, layer: Layer, new: Held) -> None:
+        if self._new is None or new.segments is not self._new.segments:  # segments of the caller's
+            layer.own_ids()
+            return layer.append(new)
+        kept, place = self._new.kept, layer.held.segments.data_ptr()
+        layer.append(new, ids=place not in kept)
+        return kept.add(place)
 
     def _positions(self, appended: int, tokens: int) -> Tensor:
         if self.lengths is None:

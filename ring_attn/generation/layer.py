@@ -6,7 +6,7 @@ numbers go round too: a new token takes the slot of one that no query can see an
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class Held(NamedTuple):
 class Layer:
     """``first``: slots of each rank that the prompt takes. ``reach``: how far back a query looks; None: to the beginning.
     ``written``: whether keys were written once, for cross attention, and none are appended. ``appended``: tokens since the prompt,
-    on all ranks together."""
+    on all ranks together. ``source``: the segments that it was filled with; layers filled with the same share their ids."""
 
     held: Held
     rank: int
@@ -59,6 +59,7 @@ class Layer:
     reach: int | None = None
     written: bool = False
     appended: int = 0
+    source: Tensor | None = field(default=None, repr=False)
 
     @property
     def room(self) -> int | None:
@@ -76,12 +77,22 @@ class Layer:
             slot = self.first + (self.appended + token) // self.size
             yield token, slot if self.reach is None else slot % self.held.slots
 
-    def append(self, new: Held) -> None:
-        """Keeps this rank's share of ``new [batch, tokens, ...]``, which all ranks hold."""
+    def append(self, new: Held, ids: bool = True) -> None:
+        """Keeps this rank's share of ``new [batch, tokens, ...]``, which all ranks hold. ``ids``: False where another layer, which
+        shares its positions and segments with this one, has kept them."""
         for token, slot in self.own(new.slots):
-            for whole, part in zip(self.held, new, strict=True):
-                whole[:, slot] = part[:, token]
+            for whole, part in zip(self.held[: 4 if ids else 2], new, strict=False):
+                whole.narrow(1, slot, 1).copy_(part if part.shape[1] == 1 else part.narrow(1, token, 1))
         self.appended += new.slots
+
+    def share_ids(self, other: "Layer") -> None:
+        self.held = Held(*self.held[:2], *other.held[2:])
+
+    def own_ids(self) -> None:
+        """Shares no positions and segments from here on."""
+        if self.source is not None:
+            self.held = Held(*self.held[:2], *(x.clone() for x in self.held[2:]))
+            self.source = None
 
     def used(self) -> Held:
         """Without the slots at the end that no rank has used."""
@@ -90,13 +101,13 @@ class Layer:
 
     def taken(self, index: Tensor) -> "Layer":
         """A copy with these batch entries."""
-        return replace(self, held=Held(*(x.index_select(0, index) for x in self.held)))
+        return replace(self, held=Held(*(x.index_select(0, index) for x in self.held)), source=None)
 
     def grown(self, room: int) -> "Layer":
         """A copy that takes ``room`` tokens more."""
         if self.reach is not None or self.written:
             return self
-        return replace(self, held=self.held.padded(_rounded(self.first + -(-(self.appended + room) // self.size))))
+        return replace(self, held=self.held.padded(_rounded(self.first + -(-(self.appended + room) // self.size))), source=None)
 
 
 def whole_layer(held: Held, rank: int, size: int, room: int) -> Layer:

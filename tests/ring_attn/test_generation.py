@@ -232,6 +232,28 @@ def test_what_is_refused(name: str):
         call()
 
 
+def test_layers_share_positions_until_a_caller_gives_segments_of_its_own():
+    """They are kept once a step, by the first layer; layers of other slots have their own."""
+    cache, options = KVCache(Ring(), max_length=12), ({}, {}, {"sliding_window": (2, 0)}, {"sliding_window": (2, 0)})
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 10, 2, 8, dtype=torch.float64, generator=generator)
+    with cache.prompt(torch.zeros(1, 6, dtype=torch.int64)):
+        for layer, more in enumerate(options):
+            cache.attend(layer, q[:, :6], k[:, :6], v[:, :6], **more)
+    assert len({layer.held.segments.data_ptr() for layer in cache.layers.values()}) == 2
+    for place in range(6, 9):
+        new = [x[:, place : place + 1] for x in (q, k, v)]
+        found = [cache.attend(layer, *new, **more) for layer, more in enumerate(options)]
+        for out, more in zip(found, options, strict=True):
+            wanted = ring_attention(*(x[:, : place + 1] for x in (q, k, v)), causal=True, **more)[:, -1:]
+            torch.testing.assert_close(out, wanted, atol=1e-12, rtol=0)
+    new = [x[:, 9:] for x in (q, k, v)]
+    alone = cache.attend(0, *new, segment_ids=torch.tensor([[5]]))  # it sees itself only
+    torch.testing.assert_close(alone, v[:, 9:], atol=1e-12, rtol=0)
+    together = cache.attend(1, *new)
+    torch.testing.assert_close(together, ring_attention(q, k, v, causal=True)[:, -1:], atol=1e-12, rtol=0)
+
+
 def test_layers_that_are_out_of_step_are_named():
     cache = filled()
     cache.keep(1, *torch.zeros(2, 1, 6, 2, 8), *torch.zeros(2, 1, 6, dtype=torch.int32))
