@@ -89,7 +89,15 @@ def repetition(where: Where, tensors: dict[str, torch.Tensor | None], names: Nam
     program = program_of(call, [tensors.get(name) for name in ARRAYS])
     last = max(number for number, name in enumerate(ARRAYS) if tensors.get(name) is not None)
     names_given = ARRAYS[: last + 1]  # each further argument of an autograd function takes time, also a None
-    return lambda tensors: _Attention.apply(call, program, *map(tensors.get, names_given))
+    absent = (None,) * (len(ARRAYS) - last - 1)
+
+    def repeat(tensors: dict[str, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        operands = tuple(map(tensors.get, names_given))
+        if torch.is_grad_enabled():
+            return _Attention.apply(call, program, *operands)
+        return program.forward((*operands, *absent))  # nothing is to be saved, so torch need not know
+
+    return repeat
 
 
 class _Attention(torch.autograd.Function):

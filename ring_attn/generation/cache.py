@@ -63,6 +63,9 @@ class KVCache:
     _documents: bool = False  # whether prompts had segments of their own
     _prompt: Prompt | None = field(default=None, repr=False)
     _new: _New | None = field(default=None, repr=False)
+    _first: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False
+    )  # by tokens: positions, segments of the first
     _numbers: "WeakKeyDictionary[nn.Module, int]" = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
@@ -201,12 +204,13 @@ class KVCache:
             agree(ring, index.device, f"batch entries {index.tolist()} of a KVCache", _SAME)
         layers = {number: layer.taken(index) for number, layer in self.layers.items()}
         lengths, segments = (None if x is None else x.index_select(0, index) for x in (self.lengths, self.segments))
-        return replace(self, layers=layers, lengths=lengths, segments=segments, _new=None)
+        return replace(self, layers=layers, lengths=lengths, segments=segments, _new=None, _first={})
 
     def reorder(self, index: Tensor) -> None:
         """The batch entries become those of ``index``, as after a step of a beam search."""
         new = self.fork(index)
-        self.layers, self.lengths, self.segments, self._new = new.layers, new.lengths, new.segments, None
+        self.layers, self.lengths, self.segments = new.layers, new.lengths, new.segments
+        self._new, self._first = None, {}
 
     def grow(self, max_length: int) -> None:
         """Makes room for ``max_length`` tokens of an entry. The next step compiles a program for the new size: grow rarely."""
@@ -257,9 +261,13 @@ class KVCache:
             return zeros, zeros if segment_ids is None else segment_ids.to(torch.int32)
         new = self._new
         if new is None or new.appended != layer.appended or new.positions.shape != shape:
-            assert self.segments is not None
-            positions = self._positions(layer.appended, shape[1]).to(torch.int32)
-            new = self._new = _New(layer.appended, positions, self.segments[:, None].expand(shape).contiguous(), set())
+            # Each operation costs the host more than it costs a GPU, so the first positions are kept.
+            if shape[1] not in self._first:
+                assert self.segments is not None
+                first = self._positions(0, shape[1]).to(torch.int32)
+                self._first[shape[1]] = first, self.segments[:, None].expand(shape).contiguous()
+            first, segments = self._first[shape[1]]
+            new = self._new = _New(layer.appended, first + layer.appended, segments, set())
         return new.positions, new.segments if segment_ids is None else segment_ids.to(torch.int32)
 
     def _append(self, layer: Layer, new: Held) -> None:
