@@ -131,8 +131,7 @@ class RingAttention(nn.MultiheadAttention):
         self.causal, self.sliding_window, self.chunk_size = causal, sliding_window, chunk_size
         self.softcap, self.scale = softcap, scale
         self.mask_mod, self.mask_builder, self.fused_backward = mask_mod, mask_builder, fused_backward
-        self.deterministic = deterministic
-        self.platform, self.cfg = platform, cfg
+        self.deterministic, self.platform, self.cfg = deterministic, platform, cfg
         self.strategy = place.strategy if strategy == "auto" else strategy
         self._hold_slopes(alibi_slopes)
         self._make_parameters(bias, add_bias_kv, sinks, {"device": device, "dtype": dtype})
