@@ -91,3 +91,19 @@ def gathers(program: Program) -> list[str]:
     """Collectives other than rotations."""
     words = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
     return [op.text.strip()[:150] for ops in program.values() for op in ops if op.kind.startswith(words)]
+
+
+def kernels(program: Program, ops: list[Op]) -> list[Op]:
+    """On a CPU: XLA's kernel is a loop over blocks; a loop that rotates is the ring's own."""
+    return [op for op in ops if op.kind == "while" and not rotates(program, op)]
+
+
+def without_a_kernel(program: Program) -> list[str]:
+    """The rotations that no kernel can run beside: each waits for the rotation, or the rotation for it."""
+    alone = []
+    for name, _, ops in runs(program):
+        waits, beside = waits_for(ops), kernels(program, ops)
+        for rotation in (op for op in ops if op.is_rotation):
+            if all(rotation.name in waits[kernel.name] or kernel.name in waits[rotation.name] for kernel in beside):
+                alone.append(f"{name}: {rotation.name}")
+    return alone

@@ -1,7 +1,10 @@
 """Forward and backward over the keys' tour."""
 
+from typing import Any
+
 from jax import Array
 
+from jax_core.kernels.contract import Grads, Partial
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.hierarchical.tour import Tour, Visit
 from jax_core.strategies.local import LocalGradients, accumulate, kernel_of, open_backward, open_forward
@@ -12,14 +15,14 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     """As the contract says."""
     opened, continues = open_forward(spec, operands), kernel_of(spec).CONTINUES
 
-    def visit(found: Found, visited: Visit) -> tuple[Found, None]:
-        carry = found.carry if continues else None
-        result = opened.attend(visited.pair, carry, visited.diagonal, visited.last)
-        if continues:
-            return Found(result, ()), None
-        return joined(Found(found.carry, (*found.apart, result)), opened.wide, MOST_APART), None
+    def visit(found: Found, visit: Visit) -> Partial:
+        return opened.attend(visit.pair, found.carry if continues else None, visit.diagonal, visit.last)
 
-    found, _ = Tour(spec, opened.operands, visit, lambda found: joined(found, opened.wide)).make(Found(None, ()))
+    def keep(found: Found, _: Visit, result: Partial) -> tuple[Found, None]:
+        apart = Found(result, ()) if continues else Found(found.carry, (*found.apart, result))
+        return joined(apart, opened.wide, MOST_APART), None
+
+    found, _ = Tour(spec, opened.operands, visit, keep, lambda found: joined(found, opened.wide)).make(Found(None, ()))
     return opened.close(only(joined(found, opened.last_dtype)))
 
 
@@ -27,11 +30,13 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     """As the contract says."""
     opened = open_backward(spec, operands, out, lse, dout, dlse)
 
-    def visit(sums: LocalGradients, visited: Visit) -> tuple[LocalGradients, tuple]:
-        grads = opened.differentiate(visited.pair, sums.dq, visited.diagonal)
-        return accumulate(sums, grads, visited.pair.shards[-1]), (grads.dk, grads.dv)
+    def visit(sums: LocalGradients, visit: Visit) -> Grads:
+        return opened.differentiate(visit.pair, sums.dq, visit.diagonal)
 
-    tour = Tour(spec, opened.operands, visit, lambda sums: sums)
+    def keep(sums: LocalGradients, visit: Visit, grads: Grads) -> tuple[LocalGradients, tuple[Any, Any]]:
+        return accumulate(sums, grads, visit.pair.shards[-1]), (grads.dk, grads.dv)
+
+    tour = Tour(spec, opened.operands, visit, keep, lambda sums: sums)
     # Its first transfers must neither run beside the forward's nor be merged with them, which would keep what came until now.
     sums, (dk, dv) = tour.make(opened.no_gradients(), after=opened.residuals.delta)
     return opened.close(dk, dv, sums)

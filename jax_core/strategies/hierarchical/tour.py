@@ -67,12 +67,14 @@ class _AtStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Tour:
-    """``visit(result, Visit) -> (result, dkv)`` continues a rank's own result with a pair; ``dkv`` are the pair's gradients of keys
-    and values, or None in a forward. ``settle(result)``: in the form that a loop's body gives it."""
+    """``visit(result, Visit)`` runs the kernel on a pair, beside what travels; ``keep(result, visit, found) -> (result, dkv)`` adds
+    to a rank's own result what was found, and gives the pair's gradients of keys and values, None in a forward. ``settle(result)``:
+    in the form that a loop's body gives it."""
 
     spec: RingSpec
     operands: Operands
-    visit: Callable[[Any, Visit], tuple[Any, Any]]
+    visit: Callable[[Any, Visit], Any]
+    keep: Callable[[Any, Visit, Any], tuple[Any, Any]]
     settle: Callable[[Any], Any]
 
     def make(self, result: Any, after: Array | None = None) -> tuple[Any, Any]:
@@ -116,9 +118,10 @@ class Tour:
         diagonal, last = not (host.hop_in or step.hop_in), not (host.hop_out or step.hop_out)
         visit = Visit(self._pair(held, (host_shift, shift)), diagonal, last)
         # What is sent on later waits for this step: all its pieces might leave at once otherwise.
-        arrived, before, (result, share, keys, sums) = self._exchange(
-            list(sent.values()), before, lambda: (*self.visit(result, visit), keys, sums)
+        arrived, before, (found, keys, sums) = self._exchange(
+            list(sent.values()), before, lambda: (self.visit(result, visit), keys, sums)
         )
+        result, share = self.keep(result, visit, found)
         came = dict(zip(sent, arrived, strict=True))
         if "keys" in came:
             keys = keys._replace(room=put_piece(keys.room, came["keys"], number, count))

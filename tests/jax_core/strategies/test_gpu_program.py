@@ -33,7 +33,7 @@ from jax_core.kernels.triton import launch
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands
-from torch_bridge.compiled import ONE_ROTATION
+from torch_bridge.compiled import ONE_ROTATION, TWO_AXES
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for GPUs is not installed: make test-gpu-aot")
 triton = import_module("triton")  # where that is installed, its absence is a fault
@@ -50,28 +50,34 @@ LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 
 
 @cache
-def compiled(backward: bool, layout: str = "zigzag", size: int = SIZE, platform: str = "triton", tokens: int = SHARD):
-    """The forward or the backward alone, causal, for ``size`` GPUs of ``tokens`` tokens each."""
+def compiled(
+    backward: bool, layout: str = "zigzag", size: int = SIZE, platform: str = "triton", tokens: int = SHARD, hosts: int = 1
+):
+    """The forward or the backward alone, causal, for ``size`` GPUs of ``tokens`` tokens each. ``hosts``: more than one makes it the
+    hierarchical ring."""
     if platform == "triton":
         pytest.importorskip("jax_triton", reason="it calls Triton's kernels and is not installed: make test-gpu-aot")
     if platform == "cute" and cute_calls.changed():
         pytest.skip(f"{cute_calls.changed()}: make test-gpu-aot")
-    mesh, place = topologies.make_mesh(gpus(size), (size,), ("ring",)), Placement("ring", size)
-    options = Options(platform=platform, layout=layout, causal=True, lse_gradient=False)
+    sizes, axes = ((hosts, size // hosts), ("host", "gpu")) if hosts > 1 else ((size,), "ring")
+    mesh, place = topologies.make_mesh(gpus(size), sizes, axes if hosts > 1 else (axes,)), Placement(axes, size, sizes=sizes)
+    strategy = "hierarchical" if hosts > 1 else "auto"
+    options = Options(platform=platform, strategy=strategy, layout=layout, causal=True, lse_gradient=False)
 
     def local(*arrays):
         spec, operands = make_spec(options, Operands(*arrays[:3]), place)
         spec = replace(spec, backend="gpu")  # as where JAX runs on GPUs
         return spec.strategy.backward(spec, operands, *arrays[3:])[:3] if backward else spec.strategy.forward(spec, operands)[0]
 
-    rows, lse_rows = P(None, "ring"), P(None, None, "ring")
+    rows, lse_rows = P(None, axes), P(None, None, axes)
     query, key = (shard((1, size * tokens, heads, DIM), jnp.bfloat16, mesh, rows) for heads in (HEADS, KV_HEADS))
     lse = shard((1, HEADS, size * tokens), jnp.float32, mesh, lse_rows)
     arrays = [query, key, key] + ([query, lse, query] if backward else [])
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=tuple(array.sharding.spec for array in arrays), out_specs=rows))
     with hopper():
         lowered = function.trace(*arrays).lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options={"xla_gpu_cuda_data_dir": toolkit(), **ONE_ROTATION})
+    settings = ONE_ROTATION | (TWO_AXES if hosts > 1 else {})
+    return lowered.compile(compiler_options={"xla_gpu_cuda_data_dir": toolkit(), **settings})
 
 
 @contextmanager
@@ -139,7 +145,7 @@ class Rotation(NamedTuple):
 
 def rotations(program: Program) -> list[Rotation]:
     return [
-        Rotation(times, sum(is_kernel(program, other) for other in beside(ops, i)), f"{name}: {op.text.strip()[:150]}")
+        Rotation(times, sum(is_kernel(program, other) for other in beside(ops, i)), f"{name}: {op.text.strip()}")
         for name, times, ops in runs(program)
         for i, op in enumerate(ops)
         if op.is_rotation
@@ -165,6 +171,21 @@ def test_a_kernel_runs_while_a_rotation_travels(backward, layout, platform):
     alone = [rotation for rotation in rotations(program) if rotation.kernels == 0]
     last = [rotation for rotation in rotations(program) if rotation.text.startswith("ENTRY")][-1]
     assert alone in ([], [last] if backward else [])
+
+
+@BOTH
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_transfers_between_hosts_travel_beside_a_kernel(backward, hosts):
+    """So do those within a host that are under way with them; the last one of the backward brings dK/dV home."""
+    program = computations(compiled(backward, hosts=hosts).as_text())
+    every, ranks = rotations(program), SIZE // hosts
+    between = [rotation for rotation in every if f"source_target_pairs={{{{0,{ranks}}}" in rotation.text]
+    steps = ranks * (hosts - 1)
+    # K/V leave in every host's steps but the last's, the sums arrive in every one's but the first's; both share what travels.
+    assert sum(rotation.times for rotation in between) == (ranks * hosts if backward else steps)
+    alone = [rotation for rotation in every if rotation.kernels == 0]
+    assert alone == ([every[-1]] if backward else [])
+    assert gathers(program) == []
 
 
 @pytest.mark.parametrize(("backward", "shards"), [(False, 0), (True, 2)], ids=["forward", "backward"])

@@ -6,7 +6,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import Op, Program, computations, gathers, rotates, runs, waits_for
+from hlo import Program, computations, gathers, kernels, runs, without_a_kernel
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,22 +43,6 @@ def compiled(size: int, backward: bool, **options):
 def rotations(program: Program) -> int:
     """How often a run of the program rotates, loops counted."""
     return sum(times for _, times, ops in runs(program) for op in ops if op.is_rotation)
-
-
-def kernels(program: Program, ops: list[Op]) -> list[Op]:
-    """XLA's kernel is a loop over blocks; a loop that rotates is the ring's own."""
-    return [op for op in ops if op.kind == "while" and not rotates(program, op)]
-
-
-def without_a_kernel(program: Program) -> list[str]:
-    """The rotations that no kernel can run beside: each waits for the rotation, or the rotation for it."""
-    alone = []
-    for name, _, ops in runs(program):
-        waits, beside = waits_for(ops), kernels(program, ops)
-        for rotation in (op for op in ops if op.is_rotation):
-            if all(rotation.name in waits[kernel.name] or kernel.name in waits[rotation.name] for kernel in beside):
-                alone.append(f"{name}: {rotation.name}")
-    return alone
 
 
 @pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
