@@ -236,3 +236,27 @@ def test_memory_of_cudnn(backward):
     used = [program.memory_analysis().temp_size_in_bytes / (4 * KV_BYTES) for program in programs]
     assert max(used) <= 1.02 * 12, dict(zip(sizes, used, strict=True))
     assert max(used) <= 1.01 * min(used), dict(zip(sizes, used, strict=True))
+
+
+def test_decoding_copies_no_keys_and_joins_in_one_collective():
+    """One token on four GPUs, 64k keys on each: the kernel gets them in parts as they lie."""
+    pytest.importorskip("jax_triton", reason="it calls Triton's kernels and is not installed: make test-gpu-aot")
+    mesh, place, keys = topologies.make_mesh(gpus(4), (4,), ("ring",)), Placement("ring", 4), 65536
+    options = Options(platform="triton", strategy="decode", lse_gradient=False)
+
+    def local(query, key, q_ids, kv_ids):
+        spec, operands = make_spec(options, Operands(query, key, key, q_segment_ids=q_ids, kv_segment_ids=kv_ids), place)
+        spec = replace(spec, backend="gpu")
+        return spec.strategy.forward(spec, operands)[0]
+
+    rows = P("ring")  # each GPU's own arrays lie behind one another, as from torch
+    query, key = (shard((4, tokens, heads, DIM), jnp.bfloat16, mesh, rows) for tokens, heads in ((1, HEADS), (keys, KV_HEADS)))
+    ids = [shard((4, tokens), jnp.int32, mesh, rows) for tokens in (1, keys)]
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+    with hopper():
+        lowered = function.trace(query, key, *ids).lower(lowering_platforms=("cuda",))
+    program = lowered.compile(compiler_options={"xla_gpu_cuda_data_dir": toolkit()})
+    assert program.memory_analysis().temp_size_in_bytes < 2**20
+    text = program.as_text()
+    assert [text.count(f" {name}(") for name in ("all-gather-start", "collective-permute-start", "all-reduce-start")] == [1, 0, 0]
+    assert "bf16[32,2048,8,128]" in text  # in 32 parts
