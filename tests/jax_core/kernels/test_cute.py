@@ -146,6 +146,7 @@ CASES = (
     _case("mask and window", slow=True, ring=2, queries=60, batch=2, options=CAUSAL | {"sliding_window": 40}, arrays=MASK),
     _case("positions", slow=True, ring=2, queries=60, batch=2, arrays=SHUFFLED),
     *(_case(f"ring of {n}", slow=True, ring=n, queries=16, dim=8, options=CAUSAL) for n in (3, 8)),
+    _case("four hosts of two", slow=True, ring=8, axes=(4, 2), queries=16, dim=8, settings={"strategy": "hierarchical"}),
 )
 
 
