@@ -20,7 +20,7 @@ Results = tuple[Array, Array, Array, Array | None]  # out, lse, and their cotang
 
 
 class _Sent(NamedTuple):
-    """Arrays ``[batch|1, length, heads|1, ...]``. Ids have no heads; a mask is sent as 16-bit integers."""
+    """Arrays ``[batch|1, length, heads|1, ...]``. Ids have no heads; a mask is sent as words (``transfer.wire_dtype``)."""
 
     query: Array
     key: Array
@@ -81,7 +81,8 @@ class Exchange:
     def _sent(self, operands: Operands, results: dict[str, Array]) -> _Sent:
         names = "q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids"
         ids = {name: x for name in names if (x := getattr(operands, name)) is not None}
-        tables = {"bias": operands.bias, "mask": None if operands.mask is None else operands.mask.astype(jnp.uint16)}
+        word = wire_dtype(operands.query.dtype, packed=True)
+        tables = {"bias": operands.bias, "mask": None if operands.mask is None else operands.mask.astype(word)}
         rows = {name: jnp.swapaxes(x, 1, 2) for name, x in tables.items() if x is not None and self._has_rows(x, operands)}
         key, value = (_copied(x, kv_heads_sent(x.shape[2], self.size)) for x in (operands.key, operands.value))
         return _Sent(operands.query, key, value, ids, rows, results)
@@ -121,7 +122,7 @@ class Exchange:
         return jnp.swapaxes(came.sum(0), 1, 2)
 
     def _has_rows(self, x: Array | None, operands: Operands) -> bool:
-        return x is not None and x.shape[2] == operands.query.shape[1] > 1
+        return x is not None and x.shape[2] == operands.query.shape[1]
 
     def _own(self, x: Array, axis: int) -> Array:
         """This rank's heads."""
