@@ -28,6 +28,8 @@ _WORDS = {
     "left": "a sliding window",
     "right": "a sliding window that looks ahead",
     "chunk": "chunk_size",
+    "keys": "keys of which some are missing",
+    "apart": "as many keys as queries, at other positions",
     "any_position": "position ids",
     "softcap": "logits_soft_cap",
     "dropout_prob": "dropout",

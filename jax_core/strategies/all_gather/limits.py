@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
+from jax_core.masks.static import Mask
 from jax_core.strategies.all_gather.reach import bounded, reach
 
 OWN_PLATFORM: str | None = None
@@ -31,7 +32,10 @@ def kernel_problem(problem: Problem) -> Problem:
     """A shard of queries over all keys, or one run of queries over the keys in its window's reach."""
     lengths = problem.q_length, problem.k_length
     mask, features = bounded(problem.scores.mask, problem.size, lengths), problem.features
-    features |= {"keys"} if mask.keys is not None else set()
+    if mask.keys is not None:
+        features |= {"keys"}
+    elif mask != Mask() and not mask.any_position and problem.q_length == problem.size * problem.k_length:
+        features |= {"apart"}  # or a kernel that goes by lengths would take the keys for those at the queries' own positions
     asked = replace(problem, scores=replace(problem.scores, mask=mask), features=features)
     plain = not problem.features & _WHOLE
     near = reach(problem.scores.mask, problem.layout, problem.size, lengths, plain)

@@ -10,10 +10,27 @@ from itertools import product
 
 import numpy as np
 import pytest
-from attention_cases import CASES, CAUSAL, DROPOUT, EVERYTHING, PACKED, SEED, Case, make_cotangents, make_inputs, ring_results
+from attention_cases import (
+    BIAS,
+    CASES,
+    CAUSAL,
+    DROPOUT,
+    EVERYTHING,
+    MASK,
+    PACKED,
+    SEED,
+    Case,
+    make_cotangents,
+    make_inputs,
+    ring_results,
+)
 from oracle_assertions import assert_like_the_oracle
 
+from jax_core.kernels import cudnn, cute, triton
+from jax_core.kernels.contract import Problem, Scores
+from jax_core.masks.static import Mask
 from jax_core.request.choice import STRATEGIES
+from jax_core.strategies import all_gather
 
 ALL = len(os.sched_getaffinity(0)) >= 8
 SHARING = ("all_gather", "ulysses", "ulysses_ring", "ring_ulysses", "hierarchical")
@@ -76,6 +93,28 @@ def test_key_heads_that_do_not_divide(case: Case):
     case = replace(case, settings={"strategy": "ulysses"})
     inputs, cotangents = make_inputs(case), make_cotangents(case)
     assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+
+
+ONE_ROW = Case("one row", ring=2, queries=1, keys=3, heads=2, kv_heads=2, arrays=BIAS)
+MASK_IN_FLOAT64 = Case("mask in float64", ring=2, queries=4, batch=1, heads=2, kv_heads=1, dtype="float64", arrays=MASK)
+
+
+@pytest.mark.parametrize("case", [ONE_ROW, MASK_IN_FLOAT64], ids=lambda case: case.name)
+def test_rows_are_exchanged(case: Case):
+    """A bias whose only row is that of a rank's only query is not one for all queries; booleans are packed beside 64 bits."""
+    case = replace(case, settings={"strategy": "ulysses"})
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
+
+
+def test_kernels_that_go_by_lengths_are_not_asked_for_other_keys():
+    """A quarter as many keys: gathered they are as many as a rank's queries, but not those at their positions."""
+    lengths = dict(batch=1, q_length=512, k_length=128, heads=4, kv_heads=4, dim=128, value_dim=128, size=4)
+    asked = frozenset({"causal", "contiguous", "bfloat16"})
+    cross = all_gather.kernel_problem(Problem(Scores(Mask(causal=True), 1.0), "bfloat16", features=asked, **lengths))  # type: ignore[arg-type]
+    new = cross.features - asked
+    assert cross.q_length == cross.k_length
+    assert not new <= cute.HANDLES and not new <= cudnn.HANDLES and new <= triton.HANDLES
 
 
 @pytest.mark.parametrize("strategy", SHARING)
