@@ -1,4 +1,4 @@
-"""The order in which "auto" tries kernels, as data from measurements. It takes the first that can compute the request."""
+"""The order in which "auto" tries kernels and strategies, as data from measurements. It takes the first that can compute a request."""
 
 from typing import NamedTuple
 
@@ -39,23 +39,15 @@ def preferred_kernels(problem: Problem) -> tuple[str, ...]:
     return next(row.order for row in ON_GPU if problem.q_length >= row.q_length)
 
 
-class StrategyRow(NamedTuple):
-    """``order`` applies from ``q_length`` query positions per GPU."""
-
-    q_length: int
-    order: tuple[str, ...]
-    reason: str
-
-
 # As above, on four GPUs with the kernels above (benchmarks/results/2026-11-22-strategies-*; docs/strategies.md).
 STRATEGIES_ON_GPU = (
-    StrategyRow(
+    Row(
         4096,
         ("ring",),
         "at 4k ring 518 / 474, all-gather 523 / 456, ulysses 467 / 482; at 8k 667 / 599, 631 / 563, 597 / 589; on two GPUs at 4k "
         "241 / 432, 248 / 410, 221 / 377",
     ),
-    StrategyRow(
+    Row(
         0,
         ("all_gather", "ring"),
         "one exchange and one launch: at 2k all-gather 157 / 179, ring 151 / 155, ulysses 142 / 155; on two GPUs 109 / 108, "

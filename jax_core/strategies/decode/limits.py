@@ -2,10 +2,7 @@
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
-from jax_core.strategies.contract import same_problem
 
-OWN_PLATFORM: str | None = None
-kernel_problem = same_problem
 IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous".split())
 HANDLES = IN_PLACE_OF_A_KERNEL | frozenset(
     "causal left right chunk any_position softcap predicates precision logits_dtype "
@@ -25,9 +22,3 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
             "need q_position_ids and kv_position_ids"
         )
     return None
-
-
-def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    """None of its own: the kernel's apply."""
-    del problem
-    return FwdParams(), BwdParams()

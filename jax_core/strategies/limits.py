@@ -1,4 +1,4 @@
-"""What the ring handles: whatever its kernel handles. Sinks and the named layouts it handles itself."""
+"""What a strategy around a kernel handles: whatever its kernel handles. Sinks and the named layouts it handles itself."""
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
@@ -15,6 +15,7 @@ HANDLES = IN_PLACE_OF_A_KERNEL | frozenset(
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    """Nothing is."""
     del problem, forward, backward
     return None
 
