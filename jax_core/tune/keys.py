@@ -7,7 +7,7 @@ from jax_core.kernels.contract import Problem
 LONG = 4096  # a shard of more positions fills a GPU whatever its tiles are; a shorter one may not
 WIDEST_GROUP = 8
 # What a kernel's inner loop hardly sees: sinks join after the last step, layouts are runs, the LSE's cotangent is part of delta.
-_UNSEEN = frozenset("softmax_aux lse_gradient origin keys contiguous zigzag striped plan".split())
+_UNSEEN = frozenset("softmax_aux lse_gradient origin keys apart contiguous zigzag striped plan".split())
 _TOGETHER = {
     "q_segment_ids": "segments",
     "kv_segment_ids": "segments",
