@@ -1,4 +1,4 @@
-"""The order in which "auto" tries kernels and strategies, as data from measurements. It takes the first that can compute a request."""
+"""The order in which "auto" tries kernels and strategies, from measurements. It takes the first that can compute a request."""
 
 from typing import NamedTuple
 
