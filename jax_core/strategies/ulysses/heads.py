@@ -81,8 +81,11 @@ class Exchange:
     def _sent(self, operands: Operands, results: dict[str, Array]) -> _Sent:
         names = "q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids"
         ids = {name: x for name in names if (x := getattr(operands, name)) is not None}
-        word = wire_dtype(operands.query.dtype, packed=True)
-        tables = {"bias": operands.bias, "mask": None if operands.mask is None else operands.mask.astype(word)}
+        dtype, bias, mask = operands.query.dtype, operands.bias, operands.mask
+        tables = {  # not narrower than the words of the query: on a CPU XLA rejects float64 in words of 16 bits
+            "bias": None if bias is None else bias.astype(jnp.promote_types(bias.dtype, dtype)),
+            "mask": None if mask is None else mask.astype(wire_dtype(dtype, packed=True)),
+        }
         rows = {name: jnp.swapaxes(x, 1, 2) for name, x in tables.items() if x is not None and self._has_rows(x, operands)}
         key, value = (_copied(x, kv_heads_sent(x.shape[2], self.size)) for x in (operands.key, operands.value))
         return _Sent(operands.query, key, value, ids, rows, results)
