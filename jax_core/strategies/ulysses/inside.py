@@ -81,6 +81,8 @@ def order(layout: Any, alone: bool) -> Any:
 def _layout_inside(layout: Any, sizes: tuple[int, ...], axis: int | None) -> Any:
     if axis is None or sizes[1 - axis] == 1:
         return "contiguous"  # the whole sequence
+    if sizes[axis] == 1:
+        return layout  # nothing is exchanged
     if axis == 1 and layout != "striped":
         return layout  # neighbours of the sequence exchange: their shards are one, of the same layout
     return Held(layout, sizes[axis], axis == 1)
