@@ -71,7 +71,7 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
 
 
 def _order(problem: Problem, platform: str, torus: bool, axes: tuple[str, ...]) -> tuple[str, ...]:
-    named = ("_".join(axes),) if "_".join(axes) in STRATEGIES else ()
+    named = ("_".join(axes),) if sorted(axes) == ["ring", "ulysses"] else ()
     near = all_gather.kernel_problem(problem).k_length < problem.size * problem.k_length
     return *named, *preferred_strategies(problem, platform, torus, near)
 

@@ -58,7 +58,7 @@ class Ulysses:
         exchange, inside = self._exchange(spec, full), spec_inside(spec, self.inner, self.axis)
         # Not before the forward is over: its exchange of the same arrays would be merged with this one, and its result kept.
         after = make_residuals(out, lse, dout, None).delta
-        arrived, results = exchange.operands_and_results(full, (out, lse, dout, dlse), after)
+        arrived, results = exchange.operands_and_results(full, (out, lse, dout, dlse if spec.lse_gradient else None), after)
         found = self.inner.backward(inside, arrived, *results)
         query, key, value, bias = exchange.gradients(full, found)
         small = SmallOperands(exchange.own_heads(full.softmax_aux, found.softmax_aux, 0), bias, None)

@@ -303,6 +303,7 @@ CASES = (
 
 
 @pytest.mark.usefixtures("stand_in")
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in CASES])
 def test_ring_over_a_stand_in(case: Case):
     inputs, cotangents = make_inputs(case), make_cotangents(case)

@@ -75,11 +75,13 @@ def some_slow(names: Iterable[str], fast: tuple[str, ...]) -> list:
     return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in names]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", some_slow(NAMES, FAST))
 def test_against_the_oracle(name: str):
     against_the_oracle(in_pallas(named(name)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", some_slow(FUSED, ("grouped heads",)))
 def test_fused_backward(name: str):
     against_the_oracle(in_pallas(named(name), fused_backward=True))

@@ -57,6 +57,7 @@ def against_the_oracle(case: Case) -> None:
     assert_like_the_oracle(case, ring_results(case, inputs, cotangents), inputs, cotangents)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_oracle(name: str):
     against_the_oracle(in_triton(next(case for case in CASES if case.name == name)))
@@ -69,6 +70,7 @@ def test_the_last_pair_gives_the_output_in_16_bits(ring: int):
     against_the_oracle(replace(case, options=CAUSAL, block=16, settings={"platform": "triton"}))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_backward(name: str):
     against_the_oracle(in_triton(next(case for case in CASES if case.name == name), fused_backward=True))

@@ -81,6 +81,7 @@ ON_HOPPER += [Case(64, 64, "bfloat16", everything=True, each_step=True)]
 CASES = [(capability, case) for capability in SHARED_MEMORY for case in EVERYWHERE] + [(90, case) for case in ON_HOPPER]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("capability", "case"), CASES, ids=[f"sm_{capability}-{case}" for capability, case in CASES])
 def test_kernels_compile_and_fit(capability, case, tmp_path):
     asked = launches(case, capability, fused=False)

@@ -71,6 +71,7 @@ CASES = (
 )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in CASES])
 def test_against_the_oracle(case: Case, capsys):
     """Output, LSE and every gradient; and no race."""
