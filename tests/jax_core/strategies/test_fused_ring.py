@@ -175,7 +175,7 @@ def test_64_bits_are_refused():
 
 def test_unknown_strategies_are_refused():
     asked = case("unknown", settings={"strategy": "both"})
-    with pytest.raises(ValueError, match="strategy must be one of auto, ring, fused; got 'both'"):
+    with pytest.raises(ValueError, match=r"strategy must be one of auto, ring, fused, .*; got 'both'"):
         ring_output(asked, make_inputs(asked))
 
 
