@@ -441,7 +441,7 @@ FEATURE_CASES = (
     _slowly("slopes per sequence", ring=2, layout="striped", arrays=SLOPES_OF_ALL),
     Case("a sink per head", ring=2, layout="striped", options=CAUSAL, arrays=SINKS),
     _slowly("shared sinks", ring=2, arrays={"softmax_aux": normal(3)}),
-    _slowly("one shared sink", ring=4, arrays={"softmax_aux": normal(1)}, queries=12),
+    _slowly("one shared sink", ring=4, arrays={"softmax_aux": normal(1)}, queries=14),
     _slowly("sinks per head", ring=4, layout="zigzag", kv_heads=2, queries=12, options=CAUSAL, arrays=MANY_SINKS),
     _slowly("as many sinks as heads", mode="alone", arrays={"softmax_aux": normal("H", "H")}),
     _slowly("mask", ring=2, layout="striped", arrays=MASK),
