@@ -12,11 +12,13 @@ ROOT = Path(__file__).parents[2]
 # What lies in front of the installed packages stays there: an older release under test.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 WORKERS = ROOT / "tests" / "support" / "workers"
+# Unbuffered, Python writes each word of a print by itself, and those of processes that share a pipe mix.
+OF_EVERY_WORKER = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
 def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 240, **variables: str) -> str:
     """The output of ``tests/support/workers/<worker>`` under torchrun; AssertionError with the whole output if it failed."""
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "XLA_FLAGS": "", **variables}
+    environment = {**os.environ, **OF_EVERY_WORKER, "XLA_FLAGS": "", **variables}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
         [*command, str(WORKERS / worker), *arguments],
@@ -52,7 +54,7 @@ def environment(**more: str) -> dict[str, str]:
     """This process's environment without conftest.py's eight devices, like a user's shell, and without GPUs."""
     unset = ("XLA_FLAGS", "JAX_PLATFORMS")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **more}
+    return {**kept, **OF_EVERY_WORKER, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
 def processes(world: int, script: str, *arguments: str, timeout: float = 90.0) -> list[Ended]:
