@@ -12,6 +12,7 @@ from ring_attn import sequence
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.sequence import ShardedBatch
 from torch_bridge.mesh import MeshDim, MeshLike, resolve
+from torch_bridge.mesh import Ring as ProcessRing
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,25 @@ class Ring:
             object.__setattr__(self, "mesh_dim", tuple(self.mesh_dim))  # a Ring is hashable
 
     @property
+    def processes(self) -> ProcessRing:
+        """The processes that share the sequence, as the bridge knows them."""
+        return resolve(self.mesh, self.mesh_dim)
+
+    @property
     def size(self) -> int:
         """The number of processes that share the sequence."""
-        return resolve(self.mesh, self.mesh_dim).size
+        return self.processes.size
 
     @property
     def rank(self) -> int:
         """This process's place in the ring."""
-        return resolve(self.mesh, self.mesh_dim).rank
+        return self.processes.rank
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ring's process group; None for a ring of one. Over several mesh dimensions the first use may have to make it: then
         all ranks of the ring ask for it (all of the job where ``init_process_group`` got a ``device_id``)."""
-        return resolve(self.mesh, self.mesh_dim).group
+        return self.processes.group
 
     def arguments(self) -> dict[str, Any]:
         """``mesh``, ``mesh_dim`` and ``layout``, for a function that takes them one by one."""

@@ -14,15 +14,9 @@ from jax import Array, lax
 
 from jax_core.masks.layout import inverse_permutation, permutation, run_length
 from jax_core.strategies.contract import RingSpec
-from jax_core.strategies.transfer import pack, unpack, wire_dtype
+from jax_core.strategies.transfer import pack, unpack, word_of
 
 Tree = TypeVar("Tree")
-
-
-def word_of(spec: RingSpec, tree) -> type | None:
-    """What ``tree``'s arrays are packed into; None if they are sent as they are."""
-    smallest = min(jax.tree.leaves(tree), key=lambda leaf: leaf.dtype.itemsize)
-    return wire_dtype(smallest.dtype, packed=spec.backend == "cpu")
 
 
 def gather(spec: RingSpec, tree: Tree) -> Tree:

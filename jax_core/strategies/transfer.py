@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_core.strategies.contract import RingSpec
+
 Buffer = Array | tuple[Array, ...]  # packed words, or the arrays themselves
 Tree = TypeVar("Tree")
 
@@ -41,6 +43,12 @@ def unpack(buffer: Buffer, like: Tree) -> Tree:
         return jax.tree.unflatten(structure, buffer)
     counts = [math.prod(leaf.shape) * leaf.dtype.itemsize // buffer.dtype.itemsize for leaf in leaves]
     return jax.tree.unflatten(structure, [_restore(*pair) for pair in zip(_cut(buffer, counts), leaves, strict=True)])
+
+
+def word_of(spec: RingSpec, tree) -> type | None:
+    """What ``tree``'s arrays are packed into; None if they are sent as they are."""
+    smallest = min(jax.tree.leaves(tree), key=lambda leaf: leaf.dtype.itemsize)
+    return wire_dtype(smallest.dtype, packed=spec.backend == "cpu")
 
 
 class Transfer(NamedTuple):
@@ -104,6 +112,11 @@ def ordered_after(buffer: Buffer, done: Buffer) -> Buffer:
     bits = lax.bitcast_convert_type(done.reshape(-1)[:8], f"uint{8 * done.dtype.itemsize}")
     never = jnp.all(bits == jnp.array(_ODD_NAN[done.dtype.itemsize], bits.dtype))
     return buffer.at[0].add(never.astype(buffer.dtype))
+
+
+def tree_after(spec: RingSpec, tree: Tree, done: Array) -> Tree:
+    """:func:`ordered_after` for what is to be packed later: ``tree``, of which nothing is sent before ``done`` is computed."""
+    return unpack(ordered_after(pack(tree, word_of(spec, tree)), done), tree)
 
 
 # By item size in bytes: a bit pattern that is a NaN in every floating type, even if the items are packed words.

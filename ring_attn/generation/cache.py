@@ -14,7 +14,6 @@ from ring_attn.generation.checks import check_appended, check_operands, check_pr
 from ring_attn.generation.layer import EMPTY, Held, Layer, Sum, whole_layer, window_layer, written_layer
 from ring_attn.reduction import agree, sum_over_ring
 from ring_attn.ring import Ring
-from torch_bridge.mesh import resolve
 
 _SAME = "every rank of the ring must make the same call of its KVCache"
 _BY_POSITION = ("sliding_window", "chunk_size", "alibi_slopes", "mask_mod")  # options that read positions
@@ -197,7 +196,7 @@ class KVCache:
     def fork(self, index: Tensor) -> "KVCache":
         """A second cache of the batch entries ``index`` (int64, one for each entry of the new batch, the same on all ranks), as
         where one prompt is continued in several ways. Its memory is its own."""
-        ring = resolve(self.ring.mesh, self.ring.mesh_dim)
+        ring = self.ring.processes
         if not self.layers or index.dtype != torch.int64 or index.dim() != 1:
             raise ValueError(f"batch entries are chosen by int64 [entries], in a cache with layers; got {index.dtype}")
         if ring.size > 1:
@@ -287,7 +286,7 @@ class KVCache:
         return self.ring.shard(self.ring.pad(whole, value=fill))
 
     def _add_up(self, layer: int, device: torch.device) -> Sum:
-        ring = resolve(self.ring.mesh, self.ring.mesh_dim)
+        ring = self.ring.processes
         if ring.size == 1:
             return lambda x: x
         agree(ring, device, f"layer {layer} of a KVCache", _SAME)

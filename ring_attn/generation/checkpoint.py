@@ -18,7 +18,6 @@ from ring_attn.generation.cache import KVCache
 from ring_attn.generation.layer import Held
 from ring_attn.ring import Ring
 from torch_bridge.mesh import Ring as ProcessRing
-from torch_bridge.mesh import resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +32,7 @@ def state_dict(cache: KVCache) -> dict[str, Tensor]:
     Raises ValueError for a cache without layers, and while it has its prompt."""
     if not cache.layers or cache.prefilling:
         raise ValueError("a cache is saved once the model has run on the prompts, which fills its layers; this one is not filled")
-    ring, some = resolve(cache.ring.mesh, cache.ring.mesh_dim), next(iter(cache.layers.values())).held
+    ring, some = cache.ring.processes, next(iter(cache.layers.values())).held
     nothing = some.segments.new_zeros(0)
     state = {
         "lengths": nothing.long() if cache.lengths is None else cache.lengths + cache.appended,
@@ -73,7 +72,7 @@ def save(cache: KVCache, path: str | PathLike) -> None:
     With several rings, as under data parallelism, each has a folder of its own."""
     from torch.distributed.checkpoint import save as write
 
-    ring = resolve(cache.ring.mesh, cache.ring.mesh_dim)
+    ring = cache.ring.processes
     with _without_a_warning_of_one_process():
         write(state_dict(cache), checkpoint_id=path, process_group=ring.group, no_dist=ring.size == 1)
 
@@ -86,7 +85,7 @@ def load(
     from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
     from torch.distributed.checkpoint import load as read
 
-    processes, device = resolve(ring.mesh, ring.mesh_dim), torch.get_default_device() if device is None else torch.device(device)
+    processes, device = ring.processes, torch.get_default_device() if device is None else torch.device(device)
     state: dict[str, Tensor] = {}
     for name, saved in FileSystemReader(path).read_metadata().state_dict_metadata.items():
         assert isinstance(saved, TensorStorageMetadata)

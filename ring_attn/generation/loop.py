@@ -11,7 +11,7 @@ from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
 from ring_attn.reduction import agree, recorded
 from torch_bridge.calls import watch
-from torch_bridge.mesh import Ring, resolve
+from torch_bridge.mesh import Ring
 
 Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]
 
@@ -43,7 +43,7 @@ def generate(
     without tokens, and where ranks were given different prompts.
     """
     lengths = torch.full(prompts.shape[:1], prompts.shape[1]) if lengths is None else lengths.cpu()
-    ring = resolve(cache.ring.mesh, cache.ring.mesh_dim)
+    ring = cache.ring.processes
     _check(ring, prompts, lengths, max_new_tokens)
     before = (lengths - 1).to(prompts.device)
     with cache.prompt(prompts[:, : int(lengths.max()) - 1], before) as part:
@@ -59,7 +59,7 @@ def decode(
 ) -> Tensor:
     """The part of :func:`generate` after the prompts: ``token [batch]``, the same on every rank, is the next one to go through the
     model, as where a cache was loaded or forked. Returns the tokens after it."""
-    ring, generator = resolve(cache.ring.mesh, cache.ring.mesh_dim), sampler.generator(token.device)
+    ring, generator = cache.ring.processes, sampler.generator(token.device)
     ended, found = torch.zeros_like(token, dtype=torch.bool), []
     for _ in range(max_new_tokens):
         logits = model(token[:, None], cache.positions(), cache)

@@ -30,7 +30,7 @@ from jax_core.strategies.local import (
     own_keys,
     query_runs,
 )
-from jax_core.strategies.transfer import ordered_after, pack, unpack, wire_dtype
+from jax_core.strategies.transfer import tree_after
 
 
 def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
@@ -48,9 +48,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     near = _reach(spec, operands)
     opened = open_backward(_bounded(spec, operands), operands, out, lse, dout, dlse)
     # K/V are gathered once more, and not before the forward is over: otherwise they would be kept from there until here.
-    keys = own_keys(opened.operands)
-    word = wire_dtype(keys.key.dtype, packed=spec.backend == "cpu")
-    keys = unpack(ordered_after(pack(keys, word), opened.residuals.delta), keys)
+    keys = tree_after(spec, own_keys(opened.operands), opened.residuals.delta)
     pairs = _pairs(spec, opened.operands, keys, near)
     sums, found = opened.no_gradients(), []
     for i, pair in enumerate(pairs):

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Kernel, Partial, Runs, accumulation_dtype
-from jax_core.kernels.merge import join_sinks, join_stacked, sink_gradient
+from jax_core.kernels.contract import Extras, Partial, accumulation_dtype
+from jax_core.kernels.merge import join_stacked, sink_gradient
 from jax_core.masks.layout import Run
 from jax_core.strategies.contract import Operands, RingSpec, make_residuals
 from jax_core.strategies.decode.arrangement import Arrangement, arrangement
+from jax_core.strategies.local import Backward, Forward, Pair, kernel_of
 from jax_core.strategies.padding import clear_cotangents, clear_operands
 from jax_core.strategies.shapes import SmallOperands, in_full_shape
 from jax_core.varying import vary, varying_axes
@@ -28,28 +29,13 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     operands, _ = in_full_shape(spec, operands)
     arranged = arrangement(spec, operands)
     wide = accumulation_dtype(operands.query.dtype)
-    q, k, v, q_runs, k_runs = _pair(arranged, operands)
-    found = _kernel(spec).forward(
-        q,
-        k,
-        v,
-        q_runs,
-        k_runs,
-        diagonal=False,
-        scores=spec.scores,
-        extras=_extras(arranged, operands),
-        carry=None,
-        out_dtype=wide,
-        config=spec.fwd_params,
-    )
+    opened = Forward(spec, operands, wide, wide)
+    found = opened.attend(_pair(arranged, operands), None, diagonal=False, last=False)
     if arranged.parts > 1:
         found = join_stacked(Partial(*map(arranged.stacked, found)), wide)
     if spec.size > 1:
         found = _joined_over_ranks(spec, found._replace(out=found.out.astype(wide)))
-    found = Partial(arranged.out(found.out), arranged.lse(found.lse))
-    if operands.softmax_aux is not None:
-        found = join_sinks(found, operands.softmax_aux)
-    return found.out.astype(operands.query.dtype), found.lse
+    return opened.close(Partial(arranged.out(found.out), arranged.lse(found.lse)))
 
 
 def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
@@ -64,23 +50,10 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
         lse=arranged.statistics(residuals.lse),
         delta=arranged.statistics(residuals.delta),
     )
-    q, k, v, q_runs, k_runs = _pair(arranged, operands)
-    grads = _kernel(spec).backward(
-        q,
-        k,
-        v,
-        residuals_of_rows,
-        q_runs,
-        k_runs,
-        diagonal=False,
-        scores=spec.scores,
-        extras=_extras(arranged, operands),
-        dq=None,
-        fused=spec.fused_backward,
-        deterministic=spec.deterministic,
-        config=spec.bwd_params,
-    )
-    query, key, value = _kernel(spec).finish((q, k, v), (grads.dq, grads.dk, grads.dv), spec.scores)
+    pair = _pair(arranged, operands)
+    opened = Backward(spec, operands, residuals_of_rows, lse, to_given_shape)
+    grads = opened.differentiate(pair, None, diagonal=False)
+    query, key, value = kernel_of(spec).finish(pair.shards[:3], (grads.dq, grads.dk, grads.dv), spec.scores)
     # Every rank has the whole gradient of the sinks, which is to be its part of a sum.
     dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta) / spec.size
     small = to_given_shape(SmallOperands(dsinks, None, arranged.slopes_gradient(grads.dalibi_slopes, operands.alibi_slopes)))
@@ -89,19 +62,10 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     return nothing._replace(query=query, key=arranged.shard(key), value=arranged.shard(value), **small._asdict())
 
 
-def _kernel(spec: RingSpec) -> Kernel:
-    assert spec.kernel is not None
-    return spec.kernel
-
-
-def _pair(arranged: Arrangement, operands: Operands) -> tuple[Array, Array, Array, Runs, Runs]:
-    """The kernel's positional arguments. Nothing reads the runs as positions: without position ids no mask depends on positions."""
+def _pair(arranged: Arrangement, operands: Operands) -> Pair:
+    """Nothing reads the runs as positions: without position ids no mask depends on positions."""
     q, k, v = arranged.rows(operands.query), arranged.keys(operands.key), arranged.keys(operands.value)
-    return q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),)
-
-
-def _extras(arranged: Arrangement, operands: Operands) -> Extras:
-    return Extras(
+    extras = Extras(
         q_segment_ids=arranged.row_ids(operands.q_segment_ids),
         kv_segment_ids=arranged.key_ids(operands.kv_segment_ids),
         q_position_ids=arranged.row_ids(operands.q_position_ids),
@@ -110,6 +74,7 @@ def _extras(arranged: Arrangement, operands: Operands) -> Extras:
         origin=operands.origin,
         predicate_arrays=operands.predicate_arrays,
     )
+    return Pair((q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),)), extras)
 
 
 def _joined_over_ranks(spec: RingSpec, found: Partial) -> Partial:

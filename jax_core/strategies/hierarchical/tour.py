@@ -22,7 +22,16 @@ from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_pi
 from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, visible_shifts, way_home
 from jax_core.strategies.local import Pair, add, make_pair, own_keys, query_runs, rank_of
 from jax_core.strategies.steps import Step, run_steps
-from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, wire_dtype
+from jax_core.strategies.transfer import (
+    Transfer,
+    finish_transfers,
+    ordered_after,
+    pack,
+    start_transfers,
+    tree_after,
+    unpack,
+    word_of,
+)
 
 
 class Visit(NamedTuple):
@@ -81,7 +90,7 @@ class Tour:
         """The result of all visits, and the sums of dK/dV of this rank's own keys. Nothing is sent before ``after`` is computed."""
         shifts, keys = self._shifts(), own_keys(self.operands)
         if after is not None and len(shifts) > 1:
-            keys = unpack(ordered_after(pack(keys, self._word), after), keys)
+            keys = tree_after(self.spec, keys, after)
         hosts = host_steps(shifts)
         begin = _AtHost(jnp.int32(0), _Relay(keys, room_for(keys) if len(hosts) > 1 else None), None, None, result)
         end = run_steps(self.spec, self._visit_host, self._settled, begin, hosts)
@@ -170,4 +179,4 @@ class Tour:
 
     @property
     def _word(self) -> type | None:
-        return wire_dtype(self.operands.key.dtype, packed=self.spec.backend == "cpu")
+        return word_of(self.spec, own_keys(self.operands))

@@ -26,7 +26,7 @@ from jax_core.strategies.local import (
 from jax_core.strategies.partials import MOST_APART, Found, joined, only
 from jax_core.strategies.ring.schedule import visible_shifts
 from jax_core.strategies.steps import Step, run_steps, steps
-from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, wire_dtype
+from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
 
 
 def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
@@ -51,7 +51,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         buffer, shift, found = state
         return buffer, shift, joined(found, wide)
 
-    buffer = pack(local_keys, _wire_dtype(spec, operands)) if len(plan) > 1 else None
+    buffer = pack(local_keys, word_of(spec, local_keys)) if len(plan) > 1 else None
     *_, found = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), Found(None, ())), plan)
     return opened.close(only(joined(found, opened.last_dtype)))
 
@@ -60,7 +60,8 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     """As the contract says."""
     opened = open_backward(spec, operands, out, lse, dout, dlse)
     operands = opened.operands
-    local_keys, word, plan = own_keys(operands), _wire_dtype(spec, operands), _plan(spec, operands)
+    local_keys, plan = own_keys(operands), _plan(spec, operands)
+    word = word_of(spec, local_keys)
 
     def run_step(state, step: Step):
         buffer, shift, dkv, sums = state
@@ -89,10 +90,6 @@ def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift) -> Pair:
     """The queries and the keys from ``shift`` ranks before this one."""
     owner = (rank_of(spec, operands) - shift) % spec.size
     return make_pair(operands, query_runs(spec, operands), keys, runs(spec.layout, owner, spec.size, keys.key.shape[1]))
-
-
-def _wire_dtype(spec: RingSpec, operands: Operands) -> type | None:
-    return wire_dtype(operands.key.dtype, packed=spec.backend == "cpu")
 
 
 def _plan(spec: RingSpec, operands: Operands) -> list[Step]:

@@ -13,21 +13,21 @@ from jax import Array, lax
 from jax_core.kernels.contract import accumulation_dtype
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.exchange import all_to_all, in_sequence_order, in_shards
-from jax_core.strategies.transfer import ordered_after, pack, unpack, wire_dtype
+from jax_core.strategies.transfer import tree_after, wire_dtype
 from jax_core.strategies.ulysses.inside import kv_heads_sent, order
 
 Results = tuple[Array, Array, Array, Array | None]  # out, lse, and their cotangents
 
 
 class _Sent(NamedTuple):
-    """Arrays ``[batch|1, length, heads|1, ...]``. Ids have no heads; a mask is sent as words (``transfer.wire_dtype``)."""
+    """Arrays ``[batch|1, length, heads|1, ...]``, or None. Ids have no heads; a mask is sent as words (``transfer.wire_dtype``)."""
 
     query: Array
     key: Array
     value: Array
     ids: dict[str, Any]
     rows: dict[str, Array]  # bias and mask, if their rows are split
-    results: dict[str, Array]
+    results: Results | None
 
 
 class Exchange:
@@ -40,17 +40,13 @@ class Exchange:
 
     def operands(self, operands: Operands) -> Operands:
         """The inner strategy's operands."""
-        return self._arrived(operands, self._gathered(self._sent(operands, {})))
+        return self._arrived(operands, self._gathered(self._sent(operands, None)))
 
     def operands_and_results(self, operands: Operands, results: Results, after: Array) -> tuple[Operands, Results]:
         """The same, with what the forward returned and its cotangents; not sent before ``after`` is computed."""
-        names = "out", "lse", "dout", "dlse"
-        given = {
-            name: _rows_first(x) if name.endswith("lse") else x for name, x in zip(names, results, strict=True) if x is not None
-        }
-        arrived = self._gathered(self._after(self._sent(operands, given), after))
-        back = {name: _rows_first(x) if name.endswith("lse") else x for name, x in arrived.results.items()}
-        return self._arrived(operands, arrived), (back["out"], back["lse"], back["dout"], back.get("dlse"))
+        arrived = self._gathered(tree_after(self.spec, self._sent(operands, _turned(results)), after))
+        assert arrived.results is not None
+        return self._arrived(operands, arrived), _turned(arrived.results)
 
     def results(self, out: Array, lse: Array) -> tuple[Array, Array]:
         """``out`` and ``lse`` of this rank's shard and all heads."""
@@ -78,9 +74,9 @@ class Exchange:
         zeros = jnp.zeros(operand.shape, gradient.dtype)
         return lax.dynamic_update_slice_in_dim(zeros, gradient, self._first_head(), axis)
 
-    def _sent(self, operands: Operands, results: dict[str, Array]) -> _Sent:
+    def _sent(self, operands: Operands, results: Results | None) -> _Sent:
         names = "q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids"
-        ids = {name: x for name in names if (x := getattr(operands, name)) is not None}
+        ids = {name: getattr(operands, name) for name in names}
         dtype, bias, mask = operands.query.dtype, operands.bias, operands.mask
         tables = {  # not narrower than the words of the query: on a CPU XLA rejects float64 in words of 16 bits
             "bias": None if bias is None else bias.astype(jnp.promote_types(bias.dtype, dtype)),
@@ -150,10 +146,6 @@ class Exchange:
         ring = self.spec.size // self.size
         return operands.rank % ring if self.name == self.spec.axis_name[0] else operands.rank // self.size  # type: ignore[index]
 
-    def _after(self, sent: _Sent, done: Array) -> _Sent:
-        word = wire_dtype(sent.query.dtype, packed=self.spec.backend == "cpu")
-        return sent._replace(query=unpack(ordered_after(pack(sent.query, word), done), sent.query))
-
     def _gathered(self, sent: _Sent) -> _Sent:
         blocks = jax.tree.map(self._split_heads, sent)
         return jax.tree.map(lambda x: in_sequence_order(x, self.order), all_to_all(self.spec, blocks, self.name))
@@ -173,6 +165,12 @@ class Exchange:
 def _rows_first(x: Array) -> Array:
     """``[batch, heads, length] <-> [batch, length, heads]``"""
     return jnp.swapaxes(x, 1, 2)
+
+
+def _turned(results: Results) -> Results:
+    """With the rows of the LSE and its cotangent first, as they travel; or back."""
+    out, lse, dout, dlse = results
+    return out, _rows_first(lse), dout, None if dlse is None else _rows_first(dlse)
 
 
 def _merged_heads(x: Array) -> Array:

@@ -5,6 +5,7 @@ left to another strategy, over the remaining axis.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jax import Array
 
@@ -24,7 +25,7 @@ class Ulysses:
 
     inner: Strategy
     axis: int | None = None
-    OWN_PLATFORM: None = None
+    OWN_PLATFORM: ClassVar[None] = None
 
     @property
     def HANDLES(self) -> frozenset[str]:
@@ -61,9 +62,10 @@ class Ulysses:
         arrived, results = exchange.operands_and_results(full, (out, lse, dout, dlse if spec.lse_gradient else None), after)
         found = self.inner.backward(inside, arrived, *results)
         query, key, value, bias = exchange.gradients(full, found)
-        small = SmallOperands(exchange.own_heads(full.softmax_aux, found.softmax_aux, 0), bias, None)
-        small = small._replace(alibi_slopes=exchange.own_heads(full.alibi_slopes, found.alibi_slopes, 1))
-        return found._replace(query=query, key=key, value=value, **to_given_shape(small)._asdict())
+        sinks = exchange.own_heads(full.softmax_aux, found.softmax_aux, 0)
+        slopes = exchange.own_heads(full.alibi_slopes, found.alibi_slopes, 1)
+        small = to_given_shape(SmallOperands(sinks, bias, slopes))
+        return found._replace(query=query, key=key, value=value, **small._asdict())
 
     def _exchange(self, spec: RingSpec, operands: Operands) -> Exchange:
         at = ulysses_axis(spec, self.axis, rank_of(spec, operands))
