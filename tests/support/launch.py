@@ -12,16 +12,19 @@ ROOT = Path(__file__).parents[2]
 # What lies in front of the installed packages stays there: an older release under test.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 WORKERS = ROOT / "tests" / "support" / "workers"
-# Unbuffered, Python writes each word of a print by itself, and those of processes that share a pipe mix.
+# Unbuffered, as torchrun runs a script, Python writes each word of a print by itself, and those of processes that share a pipe mix.
+BUFFERED = ("--no-python", sys.executable)
 OF_EVERY_WORKER = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+# XLA's, for small programs that run once: a third less time. What runs long is compiled as by a user, with XLA_FLAGS="".
+QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 240, **variables: str) -> str:
     """The output of ``tests/support/workers/<worker>`` under torchrun; AssertionError with the whole output if it failed."""
-    environment = {**os.environ, **OF_EVERY_WORKER, "XLA_FLAGS": "", **variables}
+    environment = {**os.environ, **OF_EVERY_WORKER, "XLA_FLAGS": QUICK_COMPILE, **variables}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [*command, str(WORKERS / worker), *arguments],
+        [*command, *BUFFERED, str(WORKERS / worker), *arguments],
         cwd=ROOT,
         env=environment,
         timeout=timeout,

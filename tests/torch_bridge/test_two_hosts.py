@@ -6,7 +6,7 @@ import time
 from subprocess import Popen
 
 import pytest
-from launch import WORKERS, environment
+from launch import BUFFERED, QUICK_COMPILE, WORKERS, environment
 from strategy_cases import write
 from two_hosts import INTERFACE, Host, refusal, two_hosts
 
@@ -28,9 +28,9 @@ def torchrun(hosts: tuple[Host, Host], worker: str, *arguments: str) -> list["Po
     started = []
     for node, host in enumerate(hosts):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={GPUS}", f"--node-rank={node}"]
-        command += [f"--master-addr={hosts[0].address}", f"--master-port={FIRST_PORT}", str(WORKERS / worker), *arguments]
-        quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # eight processes compile
-        started.append(host.start(command, environment(GLOO_SOCKET_IFNAME=INTERFACE, XLA_FLAGS=quick)))
+        command += [f"--master-addr={hosts[0].address}", f"--master-port={FIRST_PORT}", *BUFFERED]
+        command += [str(WORKERS / worker), *arguments]
+        started.append(host.start(command, environment(GLOO_SOCKET_IFNAME=INTERFACE, XLA_FLAGS=QUICK_COMPILE)))
     return started
 
 
