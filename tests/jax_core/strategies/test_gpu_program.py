@@ -230,12 +230,13 @@ def test_memory_of_cudnn(backward):
 
     Forward: the running output, old and new (8), K/V in use and arriving (2), the step's result (2). Backward: dQ (4), K/V in use
     and arriving (2), dK/dV that leave and arrive (4); of a group of heads tiles (1.75) and results (0.75), of the others dK/dV
-    (1.5); 2 of these find room in the final results."""
-    sizes = (3, 4, 5, 8)
+    (1.5); 2 of these find room in the final results. The XLA of jax 0.11 finds room for less of them, and not in every ring for as
+    much."""
+    sizes, roomy = (3, 4, 5, 8), backward and jax.version.__version_info__ >= (0, 11)
     programs = [compiled(backward, size=size, platform="cuda", tokens=2**14) for size in sizes]
     used = [program.memory_analysis().temp_size_in_bytes / (4 * KV_BYTES) for program in programs]
-    assert max(used) <= 1.02 * 12, dict(zip(sizes, used, strict=True))
-    assert max(used) <= 1.01 * min(used), dict(zip(sizes, used, strict=True))
+    assert max(used) <= 1.02 * (13 if roomy else 12), dict(zip(sizes, used, strict=True))
+    assert max(used) <= (1.05 if roomy else 1.01) * min(used), dict(zip(sizes, used, strict=True))
 
 
 def test_decoding_copies_no_keys_and_joins_in_one_collective():
