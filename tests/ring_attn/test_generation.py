@@ -279,9 +279,6 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path):
 # ---------------------------------------------------------------------------------------------- several processes
 
 
-QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # what is compiled for a few calls
-
-
 def processes(count: int, *arguments: str, **variables: str) -> str:
     return torchrun("generation_worker.py", count, *arguments, PYTHONPATH=f"{ROOT}:{ROOT}/tests/support", **variables)
 
@@ -295,17 +292,17 @@ def test_on_rings_of_two_and_four_and_from_one_to_the_other(tmp_path):
         begin = str(cache.positions()[:, 0].tolist()), str(text[:, -1].tolist()), str(count)
         steps.append((begin, text := decode(SmallModel(), text[:, -1], cache, count)))
     two, four = (str(tmp_path / name) for name in ("two", "four"))
-    printed = processes(2, "start", two, **QUICKLY)
+    printed = processes(2, "start", two)
     assert printed.count("ok ") == 4, printed
     for count, source, target, (given, wanted) in ((4, two, four, steps[0]), (2, four, two + " again", steps[1])):
-        printed = processes(count, "go on", source, target, *given, **QUICKLY)
+        printed = processes(count, "go on", source, target, *given)
         assert str(wanted.tolist()) in printed and ("ok no prompt" in printed) == (count == 4), printed
 
 
 @pytest.mark.slow
 def test_a_long_prompt_on_four_processes_is_one_process_token_for_token():
     """Greedy and drawn tokens after 32k; a layer that sees everything, and one with a window."""
-    alone, four = (processes(count, "long") for count in (1, 4))
+    alone, four = (processes(count, "long", XLA_FLAGS="") for count in (1, 4))
     texts = [[line for line in printed.splitlines() if line.startswith("text ")] for printed in (alone, four)]
     assert len(texts[0]) == 2 and texts[0] == texts[1], (alone, four)
     assert len(set(texts[0])) == 2
