@@ -34,7 +34,9 @@ def gather(
 
 def _seed_words(road: Road, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     if isinstance(seed, torch.Tensor):  # drawn in a graph, where it has no value yet
-        return seed.to(torch.int64).reshape(1).view(torch.int32).to(device, non_blocking=True)
+        whole = seed.to(torch.int64).reshape(())
+        low = (whole & 2**32 - 1 ^ 2**31) - 2**31  # as a signed word; torch 2.11 has no view of another dtype under vmap
+        return torch.stack([low, whole >> 32]).to(torch.int32).to(device, non_blocking=True)
     return None if seed is None else road.seed_words(seed, device)
 
 

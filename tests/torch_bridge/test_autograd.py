@@ -200,11 +200,13 @@ def test_all_64_bits_of_a_seed_count(seed):
 
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**31, 2**40 + 5, 2**63 - 1, -(2**63)])
 def test_a_seed_is_two_words(seed):
-    from torch_bridge.request import words_of_seed
+    """Also one that was drawn within a graph."""
+    from torch_bridge import dlpack_road, operands
 
-    words = words_of_seed(seed, "cpu")
-    assert words.dtype == torch.int32
-    assert [word % 2**32 for word in words.tolist()] == [seed % 2**32, (seed >> 32) % 2**32]
+    for given in (seed, torch.tensor(seed), torch.tensor([seed])):
+        words = operands._seed_words(dlpack_road, given, torch.device("cpu"))
+        assert words.dtype == torch.int32
+        assert [word % 2**32 for word in words.tolist()] == [seed % 2**32, (seed >> 32) % 2**32]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of every autograd.Function

@@ -3,6 +3,8 @@
 Prints "ok <what>" on rank 0 for each check that all ranks have passed.
 """
 
+from inspect import signature
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,9 @@ from ring_attn import Ring
 from torch_bridge import mesh as meshes
 from torch_bridge.runtime import start
 
-BOTH, TURNED = ("a", "b"), ("b", "a")
+BOTH = ("a", "b")
+ANY_ORDER = "sort_ranks" in signature(dist.new_group).parameters  # from torch 2.13 on
+TURNED = BOTH[::-1] if ANY_ORDER else BOTH
 
 
 def check_groups(mesh: DeviceMesh, rank: int) -> None:
@@ -25,6 +29,11 @@ def check_groups(mesh: DeviceMesh, rank: int) -> None:
         gathered = [torch.empty(1) for _ in range(4)]
         dist.all_gather(gathered, torch.tensor([float(rank)]), group=ring.group)
         assert tuple(map(int, gathered)) == ring.ranks
+    if not ANY_ORDER:
+        with pytest.raises(
+            NotImplementedError, match=r"ascending ranks only, got a ring of ranks \[0, 2, 1, 3\]; give mesh_dim in"
+        ):
+            _ = meshes.resolve(mesh, BOTH[::-1]).group
 
 
 def check_sequence(mesh: DeviceMesh, rank: int) -> None:
