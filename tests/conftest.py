@@ -4,12 +4,9 @@ import os
 from importlib.util import find_spec
 from zlib import crc32
 
-from launch import QUICK_COMPILE
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    quick = QUICK_COMPILE if os.environ["JAX_PLATFORMS"] == "cpu" else ""
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {quick}"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 # No caches, unless a folder is named for this run: kernels compiled before save a run on a GPU minutes.
 os.environ["RING_ATTN_CACHE"] = os.environ.get("RING_ATTN_CACHE_OF_TESTS", "off")
