@@ -66,8 +66,10 @@ def on_ring(model: LlamaForCausalLM, tokens: torch.Tensor, mesh: DeviceMesh) -> 
 def in_torch(model: LlamaForCausalLM, tokens: torch.Tensor, mesh: DeviceMesh) -> Any:
     from torch.distributed.tensor.experimental import context_parallel as enter
     from transformers.integrations import sdpa_attention
+    from transformers.models.llama import modeling_llama
 
     sdpa_attention.use_gqa_in_sdpa = lambda *_: False  # it takes as many K/V heads as query heads
+    modeling_llama.create_causal_mask = lambda **_: None  # causal; positions that jump would be taken for packed documents
     labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     buffers = [tokens.clone(), labels, positions]

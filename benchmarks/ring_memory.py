@@ -53,15 +53,16 @@ class Job(NamedTuple):
 def memory(run: Run) -> None:
     """The part of benchmarks/ring.py: rank 0 starts the jobs of one size together, and the other ranks wait for it."""
     options = run.options
-    names = {size: f"memory, {short(options.memory_tokens)} tokens a GPU, ring of {size}" for size in options.memory_sizes}
+    sizes = sorted(size for size in options.memory_sizes if size <= run.team.size)
+    names = {size: f"memory, {short(options.memory_tokens)} tokens a GPU, ring of {size}" for size in sizes}
     for size, name in names.items():
-        if size > run.team.size or not run.may_begin(name):
+        if not run.may_begin(name):
             continue
         if run.team.rank == 0:
             tell(run, name, [start(options, system, size) for system in options.systems])
         run.team.ready()
     for system in options.systems if len(names) > 1 else ():
-        *_, smaller, largest = (run.report.find(name, system, "peak", "KiB a token") for _, name in sorted(names.items()))
+        *_, smaller, largest = (run.report.find(name, system, "peak", "KiB a token") for name in names.values())
         growth = largest / smaller if largest and smaller else None
         run.report.ratio(f"memory a token, {system}: the largest ring / the one before", growth, at_most=1.02)
 

@@ -1,0 +1,86 @@
+"""One rank of a ring, alone on one GPU: what its kernels and joining take in a ring larger than the machine.
+
+    CUDA_VISIBLE_DEVICES=0 python benchmarks/ring_alone.py [--size 8] [--rank 3] [--sizes 16384 ...] [--platforms auto cute ...]
+
+XLA is told of SIZE hosts with a GPU each, of which this one is RANK, and nothing is sent: each step computes on the K/V that the
+rank already has, as in benchmarks/ring_overlap.py. The program is that of the ring but for its transfers, so its rate is what the
+ring reaches if they are hidden: an upper limit. In JAX alone, without the host's work of a call from torch. "both" is the sum of
+forward and backward. To hold it against rings that exist: --size 2, or 4.
+
+Without a GPU all ranks compute, in small, to try the program out.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from report import Report, default_folder, short
+from ring_overlap import STILL, compiled_passes
+from systems import Case
+from team import ON_GPU, Team, tidy
+from timing import reason, take_turns
+
+
+def mesh_of(size: int, rank: int) -> Mesh:
+    """A mesh of ``size`` GPUs in the place of ``rank`` of which is this process's only one."""
+    if ON_GPU:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"  # nobody to share it with
+        jax.config.update("jax_mock_gpu_topology", f"1x{size}x1")
+        jax.config.update("jax_pjrt_client_create_options", {"node_id": rank})
+    else:
+        jax.config.update("jax_num_cpu_devices", size)
+    return Mesh(np.array(jax.devices()), (STILL,))
+
+
+def measure(report: Report, team: Team, mesh: Mesh, case: Case, options: argparse.Namespace) -> None:
+    ready = {}
+    for platform in options.platforms:
+        try:
+            ready[platform] = compiled_passes(mesh, case, platform)
+        except Exception as error:
+            report.add(case=case.name, system=platform, phase="check", failed=reason(error))
+    total = dict.fromkeys(ready, 0.0)
+    for phase in ("forward", "backward"):
+        times, failed = take_turns(team, {name: passes[phase] for name, passes in ready.items()}, options.rounds, 40.0)
+        for name, taken in times.items():
+            total[name] += taken.median
+            rate = case.tflop(phase) / options.size / taken.median * 1000
+            report.add(case=case.name, system=name, phase=phase, tflops=rate, **taken.figures())
+        for name, error in failed.items():
+            total.pop(name, None)
+            report.add(case=case.name, system=name, phase=phase, failed=reason(error))
+    for name, ms in total.items():
+        report.add(case=case.name, system=name, phase="both", ms=ms, tflops=case.tflop("both") / options.size / ms * 1000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=8, help="ranks of the ring")
+    parser.add_argument("--rank", type=int, default=3, help="which of them this is")
+    parser.add_argument("--sizes", nargs="*", type=int, default=[2**14, 2**16, 2**18, 2**20], help="tokens in all")
+    parser.add_argument("--platforms", nargs="*", default=["cute", "cuda", "triton"])
+    parser.add_argument("--heads", nargs=3, type=int, default=[32, 8, 128], metavar=("QUERY", "KV", "DIM"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds after which nothing more is begun")
+    parser.add_argument("--output", type=Path, default=default_folder("ring-alone"))
+    options = parser.parse_args()
+    start, team = time.monotonic(), Team()
+    report = Report(options.output, f"Rank {options.rank} of a ring of {options.size}, alone on one GPU, nothing sent")
+    mesh = mesh_of(options.size, options.rank)
+    for tokens in options.sizes:
+        if time.monotonic() - start > options.budget:
+            report.say(f"left out for lack of time: {short(tokens)} tokens")
+            continue
+        measure(report, team, mesh, Case(f"{short(tokens)} tokens, a rank of {options.size}", tokens, *options.heads), options)
+        tidy()
+    report.note("seconds", round(time.monotonic() - start, 1))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
