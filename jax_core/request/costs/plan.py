@@ -13,7 +13,7 @@ from jax_core.request.costs.work import Call, flop_per_score, seen
 from jax_core.strategies.ring.schedule import visible_shifts
 from jax_core.strategies.steps import steps
 
-GRADIENT_ITEMSIZE = 4  # dK and dV travel in float32
+GRADIENT_ITEMSIZE = 4  # dK and dV travel in float32, but for the way home
 
 
 class Send(NamedTuple):
@@ -48,7 +48,7 @@ def ring_stages(machine: Machine, platform: str, call: Call, direction: str) -> 
         sends += [Send(keys * GRADIENT_ITEMSIZE, step.hop_in)] if backward else []
         stages.append(Stage(_compute(machine, costs, call, direction, shift), _merged(sends)))
     if backward and shifts[-1]:  # dK and dV go home; nothing is computed meanwhile
-        home = Send(keys * GRADIENT_ITEMSIZE, call.size - shifts[-1])
+        home = Send(keys * call.itemsize, call.size - shifts[-1])
         stages.append(Stage(np.zeros(call.size), (home,)))
     return stages
 

@@ -22,7 +22,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         apart = Found(result, ()) if continues else Found(found.carry, (*found.apart, result))
         return joined(apart, opened.wide, MOST_APART), None
 
-    found, _ = Tour(spec, opened.operands, visit, keep, lambda found: joined(found, opened.wide)).make(Found(None, ()))
+    found, *_ = Tour(spec, opened.operands, visit, keep, lambda found: joined(found, opened.wide)).make(Found(None, ()))
     return opened.close(only(joined(found, opened.last_dtype)))
 
 
@@ -38,5 +38,5 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
 
     tour = Tour(spec, opened.operands, visit, keep, lambda sums: sums)
     # Its first transfers must neither run beside the forward's nor be merged with them, which would keep what came until now.
-    sums, (dk, dv) = tour.make(opened.no_gradients(), after=opened.residuals.delta)
-    return opened.close(dk, dv, sums)
+    sums, dkv, send_home = tour.make(opened.no_gradients(), after=opened.residuals.delta)
+    return opened.close(dkv, sums, send_home)

@@ -86,19 +86,22 @@ class Tour:
     keep: Callable[[Any, Visit, Any], tuple[Any, Any]]
     settle: Callable[[Any], Any]
 
-    def make(self, result: Any, after: Array | None = None) -> tuple[Any, Any]:
-        """The result of all visits, and the sums of dK/dV of this rank's own keys. Nothing is sent before ``after`` is computed."""
+    def make(self, result: Any, after: Array | None = None) -> tuple[Any, Any, Callable[[Any], Any]]:
+        """The result of all visits; the sums of dK/dV of the keys that came last, and what sends such to the rank that owns the
+        keys. Nothing is sent before ``after`` is computed."""
         shifts, keys = self._shifts(), own_keys(self.operands)
         if after is not None and len(shifts) > 1:
             keys = tree_after(self.spec, keys, after)
         hosts = host_steps(shifts)
         begin = _AtHost(jnp.int32(0), _Relay(keys, room_for(keys) if len(hosts) > 1 else None), None, None, result)
         end = run_steps(self.spec, self._visit_host, self._settled, begin, hosts)
-        home = way_home(shifts, self._sizes)
-        if end.sums is None or home == (0, 0):
-            return end.result, end.sums and end.sums.sent
-        (arrived,), *_ = self._exchange([(end.sums.sent, home)], end.before, lambda: ())
-        return end.result, arrived
+        return end.result, end.sums and end.sums.sent, partial(self._send_home, way_home(shifts, self._sizes), end.before)
+
+    def _send_home(self, home: Hop, before: Array | None, dkv: Any) -> Any:
+        if home == (0, 0):
+            return dkv
+        (arrived,), *_ = self._exchange([(dkv, home)], before, lambda: ())
+        return arrived
 
     def _visit_host(self, state: _AtHost, step: HostStep) -> _AtHost:
         shift, keys, sums, before, result = state

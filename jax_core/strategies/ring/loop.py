@@ -82,8 +82,8 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
     state = buffer, jnp.int32(0), None, opened.no_gradients()
     _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, plan)
-    dk, dv = _return_to_owner(spec, dkv, word, sum(step.hop_out for step in plan))
-    return opened.close(dk, dv, sums)
+    sent = sum(step.hop_out for step in plan)
+    return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
 
 
 def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift) -> Pair:
