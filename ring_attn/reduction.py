@@ -29,7 +29,7 @@ def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
     """The sum of a tensor over the ring, in its dtype. Half precision is summed in float32: it would round once per rank."""
     total = tensor.to(torch.float32 if tensor.dtype in _HALF else tensor.dtype, copy=True).contiguous()
     with watch(ring, step, call) as watched:
-        for group in ring.groups:
+        for group in ring.groups if ring.size > 1 else ():
             dist.all_reduce(total, group=group)
         watched.event = recorded(tensor.device)
     return total.to(tensor.dtype)
@@ -39,7 +39,7 @@ def gather_from_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor
     """The tensors of all ranks in ring order, ``[ring size, *tensor.shape]``."""
     gathered = tensor.contiguous()
     with watch(ring, step, call) as watched:
-        for group in reversed(ring.groups):
+        for group in reversed(ring.groups) if ring.size > 1 else ():
             parts = [torch.empty_like(gathered) for _ in range(group.size())]
             dist.all_gather(parts, gathered, group=group)
             gathered = torch.stack(parts)

@@ -55,8 +55,10 @@ class Ring:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ring's process group; None for a ring of one. Over several mesh dimensions the first use may have to make it: then
-        all ranks of the ring ask for it (all of the job where ``init_process_group`` got a ``device_id``)."""
+        """The ring's process group, of one process for a ring of one; None in a job of one process without torch.distributed. Over
+        several mesh dimensions the first use may have to make it: then all ranks of the ring ask for it (all of the job where
+        ``init_process_group`` got a ``device_id``). Raises ValueError for ``mesh="local"`` in a job of several processes: there is
+        none, and torch takes None for all of them."""
         return self.processes.group
 
     def arguments(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Ring:
     ``ranks``: their global torch ranks in ring order. ``rank``: this process's index in ``ranks``. ``axes``, ``sizes``: the mesh
     axes that the ranks go along, the first one major, and the length of each; a ring over one dimension has the axis "ring".
     ``groups``: torch ProcessGroups whose collectives, one after the other from the last group to the first, reach all ranks in ring
-    order; none for a ring of one. Compared and hashed by all but the groups: another shape is another program.
+    order; a ring of one has that of its mesh, or none. Compared and hashed by all but the groups: another shape is another program.
     """
 
     ranks: tuple[int, ...]
@@ -69,12 +69,17 @@ class Ring:
 
     @property
     def group(self) -> "dist.ProcessGroup | None":
-        """One torch ProcessGroup of all ranks in ring order; None for a ring of one. Over several mesh dimensions there may be none
-        yet: the first use then makes it, which is a collective of the ring (of the whole job where the default group is bound to a
-        device)."""
-        if len(self.groups) <= 1:
-            return self.groups[0] if self.groups else None
-        return _joint_group(self.ranks, dist.group.WORLD)
+        """One torch ProcessGroup of all ranks in ring order; None in a job of one process without one. Over several mesh dimensions
+        there may be none yet: the first use then makes it, which is a collective of the ring (of the whole job where the default
+        group is bound to a device). Raises ValueError for a ring of mesh="local" in a job of several processes."""
+        if len(self.groups) > 1:
+            return _joint_group(self.ranks, dist.group.WORLD)
+        if not self.groups and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f'a ring of mesh="local" has no process group, and torch takes None for all {dist.get_world_size()} processes; '
+                "reduce nothing over it, or give a mesh whose dimension has one process"
+            )
+        return self.groups[0] if self.groups else None
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -173,7 +178,7 @@ def _of_group(group: object) -> Ring:
     ranks = tuple(dist.get_process_group_ranks(group))
     if rank < 0:
         raise ValueError(f"this process (global rank {_global_rank()}) is not in the ring {list(ranks)}; call only on its members")
-    return Ring(ranks, rank, (group,) if len(ranks) > 1 else ())
+    return Ring(ranks, rank, (group,))
 
 
 def _of_device_mesh(mesh: "DeviceMesh", mesh_dim: MeshDim) -> Ring:
@@ -189,7 +194,7 @@ def _of_device_mesh(mesh: "DeviceMesh", mesh_dim: MeshDim) -> Ring:
 def _of_dims(mesh: "DeviceMesh", dims: tuple[int, ...]) -> Ring:
     names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
     ranks = _ranks_along(mesh, dims)
-    groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
+    groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1) or (mesh.get_group(dims[0]),)
     if ranks == tuple(range(dist.get_world_size())):
         groups = (dist.distributed_c10d._get_default_group(),)
     axes, sizes = tuple(names[dim] for dim in dims), tuple(mesh.size(dim) for dim in dims)

@@ -74,7 +74,7 @@ def save(cache: KVCache, path: str | PathLike) -> None:
 
     ring = cache.ring.processes
     with _without_a_warning_of_one_process():
-        write(state_dict(cache), checkpoint_id=path, process_group=ring.group, no_dist=ring.size == 1)
+        write(state_dict(cache), checkpoint_id=path, **_among(ring))
 
 
 def load(
@@ -93,7 +93,7 @@ def load(
         place = torch.device("cpu") if name.endswith(".kind") else device
         state[name] = _empty(tuple(saved.size), saved.properties.dtype, place, processes if spread else None)
     with _without_a_warning_of_one_process():
-        read(state, checkpoint_id=path, process_group=processes.group, no_dist=processes.size == 1)
+        read(state, checkpoint_id=path, **_among(processes))
     return from_state_dict(state, ring, max_length, at_once)
 
 
@@ -119,6 +119,11 @@ def _spread(x: Tensor, ring: ProcessRing) -> Tensor:
 
 def _own(x: Any) -> Tensor:
     return x.to_local() if is_dtensor(x) else x
+
+
+def _among(ring: ProcessRing) -> dict[str, Any]:
+    """Who takes part, for torch's distributed checkpoint."""
+    return {"no_dist": True} if ring.size == 1 else {"process_group": ring.group}
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ring: ProcessRing | None) -> Tensor:

@@ -69,8 +69,9 @@ def enable_ring_attention(
     if model._parallel_config is not None:
         raise RuntimeError(f"parallelism is already applied to this {type(model).__name__}")
     processors = _processors(model)
-    if place.group is None:
+    if place.size == 1:
         return
+    assert place.group is not None
     config = _config(place.group, model.device.type)
     for processor in processors:
         processor._attention_backend, processor._parallel_config = RING_ATTN, config

@@ -61,7 +61,17 @@ def test_meshes_without_names_and_dimensions_of_one(mesh):
     ring = resolve(DeviceMesh("cpu", torch.arange(8).view(4, 1, 2)), (0, 1, 2))
     assert (ring.axes, ring.sizes, ring.rank) == (("dim0", "dim1", "dim2"), (4, 1, 2), RANK)
     alone = resolve(DeviceMesh("cpu", torch.arange(8).view(8, 1, 1)), (1, 2))
-    assert (alone.ranks, alone.sizes, alone.group) == ((RANK,), (1, 1), None)
+    assert (alone.ranks, alone.sizes) == ((RANK,), (1, 1))
+
+
+def test_no_ring_of_one_has_a_group_that_torch_takes_for_the_world(mesh):
+    """torch takes None for all processes: a sum over a ring of one would be one over the replicas."""
+    replicas = DeviceMesh("cpu", torch.arange(8).view(8, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
+    for dims in ("cp", ("cp", "tp")):
+        ring = Ring(replicas, mesh_dim=dims)
+        assert ring.size == 1 and dist.get_process_group_ranks(ring.group) == [RANK]
+    with pytest.raises(ValueError, match=r'mesh="local" has no process group, and torch takes None for all 8 processes'):
+        _ = Ring("local").group
 
 
 @pytest.mark.parametrize("dims", [(), [], ("ring", "ring"), ("ring", 2), ("ring", None), ("dp", "ulysses", "ring", "dp")])

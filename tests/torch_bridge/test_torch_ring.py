@@ -21,6 +21,11 @@ def test_rings_of_a_2d_mesh_with_different_shapes():
     assert printed.count("ok ") == 1, printed
 
 
+def test_gradients_of_rings_of_one_are_not_summed_over_the_others():
+    printed = torchrun("attention_worker.py", 2, "cpu", "2", "float64", "window, sinks, bias")
+    assert printed.count("ok ") == 1, printed
+
+
 def test_ranks_that_disagree_are_told():
     printed = torchrun("disagreement_worker.py", 2)
     assert printed.count("refused") == 12 and printed.count("and works") == 2, printed
