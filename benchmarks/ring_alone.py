@@ -69,6 +69,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=200.0, help="seconds after which nothing more is begun")
     parser.add_argument("--output", type=Path, default=default_folder("ring-alone"))
     options = parser.parse_args()
+    if not 0 <= options.rank < options.size:
+        parser.error(f"--rank must be one of the {options.size} ranks, 0 to {options.size - 1}; got {options.rank}")
     start, team = time.monotonic(), Team()
     report = Report(options.output, f"Rank {options.rank} of a ring of {options.size}, alone on one GPU, nothing sent")
     mesh = mesh_of(options.size, options.rank)

@@ -62,7 +62,8 @@ def _timed(machine: Machine, bench: Bench, row: Measured) -> float:
     both_ways = row.phase == "both"
     times = both(machine, row.platform, row.call) if both_ways else estimate(machine, row.platform, row.call, row.phase)
     started = bench.sample / row.calls if row.by_clock else 0.0
-    return 1000 * (times.device + started if row.in_jax else times.total)
+    device = times.device - times.waiting if row.alone else times.device
+    return 1000 * (device + started if row.in_jax else times.total)
 
 
 def fit(rows: Sequence[Measured]) -> Fit:

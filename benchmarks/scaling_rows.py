@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from argparse import ArgumentParser
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ PLATFORMS = ("cuda", "triton", "cute")
 UNITS = {"": 1, "k": 2**10, "M": 2**20}
 ONE_GPU = {case.name: case for cases in one_gpu.CASES.values() for case in cases}
 ONE_GPU["short-causal"] = Case("short-causal", 2048)  # of 2026-11-21
+HOME_ROUNDED = "2026-11-22T20:30"  # until then dK and dV went home in float32
 
 
 class Results(NamedTuple):
@@ -46,7 +47,8 @@ class Results(NamedTuple):
 @dataclass(frozen=True)
 class Measured:
     """``calls``: of one sample. ``in_jax``: called without torch; ``by_clock``: timed by the wall clock. ``still_ms``: of an
-    overlap, the same pass with nothing sent: there the model predicts what sending adds, whichever kernel it was."""
+    overlap, the same pass with nothing sent: there the model predicts what sending adds. ``alone``: one rank of a ring, whose
+    transfers are left out."""
 
     platform: str
     results: str
@@ -59,6 +61,7 @@ class Measured:
     in_jax: bool = False
     by_clock: bool = False
     still_ms: float | None = None
+    alone: bool = False
 
 
 def read(results: Results) -> tuple[list[Measured], list[str]]:
@@ -78,24 +81,33 @@ def measured(results: Results, data: dict[str, Any], row: Row) -> Measured | str
     """None for a peer's row, and for a pass with nothing sent, which is told with its rotating one; the reason for one of ours that
     is not covered."""
     rotating, name = row["system"] == ROTATING, row["system"].removesuffix(", in JAX")
-    if not rotating and name not in ("auto", *PLATFORMS):
-        return None
-    call = call_of(row["case"], len(data["gpus_before"]), options_of(data["command"]).heads)
+    if not rotating and name.removeprefix("ring ") not in ("auto", "ring", *PLATFORMS):
+        return None  # another strategy too
+    call = call_of(row["case"], ranks_of(data), options_of(data["command"]).heads)
     if isinstance(call, str):
         return call
+    if data["date"] < HOME_ROUNDED:
+        call = replace(call, home_itemsize=4)
     calls = int(row["samples"].split(" x ")[1])
     figures = (results.name, row["case"], row["phase"], call, row["ms"], row["spread"], calls)
     if rotating:
         pair = (other for other in data["rows"] if (other["case"], other["system"]) == (row["case"], STILL))
         still = next((other["ms"] for other in pair if other["phase"] == row["phase"] and "ms" in other), None)
-        return "nothing to compare with" if still is None else Measured(PLATFORMS[0], *figures, True, True, still)
-    platform = results.taken(call.length) if name == "auto" else name
+        platform = results.taken(call.length) or PLATFORMS[0]
+        return "nothing to compare with" if still is None else Measured(platform, *figures, True, True, still)
+    platform = results.taken(call.length) if name in ("auto", "ring") else name.removeprefix("ring ")
     if platform is None:
         return f'what "auto" took is not known; say it: {results.name}=PLATFORM@LENGTH,...'
-    in_jax = name != row["system"]
-    return Measured(
-        platform, *figures, in_jax, by_clock=in_jax and "wall ms" not in row
-    )  # beside a time by events stands one by clock
+    alone = "a rank of" in row["case"]
+    in_jax = alone or name != row["system"]
+    by_clock = in_jax and "wall ms" not in row  # beside a time by events stands one by clock
+    return Measured(platform, *figures, in_jax, by_clock, alone=alone)
+
+
+def ranks_of(data: dict[str, Any]) -> int:
+    """Of a run on several GPUs, which need not be all of its machine; else 1."""
+    found = re.search(r"on (\d+) GPUs", data["title"])
+    return int(found[1]) if found else 1
 
 
 def options_of(command: str) -> Any:
@@ -113,6 +125,8 @@ def call_of(case: str, gpus: int, heads: list[int]) -> Call | str:
         return call_of_one(one_gpu_choice.make_case(found[1], number(found[2], found[3])))
     if found := re.fullmatch(r"(\d+)([kM]?) tokens", case):
         return Call(number(*found.groups()) // gpus, gpus, query, kv, dim, dim)
+    if found := re.fullmatch(r"(\d+)([kM]?) tokens, a rank of (\d+)", case):
+        return Call(number(*found.groups()[:2]) // int(found[3]), int(found[3]), query, kv, dim, dim)
     if found := re.fullmatch(r"(\d+)([kM]?) tokens a GPU, ring of (\d+)", case):
         return Call(number(*found.groups()[:2]), int(found[3]), query, kv, dim, dim)
     if found := re.fullmatch(r"overlap at (\d+)([kM]?) tokens a GPU", case):

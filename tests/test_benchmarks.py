@@ -15,6 +15,7 @@ import flash_attn_of_torch
 import generation
 import one_gpu_choice
 import one_gpu_systems
+import ring_alone
 import ring_memory
 import ring_overlap
 import ring_profile
@@ -208,6 +209,17 @@ def test_nothing_travels_in_what_overlap_compares_with():
         for timed in ring_overlap.compiled_passes(mesh, case, "xla").values():
             assert ("collective-permute" in timed.call.func.as_text()) == (axis == ring_overlap.ROTATING)
             timed.wait(timed.call())
+
+
+@pytest.mark.slow
+def test_a_rank_alone_is_timed_in_both_directions(tmp_path: Path):
+    report, mesh = Report(tmp_path, "alone"), Mesh(jax.devices()[:2], (ring_overlap.STILL,))
+    options = SimpleNamespace(platforms=["xla", "triton"], rounds=1, size=2)
+    ring_alone.measure(report, Team(), mesh, Case("64 tokens, a rank of 2", 64, heads=4, kv_heads=2, dim=8), options)
+    found = {(row["system"], row["phase"]): row for row in report.rows}
+    assert "need an NVIDIA GPU" in found.pop(("triton", "check"))["failed"]
+    ms = [found["xla", phase]["ms"] for phase in ("forward", "backward", "both")]
+    assert len(found) == 3 and ms[2] == ms[0] + ms[1]
 
 
 def test_flash_attn_is_passed_on_in_the_form_torch_wants():

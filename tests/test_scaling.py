@@ -34,9 +34,9 @@ def test_rows_are_read_as_the_calls_that_were_timed():
     rows, left_out = read(Results.parsed(f"{TWO}=cuda@4096,triton@0"))
     assert left_out == []
     short = next(row for row in rows if (row.case, row.platform, row.phase) == ("4k tokens", "triton", "forward"))
-    assert (short.call, short.calls, short.in_jax) == (Call(2048, 2), 19, False)
+    assert (short.call, short.calls, short.in_jax) == (Call(2048, 2, home_itemsize=4), 19, False)
     overlap = next(row for row in rows if row.case == "overlap at 8k tokens a GPU")
-    assert overlap.call == Call(8192, 2)
+    assert overlap.call == Call(8192, 2, home_itemsize=4)
     assert overlap.still_ms == pytest.approx(2.3616, abs=1e-4)
     assert call_of("32k tokens a GPU, ring of 4", 8, [32, 8, 128]) == Call(32768, 4)
     assert call_of("1M tokens", 4, [16, 4, 64]) == Call(2**18, 4, 16, 4, 64, 64)
@@ -46,6 +46,19 @@ def test_rows_are_read_as_the_calls_that_were_timed():
     assert call_of("16x64 8k", 1, [32, 8, 128]) == Call(8192, 1, 16, 16, 64, 64)
     assert call_of("segments 8k", 1, [32, 8, 128]) == "packed documents and soft caps are not in the model"
     assert call_of("nonsense", 1, [32, 8, 128]) == "a case that the program does not know"
+
+
+def test_the_ring_among_other_strategies_and_a_rank_alone_are_read():
+    rows, left_out = read(Results.parsed("2026-11-22-ring-2xH200=cute@4096"))
+    told = 'what "auto" took is not known; say it: 2026-11-22-ring-2xH200=PLATFORM@LENGTH,...'
+    assert left_out == [f"2026-11-22-ring-2xH200: 4k tokens, {name}: {told}" for name in ("auto", "ring")]
+    found = {(row.case, row.platform, row.phase): row for row in rows}
+    assert found["16k tokens", "triton", "both"].call == Call(8192, 2, home_itemsize=4)  # before it went home rounded
+    assert {platform for case, platform, _ in found if case == "4k tokens"} == {"cute", "cuda", "triton"}
+    rows, _ = read(Results.parsed("2026-11-22-ring-alone-of-8-1M"))
+    assert {(row.platform, row.phase, row.call, row.alone, row.in_jax) for row in rows} == {
+        ("cute", phase, Call(131072, 8), True, True) for phase in ("forward", "backward")
+    }
 
 
 def test_what_is_not_covered_is_told():

@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
 
 # H200, bfloat16, 32:8 heads of dim 128, zigzag, causal, from torch; TFLOP/s per GPU, forward / forward and backward
-# (benchmarks/results/2026-11-22-ring-4xH200, 2026-11-22-one-gpu-*, 2026-11-21-ring-2xH200).
+# (benchmarks/results/2026-11-22-ring-4xH200, 2026-11-22-one-gpu-*, 2026-11-22-ring-alone-of-8).
 ON_GPU = (
     Row(
         4096,
@@ -26,9 +26,11 @@ ON_GPU = (
     ),
     Row(
         0,
-        ("triton", "cute", "cuda", "xla"),
-        "one launch a step and no joining: at 2k 91 / 110 against cuDNN's 69 / 100. Not measured between 2k and 4k, nor for "
-        "flash-attn-4",
+        ("cute", "triton", "cuda", "xla"),
+        "flash-attn-4's are the fastest, or as fast where the host's work is longer than the device's: one rank of eight at 2k, nothing "
+        "sent, 647 / 476 against Triton's 427 / 364 and cuDNN's 309 / 282; one GPU with 512 to 4k 0.29 to 0.39 ms and 1.5 to 1.7 "
+        "against Triton's 0.32 to 0.42 and 1.6 to 1.8. Slower only for documents and soft caps, forward: 0.58 and 0.40 ms at 2k "
+        "against 0.49 and 0.38",
     ),
 )
 

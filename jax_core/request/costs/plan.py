@@ -4,6 +4,7 @@ A stage is what XLA's loop makes of a step: work and transfers that begin togeth
 """
 
 from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from jax_core.request.costs.machine import Machine, Pass
 from jax_core.request.costs.work import Call, flop_per_score, seen
 from jax_core.strategies.ring.schedule import visible_shifts
-from jax_core.strategies.steps import steps
+from jax_core.strategies.steps import Step, steps
 
 GRADIENT_ITEMSIZE = 4  # dK and dV travel in float32, but for the way home
 
@@ -38,8 +39,7 @@ def ring_stages(machine: Machine, platform: str, call: Call, direction: str) -> 
     if platform not in machine.kernels:
         raise ValueError(f"platform must be one of {', '.join(sorted(machine.kernels))}, which were measured; got {platform!r}")
     costs: Pass = getattr(machine.kernels[platform], direction)
-    shifts = visible_shifts(call.mask, call.layout, call.size, call.length, call.length)
-    plan = steps(shifts)
+    shifts, plan = _schedule(call)
     keys = float(call.batch * call.length * call.kv_heads * (call.dim + call.value_dim))
     backward = direction == "backward"
     stages = []
@@ -48,9 +48,15 @@ def ring_stages(machine: Machine, platform: str, call: Call, direction: str) -> 
         sends += [Send(keys * GRADIENT_ITEMSIZE, step.hop_in)] if backward else []
         stages.append(Stage(_compute(machine, costs, call, direction, shift), _merged(sends)))
     if backward and shifts[-1]:  # dK and dV go home; nothing is computed meanwhile
-        home = Send(keys * call.itemsize, call.size - shifts[-1])
+        home = Send(keys * (call.home_itemsize or call.itemsize), call.size - shifts[-1])
         stages.append(Stage(np.zeros(call.size), (home,)))
     return stages
+
+
+@lru_cache(maxsize=8192)  # a fit asks for the same calls many times
+def _schedule(call: Call) -> tuple[tuple[int, ...], list[Step]]:
+    shifts = visible_shifts(call.mask, call.layout, call.size, call.length, call.length)
+    return shifts, steps(shifts)
 
 
 def _compute(machine: Machine, costs: Pass, call: Call, direction: str, shift: int) -> np.ndarray:

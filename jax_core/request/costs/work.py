@@ -16,7 +16,8 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Call:
-    """Self-attention over ``size`` ranks that hold ``length`` positions each. ``itemsize``: bytes of an element of q, k, v."""
+    """Self-attention over ``size`` ranks that hold ``length`` positions each. ``itemsize``: bytes of an element of q, k, v.
+    ``home_itemsize``: of dK/dV on the way home, if not as many."""
 
     length: int
     size: int = 1
@@ -28,6 +29,7 @@ class Call:
     itemsize: int = 2
     mask: Mask = Mask(causal=True)
     layout: Layout = "zigzag"
+    home_itemsize: int | None = None
 
     def __post_init__(self) -> None:
         check_shard_length(self.layout, self.length, size=self.size)

@@ -21,6 +21,10 @@ CONFIG = RingAttentionConfig(FwdParams(64, 64), BwdParams(64, 64))
 
 @cache
 def compiled(size: int, backward: bool, **options):
+    return lowered(size, backward, **options).compile()
+
+
+def lowered(size: int, backward: bool, dtype=jnp.float32, **options):
     """The forward or the backward alone, over ``size`` devices."""
     mesh = jax.make_mesh((size,), ("ring",), devices=jax.devices()[:size], axis_types=(jax.sharding.AxisType.Auto,))
     place = Placement("ring", size)
@@ -32,12 +36,12 @@ def compiled(size: int, backward: bool, **options):
         return spec.strategy.backward(spec, operands, *arrays[3:])[:3]
 
     rows = P(None, "ring")
-    shard = jax.ShapeDtypeStruct((1, SEQUENCE, HEADS, DIM), jnp.float32, sharding=NamedSharding(mesh, rows))
+    shard = jax.ShapeDtypeStruct((1, SEQUENCE, HEADS, DIM), dtype, sharding=NamedSharding(mesh, rows))
     lse = jax.ShapeDtypeStruct((1, HEADS, SEQUENCE), jnp.float32, sharding=NamedSharding(mesh, P(None, None, "ring")))
     arrays = [shard] * 3 + ([shard, lse, shard] if backward else [])
     specs = tuple(array.sharding.spec for array in arrays)
     function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
-    return jax.jit(function).lower(*arrays).compile()
+    return jax.jit(function).lower(*arrays)
 
 
 def rotations(program: Program) -> int:
@@ -58,6 +62,14 @@ def test_backward_rotates_kv_n_minus_1_and_gradients_n_times(size):
     program = computations(compiled(size, backward=True).as_text())
     assert rotations(program) == 1 + (size - 2) + 1 + 1
     assert gathers(program) == []
+
+
+def test_gradients_travel_in_float32_and_go_home_rounded():
+    """Nothing is added to them at home, and nothing hides that trip. Sent packed, in words of 16 bits."""
+    text = lowered(4, backward=True, dtype=jnp.bfloat16).as_text()
+    sent = re.findall(r"stablehlo\.collective_permute.*-> tensor<(\d+)xui16>", text)
+    keys = 2 * SEQUENCE // 4 * HEADS * DIM
+    assert sorted(map(int, sent)) == [keys, keys, 2 * keys, 3 * keys]
 
 
 @pytest.mark.parametrize("backward", [False, True])
