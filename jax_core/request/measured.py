@@ -27,10 +27,10 @@ ON_GPU = (
     Row(
         0,
         ("cute", "triton", "cuda", "xla"),
-        "flash-attn-4's are the fastest, or as fast where the host's work is longer than the device's: one rank of eight at 2k, nothing "
-        "sent, 647 / 476 against Triton's 427 / 364 and cuDNN's 309 / 282; one GPU with 512 to 4k 0.29 to 0.39 ms and 1.5 to 1.7 "
-        "against Triton's 0.32 to 0.42 and 1.6 to 1.8. Slower only for documents and soft caps, forward: 0.58 and 0.40 ms at 2k "
-        "against 0.49 and 0.38",
+        "flash-attn-4's are the fastest, or as fast where the host's work is longer than the device's: one rank of eight at 2k, "
+        "nothing sent, 647 / 476 against Triton's 427 / 364 and cuDNN's 309 / 282; one GPU with 512 to 4k 0.29 to 0.39 ms and 1.5 "
+        "to 1.7 against Triton's 0.32 to 0.42 and 1.6 to 1.8. Slower only for documents and soft caps, forward: 0.58 and 0.40 ms "
+        "at 2k against 0.49 and 0.38",
     ),
 )
 

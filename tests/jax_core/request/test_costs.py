@@ -90,7 +90,7 @@ def test_the_closed_form_is_a_close_upper_bound(mask: Mask, layout: str, directi
 
 
 def test_a_ring_of_two_by_hand():
-    """K/V hide behind the diagonal step; in the backward, dK/dV behind the second one, and their way home, rounded, behind nothing."""
+    """K/V hide behind the diagonal step; in the backward, dK/dV behind the second one, and their way home behind nothing."""
     model, call = machine(PLAIN, sharing=0.0), Call(8192, 2)
     keys = 8192 * 8 * 2 * 128
     there = home = 1e-5 + keys * 2 / 300e9
