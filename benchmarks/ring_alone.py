@@ -42,8 +42,8 @@ def measure(report: Report, team: Team, mesh: Mesh, case: Case, options: argpars
     for platform in options.platforms:
         try:
             ready[platform] = compiled_passes(mesh, case, platform)
-        except Exception as error:
-            report.add(case=case.name, system=platform, phase="check", failed=reason(error))
+        except Exception as refusal:
+            report.add(case=case.name, system=platform, phase="check", failed=reason(refusal))
     total = dict.fromkeys(ready, 0.0)
     for phase in ("forward", "backward"):
         times, failed = take_turns(team, {name: passes[phase] for name, passes in ready.items()}, options.rounds, 40.0)

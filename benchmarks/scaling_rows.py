@@ -93,8 +93,8 @@ def measured(results: Results, data: dict[str, Any], row: Row) -> Measured | str
     if rotating:
         pair = (other for other in data["rows"] if (other["case"], other["system"]) == (row["case"], STILL))
         still = next((other["ms"] for other in pair if other["phase"] == row["phase"] and "ms" in other), None)
-        platform = results.taken(call.length) or PLATFORMS[0]
-        return "nothing to compare with" if still is None else Measured(platform, *figures, True, True, still)
+        kernel = results.taken(call.length) or PLATFORMS[0]
+        return "nothing to compare with" if still is None else Measured(kernel, *figures, True, True, still)
     platform = results.taken(call.length) if name in ("auto", "ring") else name.removeprefix("ring ")
     if platform is None:
         return f'what "auto" took is not known; say it: {results.name}=PLATFORM@LENGTH,...'

@@ -148,8 +148,8 @@ class Backward:
     def close(self, dkv: tuple[Any, Any], sums: LocalGradients, send_home: Callable[..., tuple[Array, Array]]) -> Operands:
         """The gradients as the contract says, from the sums over all pairs; ``dkv`` in the kernel's form, of the shard that came
         last. ``send_home`` takes dK and dV to the rank that owns it: nothing is added to them there, so they go rounded."""
-        dq, *dkv = kernel_of(self.spec).finish(self.operands[:3], (sums.dq, *dkv), self.spec.scores)
-        return self.gradients((dq, *send_home(tuple(dkv))), sums)
+        dq, dk, dv = kernel_of(self.spec).finish(self.operands[:3], (sums.dq, *dkv), self.spec.scores)
+        return self.gradients((dq, *send_home((dk, dv))), sums)
 
     def as_arrays(self, pair: Pair, grads: Grads) -> tuple[Array, Array, Array]:
         """dQ, dK and dV of the pair as arrays like its shards: in the accumulation dtype, or rounded to the operands' dtype by a

@@ -5,6 +5,8 @@ arXiv:2310.01889), and every step continues the online softmax. In the backward 
 step behind until they are back at the rank that owns the shard.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -80,7 +82,7 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
 
     # The first rotation must not run alongside the forward's, nor be merged with it, which would keep its result alive until now.
     buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
-    state = buffer, jnp.int32(0), None, opened.no_gradients()
+    state: Any = buffer, jnp.int32(0), None, opened.no_gradients()
     _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, plan)
     sent = sum(step.hop_out for step in plan)
     return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
