@@ -161,7 +161,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--alone-systems", nargs="*", choices=SYSTEMS, default=["auto"])
     parser.add_argument("--memory-tokens", type=int, default=16384, help="a GPU")
     parser.add_argument("--memory-sizes", nargs="*", type=int, default=[2, 4, 8], help="of the rings whose memory is measured")
-    parser.add_argument("--memory-timeout", type=float, default=100.0, help="seconds for the jobs of one size")
+    parser.add_argument("--memory-timeout", type=float, default=240.0, help="seconds for the jobs of one size")
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--window-tokens", nargs="*", type=int, default=[65536], help="in all")
     parser.add_argument("--window-systems", nargs="*", choices=SYSTEMS, default=["ring", "all_gather", "ulysses"])

@@ -13,7 +13,7 @@ GIB = 2**30
 ON_GPU = torch.cuda.is_available()
 PACKAGES = (
     *("torch", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton"),
-    *("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi", "ring-flash-attn", "ejkernel"),
+    *("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi", "ring-flash-attn", "yunchang", "ejkernel"),
 )
 
 

@@ -49,9 +49,8 @@ def test_rows_are_read_as_the_calls_that_were_timed():
 
 
 def test_the_ring_among_other_strategies_and_a_rank_alone_are_read():
-    rows, left_out = read(Results.parsed("2026-11-22-ring-2xH200=cute@4096"))
-    told = 'what "auto" took is not known; say it: 2026-11-22-ring-2xH200=PLATFORM@LENGTH,...'
-    assert left_out == [f"2026-11-22-ring-2xH200: 4k tokens, {name}: {told}" for name in ("auto", "ring")]
+    rows, left_out = read(Results.parsed("2026-11-22-ring-2xH200=cute@4096,triton@0"))
+    assert left_out == ['2026-11-22-ring-2xH200: 4k tokens, auto: "auto" is another strategy there']
     found = {(row.case, row.platform, row.phase): row for row in rows}
     assert found["16k tokens", "triton", "both"].call == Call(8192, 2, home_itemsize=4)  # before it went home rounded
     assert {platform for case, platform, _ in found if case == "4k tokens"} == {"cute", "cuda", "triton"}

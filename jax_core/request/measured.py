@@ -25,12 +25,17 @@ ON_GPU = (
         "Triton's 456 / 368",
     ),
     Row(
-        0,
+        512,
         ("cute", "triton", "cuda", "xla"),
         "flash-attn-4's are the fastest, or as fast where the host's work is longer than the device's: one rank of eight at 2k, "
         "nothing sent, 647 / 476 against Triton's 427 / 364 and cuDNN's 309 / 282; one GPU with 512 to 4k 0.29 to 0.39 ms and 1.5 "
-        "to 1.7 against Triton's 0.32 to 0.42 and 1.6 to 1.8. Slower only for documents and soft caps, forward: 0.58 and 0.40 ms "
-        "at 2k against 0.49 and 0.38",
+        "to 1.7 against Triton's 0.32 to 0.42 and 1.6 to 1.8. Of windows, documents and soft caps, measured at 2k, slower for the "
+        "last two, forward: 0.58 and 0.40 ms against 0.49 and 0.38",
+    ),
+    Row(
+        0,
+        ("triton", "cute", "cuda", "xla"),
+        "decoding: nothing so short was compared, and docs/generation.md's figures are Triton's",
     ),
 )
 
@@ -52,8 +57,8 @@ STRATEGIES_ON_GPU = (
     Row(
         0,
         ("all_gather", "ring"),
-        "one exchange and one launch: at 2k all-gather 157 / 179, ring 151 / 155, ulysses 142 / 155; on two GPUs 109 / 108, "
-        "115 / 109, 97 / 95",
+        "one exchange and one launch: with Triton, at 2k all-gather 157 / 179, ring 151 / 155, ulysses 142 / 155; on two GPUs 109 "
+        "/ 108, 115 / 109, 97 / 95",
     ),
 )
 GATHERED_AT_MOST = 32768  # positions of the whole sequence; its memory grows with the ring

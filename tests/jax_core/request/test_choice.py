@@ -92,6 +92,7 @@ def test_measured_choices_cover_every_length_and_end_at_xla():
         assert preferred_kernels(problem("gpu", q_length=max(row.q_length, 1))) == row.order
         assert sorted(row.order) == ["cuda", "cute", "triton", "xla"] and row.order[-1] == "xla"
     assert ON_GPU[-1].q_length == 0
+    assert preferred_kernels(problem("gpu", q_length=1))[0] == "triton"  # a token of generation: what was measured
     assert [preferred_kernels(problem(backend))[-1] for backend in ("cpu", "tpu")] == ["xla"] * 2
 
 
