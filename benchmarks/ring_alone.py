@@ -12,18 +12,21 @@ Without a GPU all ranks compute, in small, to try the program out.
 
 import argparse
 import os
-import time
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from report import Report, default_folder, short
+from one_gpu_run import Bench
+from report import default_folder, short
 from ring_overlap import STILL, compiled_passes
 from systems import Case
-from team import ON_GPU, Team, tidy
+from team import ON_GPU
 from timing import reason, take_turns
+
+SAMPLE_MS = 40.0  # that of benchmarks/ring.py
 
 
 def mesh_of(size: int, rank: int) -> Mesh:
@@ -37,24 +40,26 @@ def mesh_of(size: int, rank: int) -> Mesh:
     return Mesh(np.array(jax.devices()), (STILL,))
 
 
-def measure(report: Report, team: Team, mesh: Mesh, case: Case, options: argparse.Namespace) -> None:
-    ready = {}
-    for platform in options.platforms:
+def measure(bench: Bench, mesh: Mesh, case: Case) -> None:
+    ready, report, size = {}, bench.report, bench.options.size
+    for platform in bench.options.platforms:
         try:
             ready[platform] = compiled_passes(mesh, case, platform)
         except Exception as refusal:
             report.add(case=case.name, system=platform, phase="check", failed=reason(refusal))
     total: dict[str, list[float]] = {name: [] for name in ready}
     for phase in ("forward", "backward"):
-        times, failed = take_turns(team, {name: passes[phase] for name, passes in ready.items()}, options.rounds, 40.0)
+        times, failed = take_turns(
+            bench.team, {name: passes[phase] for name, passes in ready.items()}, bench.options.rounds, SAMPLE_MS
+        )
         for name, taken in times.items():
             total[name].append(taken.median)
-            rate = case.tflop(phase) / options.size / taken.median * 1000
+            rate = case.tflop(phase) / size / taken.median * 1000
             report.add(case=case.name, system=name, phase=phase, tflops=rate, **taken.figures())
         for name, error in failed.items():
             report.add(case=case.name, system=name, phase=phase, failed=reason(error))
     for name, ms in ((name, sum(found)) for name, found in total.items() if len(found) == 2):
-        report.add(case=case.name, system=name, phase="both", ms=ms, tflops=case.tflop("both") / options.size / ms * 1000)
+        report.add(case=case.name, system=name, phase="both", ms=ms, tflops=case.tflop("both") / size / ms * 1000)
 
 
 def main() -> None:
@@ -72,17 +77,10 @@ def main() -> None:
         options.rank = min(3, options.size - 1)
     if not 0 <= options.rank < options.size:
         parser.error(f"--rank must be one of the {options.size} ranks, 0 to {options.size - 1}; got {options.rank}")
-    start, team = time.monotonic(), Team()
-    report = Report(options.output, f"Rank {options.rank} of a ring of {options.size}, alone on one GPU, nothing sent")
+    bench = Bench(options, f"Rank {options.rank} of a ring of {options.size}, alone on one GPU, nothing sent")
     mesh = mesh_of(options.size, options.rank)
-    for tokens in options.sizes:
-        if time.monotonic() - start > options.budget:
-            report.say(f"left out for lack of time: {short(tokens)} tokens")
-            continue
-        measure(report, team, mesh, Case(f"{short(tokens)} tokens, a rank of {options.size}", tokens, *options.heads), options)
-        tidy()
-    report.note("seconds", round(time.monotonic() - start, 1))
-    report.finish()
+    cases = [Case(f"{short(tokens)} tokens, a rank of {options.size}", tokens, *options.heads) for tokens in options.sizes]
+    bench.run(((case.name, partial(measure, bench, mesh, case)) for case in cases), conclude=lambda: None)
 
 
 if __name__ == "__main__":

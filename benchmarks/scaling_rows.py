@@ -92,8 +92,7 @@ def measured(results: Results, data: dict[str, Any], row: Row) -> Measured | str
     calls = int(row["samples"].split(" x ")[1])
     figures = (results.name, row["case"], row["phase"], call, row["ms"], row["spread"], calls)
     if rotating:
-        pair = (other for other in data["rows"] if (other["case"], other["system"]) == (row["case"], STILL))
-        still = next((other["ms"] for other in pair if other["phase"] == row["phase"] and "ms" in other), None)
+        still = still_of(data, row)
         kernel = results.taken(call.length) or PLATFORMS[0]
         return "nothing to compare with" if still is None else Measured(kernel, *figures, True, True, still)
     platform = results.taken(call.length) if name in ("auto", "ring") else name.removeprefix("ring ")
@@ -105,6 +104,14 @@ def measured(results: Results, data: dict[str, Any], row: Row) -> Measured | str
     in_jax = alone or name != row["system"]
     by_clock = in_jax and "wall ms" not in row  # beside a time by events stands one by clock
     return Measured(platform, *figures, in_jax, by_clock, alone=alone)
+
+
+def still_of(data: dict[str, Any], row: Row) -> float | None:
+    """The milliseconds of the same pass with nothing sent."""
+    same = (
+        other for other in data["rows"] if (other["case"], other["system"], other["phase"]) == (row["case"], STILL, row["phase"])
+    )
+    return next((other["ms"] for other in same if "ms" in other), None)
 
 
 def ranks_of(data: dict[str, Any]) -> int:

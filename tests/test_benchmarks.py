@@ -20,6 +20,7 @@ import ring_memory
 import ring_overlap
 import ring_profile
 import timing
+from one_gpu_run import Bench
 from report import Report, short
 from ring_attn import ring_attention
 from ring_profile import COPY, REST, ROTATION, Event
@@ -213,10 +214,10 @@ def test_nothing_travels_in_what_overlap_compares_with():
 
 @pytest.mark.slow
 def test_a_rank_alone_is_timed_in_both_directions(tmp_path: Path):
-    report, mesh = Report(tmp_path, "alone"), Mesh(jax.devices()[:2], (ring_overlap.STILL,))
-    options = SimpleNamespace(platforms=["xla", "triton"], rounds=1, size=2)
-    ring_alone.measure(report, Team(), mesh, Case("64 tokens, a rank of 2", 64, heads=4, kv_heads=2, dim=8), options)
-    found = {(row["system"], row["phase"]): row for row in report.rows}
+    options = SimpleNamespace(platforms=["xla", "triton"], rounds=1, size=2, output=tmp_path)
+    bench, mesh = Bench(options, "alone"), Mesh(jax.devices()[:2], (ring_overlap.STILL,))
+    ring_alone.measure(bench, mesh, Case("64 tokens, a rank of 2", 64, heads=4, kv_heads=2, dim=8))
+    found = {(row["system"], row["phase"]): row for row in bench.report.rows}
     assert "need an NVIDIA GPU" in found.pop(("triton", "check"))["failed"]
     ms = [found["xla", phase]["ms"] for phase in ("forward", "backward", "both")]
     assert len(found) == 3 and ms[2] == ms[0] + ms[1]
