@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from functools import cache
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import torch
 
 from torch_bridge.dlpack import DEFAULT_STREAM, conversions, exportable
+from torch_bridge.jax_memory import trim_jax_memory
 from torch_bridge.request import Form
 from torch_bridge.ring import Tensors
 
@@ -83,9 +84,10 @@ class _Copied(NamedTuple):
 
 class _OnGpu:
     """The host waits for nothing. JAX's one stream waits for torch's current stream, which then waits for JAX: whatever torch does
-    with the tensors' memory afterwards comes after JAX. JAX writes the results into memory of torch's own, whose allocator knows
-    which streams use it. A result that JAX wrote elsewhere all the same is copied, and JAX gets that memory back with the next
-    call, which is ordered after the copy.
+    with the tensors' memory afterwards comes after JAX. So JAX's arrays own none of it, and a tensor that is dropped when a call
+    has returned is free at once, however far behind the device is. JAX writes the results into memory of torch's own, whose
+    allocator knows which streams use it. A result that JAX wrote elsewhere all the same is copied, and JAX gets that memory back
+    with the next call, which is ordered after the copy.
     """
 
     in_place: bool = True
@@ -96,25 +98,27 @@ class _OnGpu:
         self._lock = Lock()
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._copied: _Copied | None = None
+        self._unfinished: list[torch.Tensor | None] = []
 
     def __call__(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
         with self._lock:
+            stream = torch.cuda.current_stream(self._torch_device)
+            self._release(stream)
+            homes = self._allocated(lambda: [self._empty(form) for form in compiled.results])
+            # Held until the stream waits for JAX: they are the only owners of what JAX uses, the caller's tensors or copies.
+            given = self._allocated(lambda: [None if tensor is None else exportable(tensor) for tensor in tensors])
+            given += homes if self.in_place else []
             try:
-                return self._call(join, compiled, tensors)
-            except jax.errors.JaxRuntimeError as error:
-                if not _OUT_OF_MEMORY.search(str(error)):
-                    raise
-            # JAX cannot use what torch's allocator caches. XLA allocates before it launches, so the other ranks only wait.
-            torch.cuda.empty_cache()
-            return self._call(join, compiled, tensors)
-
-    def _call(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
-        stream = torch.cuda.current_stream(self._torch_device)
-        self._release(stream)
-        homes = [torch.empty(shape, dtype=dtype, device=self._torch_device) for shape, dtype in compiled.results]
-        # Held until the stream waits for JAX: they are the only owners of any copy that was made for JAX.
-        arrays = self.arrays(join, tensors, homes if self.in_place else [], stream)
-        return self._settle(compiled.function(*arrays), homes, stream)
+                arrays = self._run(join, compiled.function, given, stream)
+                self.convert.wait(arrays[-1], _number(stream))  # all results of a program are ready together
+            except BaseException as error:
+                if not _out_of_memory(error):
+                    # JAX may have begun, and use their memory still. It runs a later call after this one, and the stream waits for
+                    # that one's end.
+                    self._unfinished += [*given, *homes]
+                raise
+            self._unfinished.clear()
+            return self._settle(arrays, homes, stream)
 
     def _release(self, stream: torch.cuda.Stream) -> None:
         """Give JAX back the arrays that were copied: its next computation waits for ``stream``, which waits for the copies."""
@@ -122,12 +126,32 @@ class _OnGpu:
             stream.wait_event(self._copied.event)
         self._copied = None
 
-    def arrays(self, join: Join, tensors: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream) -> list[jax.Array | None]:
-        ready = [*(None if tensor is None else exportable(tensor) for tensor in tensors), *homes]
+    def _empty(self, form: Form) -> torch.Tensor:
+        return torch.empty(form.shape, dtype=form.dtype, device=self._torch_device)
+
+    def _allocated(self, allocate: Callable[[], list[Any]]) -> list[Any]:
+        """What ``allocate`` returns; where torch is out of memory, once JAX has given back what it only keeps."""
+        try:
+            return allocate()
+        except torch.cuda.OutOfMemoryError:
+            trim_jax_memory(self._torch_device)
+            return allocate()
+
+    def _run(self, join: Join, function: Callable, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array]:
+        try:
+            return function(*self.arrays(join, given, stream))
+        except jax.errors.JaxRuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+        # JAX cannot use what torch's allocator caches. XLA allocates before it launches, so the other ranks only wait.
+        torch.cuda.empty_cache()
+        return function(*self.arrays(join, given, stream))
+
+    def arrays(self, join: Join, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array | None]:
         after: int | None = self.after(stream)  # ordered after any copies that ``exportable`` made
         to_array = self.convert.to_array
         arrays: list[jax.Array | None] = []
-        for tensor in ready:
+        for tensor in given:
             if tensor is None:
                 arrays.append(None)
                 continue
@@ -144,8 +168,7 @@ class _OnGpu:
         return number
 
     def _settle(self, arrays: list[jax.Array], homes: list[torch.Tensor], stream: torch.cuda.Stream) -> Outcome:
-        event, number = torch.cuda.Event(), stream.cuda_stream or DEFAULT_STREAM
-        self.convert.to_tensor(arrays[-1], number)  # makes the stream wait; all results of a program are ready together
+        event = torch.cuda.Event()
         pointers = [array.unsafe_buffer_pointer() for array in arrays]
         if pointers == [home.data_ptr() for home in homes]:
             event.record(stream)
@@ -156,10 +179,20 @@ class _OnGpu:
         elsewhere = [array for array, result in zip(arrays, results, strict=True) if result is None]
         self._copied = _Copied(stream, event, elsewhere) if elsewhere else None
         try:
-            copies = (self.convert.to_tensor(array, number).clone() for array in elsewhere)
+            copies = iter(self._allocated(lambda: [self.convert.to_tensor(x, _number(stream)).clone() for x in elsewhere]))
             return Outcome([next(copies) if result is None else result for result in results], event)
         finally:
             event.record(stream)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether JAX found no memory for a program, which it looks for before it launches any of it."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+def _number(stream: torch.cuda.Stream) -> int:
+    """DLPack's number for a stream."""
+    return stream.cuda_stream or DEFAULT_STREAM
 
 
 def _jax_gpu(device: torch.device) -> jax.Device:

@@ -22,6 +22,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from torch_bridge.dlpack_view import View, view_capsule
+
 if TYPE_CHECKING:
     import jax
 
@@ -148,32 +150,52 @@ class Conversions(NamedTuple):
     """:func:`to_jax` and :func:`to_torch` for calls of many tensors on one device.
 
     ``to_array(tensor, stream)``: takes an :func:`exportable` tensor of a dtype that JAX keeps. On a GPU JAX reads the array after
-    all work queued so far on ``stream``, one of JAX's streams; with None there is no such ordering.
+    all work queued so far on ``stream``, one of JAX's streams; with None there is no such ordering. There the array does not own
+    the memory: the caller holds the tensor until torch's stream waits for JAX. On a CPU the array holds it.
     ``to_tensor(array, stream)``: this process's shard of ``array``. On a GPU ``stream``, a torch stream by its DLPack number, waits
     for JAX; on a CPU, with None, the host waits.
+    ``wait(array, stream)``: the waiting alone.
     """
 
     to_array: "Callable[[torch.Tensor, int | None], jax.Array]"
     to_tensor: "Callable[[jax.Array, int | None], torch.Tensor]"
+    wait: "Callable[[jax.Array, int | None], object]"
 
 
 def conversions(here: torch.device, there: "jax.Device") -> Conversions:
     """Conversions between torch's and JAX's views of one device. Uses jaxlib's own functions if they are available, because the
     Python wrappers in ``jax.dlpack`` take several times as long."""
-    return _direct_conversions(here, there) or Conversions(
-        lambda tensor, stream: to_jax(tensor), lambda array, stream: to_torch(array.addressable_data(0))
-    )
+    return _direct_conversions(here, there) or _public_conversions(here, there)
+
+
+def _public_conversions(here: torch.device, there: "jax.Device") -> Conversions:
+    import jax
+
+    def to_array(tensor: torch.Tensor, stream: int | None) -> "jax.Array":
+        return to_jax(tensor) if here.type == "cpu" else jax.dlpack.from_dlpack(View(tensor), device=there)
+
+    def to_tensor(array: "jax.Array", stream: int | None) -> torch.Tensor:
+        return to_torch(array.addressable_data(0))
+
+    return Conversions(to_array, to_tensor, to_tensor)
 
 
 def _direct_conversions(here: torch.device, there: "jax.Device") -> Conversions | None:
     """None if jaxlib lacks these private functions, or if they behave differently in this version."""
-    kind, stream = (_DL_CPU, None) if here.type == "cpu" else (_DL_CUDA, DEFAULT_STREAM)
+    kind, stream, capsule = (_DL_CPU, None, to_dlpack) if here.type == "cpu" else (_DL_CUDA, DEFAULT_STREAM, view_capsule)
     try:
         functions = import_module("jaxlib._jax")
         take, give = functions.dlpack_managed_tensor_to_buffer, functions.buffer_to_dlpack_managed_tensor
+        collect_garbage = functions.collect_garbage
+
+        def wait(array: "jax.Array", stream: int | None) -> None:
+            give(array, stream=stream)
+            collect_garbage()  # or the array stays alive until JAX's next call: the capsule let go of it without Python's lock
+
         direct = Conversions(
-            lambda tensor, stream: take(to_dlpack(tensor), there, stream, None, kind),
+            lambda tensor, stream: take(capsule(tensor), there, stream, None, kind),
             lambda array, stream: from_dlpack(give(array, stream=stream)),
+            wait,
         )
         with _disable_current_modes():  # a program may be made while torch traces, but this tensor must be real
             sample = torch.zeros(CPU_ALIGNMENT, device=here)

@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import threading
-import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch_bridge import coordinator, peers
 from torch_bridge.calls import PeerFailure, compare, watch
 from torch_bridge.hosts import let_gloo_reach_other_hosts
+from torch_bridge.jax_memory import choose_allocator
 from torch_bridge.kept import keep_programs
 from torch_bridge.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT
@@ -145,9 +145,7 @@ def _start_world(device: torch.device | None, settings: peers.Settings, arrival:
 
 def _settings_before_jax(device: torch.device | None) -> None:
     """Set what JAX reads from the environment when its backends start; the user's own settings are kept."""
-    if "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ and _backends_started():
-        _warn_of_preallocation()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes 75 % of the GPU that torch uses too
+    choose_allocator(running=_backends_started())
     if "JAX_PLATFORMS" not in os.environ and not torch.cuda.is_available():
         os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -156,19 +154,6 @@ def _settings_before_jax(device: torch.device | None) -> None:
     if not _backends_started() and not _platforms() and "JAX_PLATFORMS" in os.environ:
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     keep_programs()
-
-
-def _warn_of_preallocation() -> None:
-    import jax
-
-    if jax.default_backend() == "gpu" and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default") in ("default", "bfc"):
-        warnings.warn(
-            "JAX was running in this process before ring_attn started it, and has taken its share of the GPU's memory, 75 % unless "
-            "told otherwise, which torch cannot use. Call torch_bridge.runtime.start() before the first use of JAX, or set "
-            "XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _backends_started() -> bool:

@@ -56,7 +56,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.log.append("torch's cache is emptied"))
         monkeypatch.setattr(jax, "local_devices", lambda backend: [self])
         monkeypatch.setattr(crossing, "exportable", self.exportable)
-        monkeypatch.setattr(crossing, "conversions", lambda here, there: dlpack.Conversions(self.to_array, self.to_tensor))
+        monkeypatch.setattr(crossing, "conversions", lambda here, there: dlpack.Conversions(self.to_array, self.to_tensor, self.to_tensor))
         monkeypatch.setattr(torch.Tensor, "unsafe_buffer_pointer", torch.Tensor.data_ptr, raising=False)
         self.way = crossing._OnGpu(torch.device("cuda", 0))
         self.way._torch_device = CPU
@@ -105,24 +105,95 @@ def test_jax_waits_for_torch_then_torch_for_jax(gpu):
     assert results[0].tolist() == [2.0] * 3
 
 
-def test_what_jax_reads_is_held_until_the_stream_waits_for_it(gpu):
+class Seen:
+    """What is alive of the tensors that JAX was given. Its arrays own nothing."""
+
+    def __init__(self, gpu, monkeypatch):
+        self.given, self.at_the_wait = [], []
+        self.wait = gpu.way.convert.wait
+        gpu.way.convert = dlpack.Conversions(self.to_array, gpu.to_tensor, self.watched)
+        monkeypatch.setattr(crossing, "exportable", lambda tensor: tensor.clone())
+
+    def to_array(self, tensor, stream):
+        self.given.append(weakref.ref(tensor))
+        return None
+
+    def watched(self, array, stream):
+        self.at_the_wait = self.alive()
+        return self.wait(array, stream)
+
+    def alive(self):
+        return [tensor() is not None for tensor in self.given]
+
+
+@pytest.fixture
+def seen(gpu, monkeypatch):
+    return Seen(gpu, monkeypatch)
+
+
+def test_what_jax_uses_is_held_until_the_stream_waits_for_it_and_no_longer(gpu, seen):
     """A copy that was made for JAX has no other owner: let go before, another thread's work on the stream could have its memory."""
-    read = []
+    gpu.call(lambda *arrays: [torch.ones(3)], (torch.ones(3), torch.ones(2), None))
+    assert seen.at_the_wait == [True] * 3  # two operands and the result's memory
+    assert seen.alive() == [False] * 3
 
-    def to_array(tensor, stream):
-        copy = tensor.clone()
-        read.append(weakref.ref(copy))
-        return copy
 
-    def to_tensor(array, stream):
-        held.append([array() is not None for array in read])
-        return array
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_what_a_broken_call_may_still_use_is_held_until_a_later_one_has_ended(gpu, seen, where, monkeypatch):
+    def fails(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: in the middle")
 
-    held: list[list[bool]] = []
-    gpu.way.convert = dlpack.Conversions(to_array, to_tensor)
-    gpu.call(in_place)
-    assert held[0] == [True, True]
-    assert [array() for array in read[:1]] == [None]
+    whole, function = gpu.way.convert, fails
+    if where == "wait":
+        gpu.way.convert, function = whole._replace(wait=fails), lambda *arrays: [torch.ones(3)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="in the middle"):
+        gpu.call(function)
+    gpu.way.convert = whole
+    assert seen.alive() == [True, True]
+    gpu.call(lambda *arrays: [torch.ones(3)])
+    assert seen.at_the_wait == [True] * 4
+    assert seen.alive() == [False] * 4
+
+
+def test_of_a_call_that_found_no_memory_nothing_is_held(gpu, seen):
+    def fails(*arrays):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        gpu.call(fails)
+    assert seen.alive() == [False] * 4  # of both tries
+
+
+def short_of_torch_memory(times):
+    """``torch.empty``, or whatever allocates, the first ``times`` times."""
+    failures = [torch.cuda.OutOfMemoryError] * times
+
+    def allocate(original):
+        def once_there_is_room(*arguments, **options):
+            if failures:
+                raise failures.pop()
+            return original(*arguments, **options)
+
+        return once_there_is_room
+
+    return allocate
+
+
+@pytest.mark.parametrize("what", ["results", "copies of operands", "copies of results"])
+def test_what_jax_keeps_for_later_is_given_to_torch(gpu, what, monkeypatch):
+    monkeypatch.setattr(crossing, "trim_jax_memory", lambda device: gpu.log.append("jax's pool is trimmed"))
+    short = short_of_torch_memory(1)
+    if what == "results":
+        monkeypatch.setattr(gpu.way, "_empty", short(gpu.way._empty))
+    elif what == "copies of operands":
+        monkeypatch.setattr(crossing, "exportable", short(gpu.exportable))
+    else:
+        monkeypatch.setattr(torch.Tensor, "clone", short(torch.Tensor.clone))
+    runs = []
+    results, _ = gpu.call(lambda *arrays: runs.append(1) or elsewhere(*arrays))
+    assert results[0].tolist() == [2.0] * 3
+    assert gpu.log.count("jax's pool is trimmed") == 1
+    assert len(runs) == 1  # the other ranks of a ring run it once
 
 
 def test_nothing_is_kept_of_what_jax_wrote_in_place(gpu):
@@ -176,7 +247,7 @@ def test_what_torch_keeps_for_later_is_given_to_jax(gpu):
         return in_place(*arrays)
 
     assert gpu.call(short_of_memory).results[0].tolist() == [2.0] * 3
-    assert gpu.log[len(IN) : len(IN) + 2] == ["torch's cache is emptied", "made contiguous"]
+    assert gpu.log[len(IN) : len(IN) + 2] == ["torch's cache is emptied", "jax 40 waits for main"]
 
 
 @pytest.mark.parametrize(("message", "tries"), [("RESOURCE_EXHAUSTED: Out of memory", 2), ("INTERNAL: something else", 1)])
@@ -193,6 +264,7 @@ def test_a_copy_that_fails_is_still_waited_for(gpu, monkeypatch):
     def fails(tensor):
         raise torch.cuda.OutOfMemoryError
 
+    monkeypatch.setattr(crossing, "trim_jax_memory", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "clone", fails)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         gpu.call(elsewhere)
@@ -272,7 +344,9 @@ def test_attention_by_way_of_a_gpu(gpu, given, monkeypatch):
     monkeypatch.undo()
     real = dlpack.conversions(CPU, jax.local_devices(backend="cpu")[0])
     gpu.way.convert = dlpack.Conversions(
-        lambda tensor, _: real.to_array(tensor, None), lambda array, _: real.to_tensor(array, None)
+        lambda tensor, _: real.to_array(tensor, None),
+        lambda array, _: real.to_tensor(array, None),
+        lambda array, _: real.to_tensor(array, None),
     )
     gpu.way.in_place = given
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.main)

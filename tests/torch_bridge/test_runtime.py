@@ -12,9 +12,10 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 from launch import WORKERS, environment, processes
 
-from torch_bridge import calls, coordinator, mesh, peers, runtime
+from torch_bridge import calls, coordinator, jax_memory, mesh, peers, runtime
 from torch_bridge.mesh import Ring, jax_mesh, resolve, to_global, to_local
 from torch_bridge.relay import open_relay
 
@@ -167,23 +168,37 @@ def test_one_process_needs_no_torch_distributed():
 
 
 @pytest.fixture
-def running_jax(monkeypatch):
-    """A program that has used JAX on a GPU before it came here, with no setting of its own."""
+def unset(monkeypatch):
+    """No setting of the user's, on a machine whose torch has CUDA."""
     for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    jax_memory._say_once_what_it_costs.cache_clear()
+
+
+@pytest.fixture
+def running_jax(unset, monkeypatch):
+    """A program that has used JAX on a GPU before it came here, with no setting of its own."""
     monkeypatch.setattr(runtime, "_backends_started", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 @pytest.mark.usefixtures("running_jax")
-def test_a_program_whose_jax_has_taken_the_gpu_is_told_once():
-    with pytest.warns(RuntimeWarning, match=r"has taken its share .* XLA_PYTHON_CLIENT_PREALLOCATE=false"):
+@pytest.mark.parametrize(("preallocate", "said"), [(None, "has taken its share .*PREALLOCATE=false"), ("false", "by doubling")])
+def test_a_program_whose_jax_runs_with_another_pool_is_told_once(preallocate, said, monkeypatch):
+    if preallocate:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", preallocate)
+    with pytest.warns(RuntimeWarning, match=said) as told:
         runtime._settings_before_jax(None)
+    assert len(told) == 1
     runtime._settings_before_jax(None)
+    assert "XLA_PYTHON_CLIENT_ALLOCATOR" not in os.environ  # too late for this process
 
 
 @pytest.mark.usefixtures("running_jax")
-@pytest.mark.parametrize("setting", [("PREALLOCATE", "true"), ("PREALLOCATE", "false"), ("ALLOCATOR", "platform")])
+@pytest.mark.parametrize("setting", [("PREALLOCATE", "true"), ("ALLOCATOR", "platform"), ("ALLOCATOR", "cuda_async")])
 def test_what_the_user_has_set_stays(setting, monkeypatch):
     name = f"XLA_PYTHON_CLIENT_{setting[0]}"
     monkeypatch.setenv(name, setting[1])
@@ -191,10 +206,26 @@ def test_what_the_user_has_set_stays(setting, monkeypatch):
     assert os.environ[name] == setting[1]
 
 
-def test_jax_takes_no_memory_ahead(monkeypatch):
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize("allocator", ["bfc", "default"])
+def test_a_pool_that_the_user_chose_stays_and_its_cost_is_said_once(allocator, monkeypatch):
+    monkeypatch.setattr(runtime, "_backends_started", lambda: False)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", allocator)
+    with pytest.warns(RuntimeWarning, match="has the allocator of XLA_PYTHON_CLIENT_ALLOCATOR: its pool grows by doubling") as told:
+        runtime._settings_before_jax(None)
     runtime._settings_before_jax(None)
-    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert len(told) == 1 and os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == allocator
+
+
+@pytest.mark.usefixtures("unset")
+def test_jax_takes_no_memory_ahead_and_has_cudas_own_pool(monkeypatch):
+    monkeypatch.setattr(runtime, "_backends_started", lambda: False)
+    for _ in range(2):
+        runtime._settings_before_jax(None)
+        assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+        assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
+        monkeypatch.setattr(runtime, "_backends_started", lambda: True)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 @pytest.mark.usefixtures("fresh")
