@@ -19,7 +19,7 @@ os.environ.setdefault("CPU_NUM_DEVICES", "4")
 # and what needs a GPU runs where JAX may use one: JAX_PLATFORMS=cuda pytest -m gpu (`make test-gpu`).
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["jax_core/kernels/test_triton.py"]
 collect_ignore += (
-    [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["jax_core/kernels/test_gpu.py", "torch_bridge/test_gpu_bridge.py"]
+    [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["gpu", "jax_core/kernels/test_gpu.py", "torch_bridge/test_gpu_bridge.py"]
 )
 
 # What needs transformers, accelerate, TRL, diffusers, flax, equinox or torchtitan: `make test-integrations` has them all.

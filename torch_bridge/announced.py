@@ -39,15 +39,20 @@ def announced(where: Callable[..., Where | None], others: Others = NO_OTHERS) ->
             entered = peers.prepare()
             try:
                 return function(*args, **kwargs)
+            except _NO_FAILURES:
+                raise
             except Exception as raised:
                 error = explained(raised, function, kwargs, others)
-                with suppress(ValueError):  # not a valid mesh: it is unknown which ranks this call was meant for
-                    mesh = where(*args, **kwargs)
-                    if mesh is not None:
-                        _tell(resolve(*mesh), _device((*args, *kwargs.values())), error)
-                if error is raised:
-                    raise
-                raise error from None
+                try:
+                    with suppress(ValueError):  # not a valid mesh: it is unknown which ranks this call was meant for
+                        mesh = where(*args, **kwargs)
+                        if mesh is not None:
+                            _tell(resolve(*mesh), _device((*args, *kwargs.values())), error)
+                    if error is raised:
+                        raise
+                    raise error from None
+                finally:
+                    del error  # it holds this frame, and with it the call's tensors, until Python's garbage collection
             finally:
                 peers.prepared(entered)
 

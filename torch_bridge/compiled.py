@@ -18,19 +18,12 @@ from torch_bridge.mistakes import look_at_queries, look_at_shards, shapes_only
 from torch_bridge.request import VALUE, Form, LocalAttention, Request, specify
 from torch_bridge.ring import Tensors
 from torch_bridge.runtime import start
+from torch_bridge.xla_options import options_of_ring
 
 _MUST_AGREE = (
     "ring_attention must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
     "pad the sequence so that it divides (ring_attn.pad)"
 )
-# XLA on GPU combines permutes that start together into one collective, up to 30 MiB. Above that they stay separate, and only one
-# would overlap with the kernel.
-ONE_ROTATION = {"xla_gpu_collective_permute_combine_threshold_bytes": str(2**40)}
-# A ring on two axes has a rotation under way on each.
-TWO_AXES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
-# XLA would share the search for the fastest algorithms among the processes of a program, and wait for one that has found its
-# program on disk and searches for nothing.
-EACH_ITS_OWN = {"xla_gpu_shard_autotuning": False}
 
 
 @dataclass(eq=False)
@@ -142,7 +135,7 @@ def _on_ring(
     if _alone(ring):
         return Compiled(jax.jit(function, **settings), results)
     if platform == "gpu":
-        settings["compiler_options"] = ONE_ROTATION | EACH_ITS_OWN | (TWO_AXES if len(ring.sizes) > 1 else {})
+        settings["compiler_options"] = options_of_ring(len(ring.sizes))
     rows = PartitionSpec(ring.axis_name)
     mapped = jax.shard_map(function, mesh=jax_mesh(ring, platform), in_specs=rows, out_specs=rows, check_vma=False)
     return Compiled(jax.jit(mapped, out_shardings=sharding(ring, platform), **settings), results)

@@ -15,7 +15,7 @@ import jax
 import torch
 
 from torch_bridge.dlpack import DEFAULT_STREAM, conversions, exportable
-from torch_bridge.jax_memory import trim_jax_memory
+from torch_bridge.jax_memory import keep_a_little, trim_jax_memory
 from torch_bridge.request import Form
 from torch_bridge.ring import Tensors
 
@@ -66,7 +66,7 @@ class _OnCpu:
         atexit.register(time.sleep, _LETTING_GO)
 
     def __call__(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
-        to_array, to_tensor = self.convert
+        to_array, to_tensor, _ = self.convert
         arrays = [None if x is None else join(to_array(exportable(x), None)) for x in tensors]  # held until the results are ready
         results = compiled.function(*arrays)
         for result in results:
@@ -94,6 +94,7 @@ class _OnGpu:
 
     def __init__(self, device: torch.device) -> None:
         self._torch_device, self._jax_device = device, _jax_gpu(device)
+        keep_a_little(device)
         self.convert = conversions(device, self._jax_device)
         self._lock = Lock()
         self._streams: dict[int, torch.cuda.Stream] = {}

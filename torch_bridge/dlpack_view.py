@@ -1,26 +1,32 @@
 """DLPack capsules of a tensor's memory that do not own it: whoever imports one keeps nothing alive (docs/streams.md says who does).
 
-A capsule consists of a ``DLManagedTensor`` (https://dmlc.github.io/dlpack/latest/c_api.html) and the shape, in one block from
-``malloc``, with ``free`` as its deleter: releasing it needs neither Python nor its lock.
+A capsule is a ``DLManagedTensor`` (https://dmlc.github.io/dlpack/latest/c_api.html) in a block from ``malloc``, with ``free`` as
+its deleter: releasing it needs neither Python nor its lock.
 """
 
 import ctypes
 from functools import cache
-from typing import NamedTuple
+from struct import Struct
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.dlpack import to_dlpack
 
 _NAME = b"dltensor"
+_POINTER = Struct("P")
 _LIBC = ctypes.CDLL(None)
-_LIBC.malloc.restype = ctypes.c_void_p
-_LIBC.malloc.argtypes = (ctypes.c_size_t,)
 _FREE = ctypes.cast(_LIBC.free, ctypes.c_void_p)
 
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+def _function(function: Any, result: type, *arguments: type) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_malloc = _function(_LIBC.malloc, ctypes.c_void_p, ctypes.c_size_t)
+_memmove = _function(_LIBC.memmove, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
+_new_capsule = _function(ctypes.pythonapi.PyCapsule_New, ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_pointer_of = _function(ctypes.pythonapi.PyCapsule_GetPointer, ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
 
 class _Managed(ctypes.Structure):
@@ -43,34 +49,31 @@ _SIZE = ctypes.sizeof(_Managed)
 
 
 class _Form(NamedTuple):
-    """What the capsules of tensors of one shape, dtype and device have in common."""
+    """What the capsules of tensors of one shape, dtype and device have in common: all that follows the pointer to the memory.
+    ``shape``: where it points to; kept for as long as the process lives, since a capsule may be."""
 
-    block: bytes
-    size: int
+    rest: bytes
+    shape: ctypes.Array
 
 
 @cache
 def _form(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Form:
     capsule = to_dlpack(torch.empty(0, dtype=dtype, device=device))  # has torch's codes for the dtype and the device
     managed = _Managed.from_buffer_copy(ctypes.string_at(_pointer_of(capsule, _NAME), _SIZE))
-    managed.ndim, managed.strides, managed.byte_offset, managed.manager_ctx = len(shape), None, 0, None
-    managed.deleter = _FREE.value
-    block = bytes(managed) + bytes((ctypes.c_int64 * len(shape))(*shape))
-    return _Form(block, len(block))
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    managed.ndim, managed.shape, managed.strides = len(shape), ctypes.addressof(sizes), None
+    managed.byte_offset, managed.manager_ctx, managed.deleter = 0, None, _FREE.value
+    return _Form(bytes(managed)[_POINTER.size :], sizes)
 
 
 def view_capsule(tensor: torch.Tensor) -> object:
     """A DLPack capsule of a contiguous ``tensor``'s memory. The caller keeps the tensor for as long as the memory is used."""
-    block, size = _form(tensor.shape, tensor.dtype, tensor.device)
-    address = _LIBC.malloc(size)
-    ctypes.memmove(address, block, size)
-    managed = _Managed.from_address(address)
-    managed.data, managed.shape = tensor.data_ptr(), address + _SIZE
-    return _new_capsule(address, _NAME, None)
+    block = _POINTER.pack(tensor.data_ptr()) + _form(tensor.shape, tensor.dtype, tensor.device).rest
+    return _new_capsule(_memmove(_malloc(_SIZE), block, _SIZE), _NAME, None)
 
 
 class View:
-    """The same for consumers that ask a tensor for its capsule. They are ordered after the current stream, as by the tensor itself."""
+    """The same for consumers that ask a tensor for its capsule. Ordered after the current stream as by the tensor itself."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

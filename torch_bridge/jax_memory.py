@@ -11,6 +11,8 @@ _ALLOCATOR, _PREALLOCATE = "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_PRE
 # CUDA's own stream-ordered pool: it holds what was in use at once, where XLA's own ("bfc") doubles its regions and gives none back.
 _POOL = "cuda_async"
 _BFC = ("default", "bfc")
+_RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+_KEPT = 2**30
 
 
 def choose_allocator(running: bool) -> None:
@@ -52,10 +54,28 @@ def _on_gpu(running: bool) -> bool:
     return jax.default_backend() == "gpu"
 
 
+def keep_a_little(device: torch.device) -> None:
+    """Once JAX runs: let its pool keep what short calls need. It would give back all that is unused at every synchronisation of the
+    device, and to ask CUDA for it again takes longer than such a call."""
+    if os.environ.get(_ALLOCATOR) != _POOL:
+        return
+    cuda, pool = _pool(device)
+    kept = ctypes.c_uint64()
+    cuda.cuMemPoolGetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(kept))
+    if kept.value < _KEPT:  # more where torch uses the same pool (backend:cudaMallocAsync)
+        cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(ctypes.c_uint64(_KEPT)))
+
+
 def trim_jax_memory(device: torch.device) -> None:
     """Give what JAX's pool only keeps back to the GPU, once the device has done all that it was sent. Only ``cuda_async`` can."""
     torch.cuda.synchronize(device)
-    cuda = ctypes.CDLL("libcuda.so.1")
-    number, pool = ctypes.c_int(), ctypes.c_void_p()
-    if cuda.cuDeviceGet(ctypes.byref(number), device.index) == cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), number) == 0:
-        cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t(0))
+    cuda, pool = _pool(device)
+    cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t(0))
+
+
+def _pool(device: torch.device) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """CUDA's driver, and its default pool of this device, which JAX takes. An empty one where the driver has none."""
+    cuda, number, pool = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    cuda.cuDeviceGet(ctypes.byref(number), device.index)
+    cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), number)
+    return cuda, pool

@@ -28,6 +28,7 @@ from torch_bridge.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT
 from torch_bridge.relay import leave_jax, open_relay
 from torch_bridge.stuck import named
+from torch_bridge.xla_options import options_of_ring
 
 if TYPE_CHECKING:
     import jax
@@ -342,7 +343,9 @@ def _rotate_once(ring: Ring, device: torch.device) -> None:
             block = jax.lax.psum(block, axis)
         return block
 
-    program = jax.jit(jax.shard_map(rotate, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    options = options_of_ring(len(ring.axes)) if device.type == "cuda" else None
+    mapped = jax.shard_map(rotate, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    program = jax.jit(mapped, compiler_options=options)
     local = jax.device_put(jnp.zeros(1), mesh.local_devices[0])
     with watch(ring, "start"):
         to_local(program(to_global(ring, local))).block_until_ready()

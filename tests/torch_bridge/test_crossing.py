@@ -56,7 +56,9 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.log.append("torch's cache is emptied"))
         monkeypatch.setattr(jax, "local_devices", lambda backend: [self])
         monkeypatch.setattr(crossing, "exportable", self.exportable)
-        monkeypatch.setattr(crossing, "conversions", lambda here, there: dlpack.Conversions(self.to_array, self.to_tensor, self.to_tensor))
+        monkeypatch.setattr(
+            crossing, "conversions", lambda here, there: dlpack.Conversions(self.to_array, self.to_tensor, self.to_tensor)
+        )
         monkeypatch.setattr(torch.Tensor, "unsafe_buffer_pointer", torch.Tensor.data_ptr, raising=False)
         self.way = crossing._OnGpu(torch.device("cuda", 0))
         self.way._torch_device = CPU
@@ -116,7 +118,6 @@ class Seen:
 
     def to_array(self, tensor, stream):
         self.given.append(weakref.ref(tensor))
-        return None
 
     def watched(self, array, stream):
         self.at_the_wait = self.alive()

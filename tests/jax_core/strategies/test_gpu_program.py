@@ -33,7 +33,7 @@ from jax_core.kernels.triton import launch
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands
-from torch_bridge.compiled import ONE_ROTATION, TWO_AXES
+from torch_bridge.xla_options import options_of_ring
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for GPUs is not installed: make test-gpu-aot")
 triton = import_module("triton")  # where that is installed, its absence is a fault
@@ -76,7 +76,7 @@ def compiled(
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=tuple(array.sharding.spec for array in arrays), out_specs=rows))
     with hopper():
         lowered = function.trace(*arrays).lower(lowering_platforms=("cuda",))
-    settings = ONE_ROTATION | (TWO_AXES if hosts > 1 else {})
+    settings = options_of_ring(2 if hosts > 1 else 1)
     return lowered.compile(compiler_options={"xla_gpu_cuda_data_dir": toolkit(), **settings})
 
 

@@ -1,0 +1,61 @@
+"""Memory that torch and JAX share on GPUs, under a device that is far behind: the checks of ``memory_worker.py`` on
+rings of one and two. ``make test-gpu`` runs them."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.memory_worker import ALONE, CHECKS, TOGETHER
+
+pytestmark = pytest.mark.gpu
+
+WORKER = Path(__file__).with_name("memory_worker.py")
+ROOT = Path(__file__).parents[2]
+
+
+def run(processes: int, *checks: str, **variables: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **variables}
+    environment.pop("JAX_PLATFORMS", None)
+    done = subprocess.run(
+        [*command, str(WORKER), *checks],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    ok = done.returncode == 0 and "the end" in done.stdout
+    return done.stdout if ok or not checks else pytest.fail(done.stdout)
+
+
+@cache
+def all_checks(size: int) -> str:
+    return run(size)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_memory(size, check):
+    if size > torch.cuda.device_count():
+        pytest.skip(f"{size} GPUs are needed")
+    if check in (ALONE if size > 1 else TOGETHER):
+        pytest.skip("a ring of one has no other rank that could fail; the threads of two would make their calls in two orders")
+    said = all_checks(size)
+    assert all(f"rank {rank}: {check}: ok" in said for rank in range(size)), said
+
+
+@pytest.mark.parametrize("check", ["held", "storm"])
+def test_with_expandable_segments(check):
+    run(1, check, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+
+
+def test_with_the_pool_of_xla():
+    """JAX's own default, which a user may have chosen."""
+    run(1, "storm", XLA_PYTHON_CLIENT_ALLOCATOR="bfc", PYTHONWARNINGS="ignore")
