@@ -81,6 +81,6 @@ class View:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._tensor.__dlpack_device__()
 
-    def __dlpack__(self, **options: object) -> object:
+    def __dlpack__(self, **options: Any) -> object:
         self._tensor.__dlpack__(**options)  # for the streams; that capsule is dropped
         return view_capsule(self._tensor)

@@ -9,7 +9,7 @@ import pytest
 import tiny_transformers as tiny
 import torch
 import transformers
-from launch import ROOT, torchrun
+from launch import PYTHONPATH, ROOT, torchrun
 from transformers import masking_utils as masking
 
 from ring_attn import Ring
@@ -37,7 +37,8 @@ def local():
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("size", [2, 4])
 def test_families_over_a_ring(size):
-    torchrun("transformers_worker.py", size, PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'support'}", HF_HUB_OFFLINE="1", timeout=380)
+    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
+    torchrun("transformers_worker.py", size, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=380)
 
 
 def test_mask_functions_become_the_static_masks():
@@ -287,6 +288,122 @@ def test_a_wrapper_may_call_forward_past_the_hooks(local):
     model, cp = local
     batch = cp.shard(tiny.batch())
     torch.testing.assert_close(model.forward(**batch).loss, model(**batch).loss)
+
+
+def test_the_base_model_takes_the_batch_as_it_is(local):
+    """Labels and their count included: the head is the caller's, and so is the loss."""
+    model, cp = local
+    batch = tiny.batch("left")
+    expected, sharded = llama()(**batch).loss, cp.shard(batch)
+    for base in (model.model, model.base_model, cp.model.get_decoder(), model.model.forward):  # the last is past the hooks
+        outputs = base(**sharded)
+        logits = model.lm_head(outputs.last_hidden_state)
+        assert "loss" not in outputs
+        for given in (logits, transformers.modeling_outputs.CausalLMOutput(logits=logits)):
+            torch.testing.assert_close(cp.loss(given, sharded), expected, atol=TOLERANCE, rtol=0)
+    assert torch.equal(model(**sharded).logits, logits)
+    assert torch.equal(model.model(**sharded, return_dict=False)[0], outputs.last_hidden_state)
+
+
+class Wrapper(torch.nn.Module):
+    """As PEFT's: ``wrapper.base_model.model`` is the model, and older releases call its ``forward``."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = torch.nn.ModuleDict({"model": model})
+
+    def forward(self, **batch):
+        return self.base_model.model.forward(**batch)
+
+
+def test_the_base_model_of_a_wrapped_model():
+    whole, wrapped, batch = llama(), Wrapper(llama()), tiny.batch("right")
+    cp = context_parallel(wrapped, "local")
+    sharded, model = cp.shard(batch), wrapped.base_model.model
+    logits = model.lm_head(model.model(**sharded).last_hidden_state)
+    torch.testing.assert_close(cp.loss(logits, sharded), whole(**batch).loss, atol=TOLERANCE, rtol=0)
+    assert torch.equal(wrapped(**sharded).logits, logits)
+
+
+def test_a_model_without_a_head_is_its_own_base_model():
+    model, ids = llama().model, tiny.tokens()
+    expected = model(ids).last_hidden_state
+    cp = context_parallel(model, "local", layout="contiguous")
+    for base in (model, model.base_model, model.forward):
+        hidden = base(**cp.shard({"input_ids": ids})).last_hidden_state
+        torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_base_model_checks_its_batch_as_the_whole_model_does(local, monkeypatch):
+    model, cp = local
+    batch, other = cp.shard(tiny.batch()), context_parallel(llama(), "local")
+    mask = batch["attention_mask"].clone()
+    mask[:, :3] = 0
+    with pytest.raises(ValueError, match="sharded by another ContextParallel"):
+        model.model(**other.shard(tiny.batch()))
+    with pytest.raises(NotImplementedError, match="output_attentions cannot be given"):
+        model.model(**batch, output_attentions=True)
+    with pytest.raises(ValueError, match="mask of a sharded batch was changed"):
+        model.model(**batch | {"attention_mask": mask})
+    layers, model.model.layers = model.model.layers, model.model.layers[:1]
+    with pytest.raises(NotImplementedError, match="1 attentions of LlamaForCausalLM went through the ring, but it has 2 layers"):
+        model.model(**batch)
+    model.model.layers = layers
+    monkeypatch.setattr(Ring, "size", 2)
+    for way_in in (model, model.model):
+        with pytest.raises(ValueError, match=r"not sharded over the ring of 2 ranks: call batch = cp\.shard"):
+            way_in(input_ids=tiny.tokens(), use_cache=False)
+
+
+def test_an_error_inside_a_forward_ends_it(local):
+    """And with it that of the base model in it, or else the next one would be taken for a part of it."""
+    model, cp = local
+    batch = cp.shard(tiny.batch())
+    expected = model(**batch).loss
+    handle = model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    for way_in in (model, model.model):
+        with pytest.raises(ZeroDivisionError):
+            way_in(**batch)
+    handle.remove()
+    assert torch.equal(model(**batch).loss, expected)
+
+
+def test_a_call_that_is_lent_to_another_function(local):
+    """As TRL lends it, to make a loss inside DDP's forward: base model and model may be called from there."""
+    model, cp = local
+    batch, forward = cp.shard(tiny.batch("left")), model.forward
+    expected = model(**batch).loss
+
+    def instead(batch):
+        model.forward = forward
+        logits = model.lm_head(model.model(**batch).last_hidden_state)
+        return [cp.loss(logits, batch), model(**batch).loss]
+
+    model.forward = instead
+    assert model(batch) == [expected] * 2
+
+
+def test_another_part_of_a_model_is_refused(local):
+    model, _ = local
+    hidden = torch.ones(1, 4, 32)
+    with pytest.raises(RuntimeError, match=r"LlamaAttention of layer 0 .* outside its forward: .* or its base model"):
+        model.model.layers[0](hidden, position_embeddings=(torch.ones(1, 4, 8), torch.ones(1, 4, 8)))
+    images = tiny.gemma3_with_images()
+    context_parallel(images, "local")
+    with pytest.raises(RuntimeError, match="a mask of a context-parallel model is asked for outside its forward"):
+        images.model.language_model(tiny.tokens())
+
+
+def test_the_base_model_of_whole_inputs_runs_as_before(local):
+    model, cp = local
+    ids = tiny.tokens()
+    expected = llama().model(ids).last_hidden_state
+    assert torch.equal(model.model(ids).last_hidden_state, expected)
+    model.generate(ids, max_new_tokens=2, do_sample=False)
+    cp.remove()
+    assert torch.equal(model.model(ids).last_hidden_state, expected)
+    for module in (model, model.model):
+        assert "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def test_arrays_of_numpy_are_a_batch(local):

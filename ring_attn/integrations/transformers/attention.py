@@ -75,16 +75,27 @@ def register() -> None:
 
 def mask_of_call(**arguments: Any) -> RingMask | WholeMask:
     """The mask function that transformers calls, with the arguments of ``sdpa_mask``; lengths are those of this rank's tensors."""
-    call = CALL.get()
-    if call is None:
-        raise RuntimeError(
-            "a mask of a context-parallel model is asked for outside its forward: call the model that context_parallel was given, "
-            "not a part of it"
-        )
+    call = _call_of("a mask")
     if call.sharded is None:
         make = mask_function_of(call.previous)
         return WholeMask(call.previous, None if make is None else make(**arguments))
     return _ring_mask(call, arguments)
+
+
+def _call_of(asked: str) -> Call:
+    """The forward under way. Whole inputs on a ring of several ranks are refused here, which all attention comes by."""
+    call = CALL.get()
+    if call is None:
+        raise RuntimeError(
+            f"{asked} of a context-parallel model is asked for outside its forward: call the model that context_parallel was "
+            "given, or its base model (model.base_model), not another part of it"
+        )
+    if call.sharded is None and call.ring.size > 1:
+        raise ValueError(
+            f"the batch was not sharded over the ring of {call.ring.size} ranks: call batch = cp.shard(batch), then "
+            "model(**batch); or cp(**batch). To generate, use model.generate with the whole prompt"
+        )
+    return call
 
 
 def _ring_mask(call: Call, arguments: dict[str, Any]) -> RingMask:
@@ -146,8 +157,8 @@ def attention_function(
         function = attention_function_of(attention_mask.implementation, module)
         return function(module, query, key, value, attention_mask.mask, **options)
     if not isinstance(attention_mask, RingMask):
-        call = CALL.get()
-        if call is not None and call.sharded is None:
+        call = _call_of(f"the attention of {_named(module)}")
+        if call.sharded is None:
             return attention_function_of(call.previous, module)(module, query, key, value, attention_mask, **options)
         raise NotImplementedError(_no_mask(module, attention_mask))
     attention_mask.call.attended += 1

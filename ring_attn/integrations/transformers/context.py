@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers.attention import NAME, register
@@ -15,19 +16,20 @@ from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
 from ring_attn.integrations.transformers.loss import loss_of, with_loss
 from ring_attn.integrations.transformers.patches import Patches
 from ring_attn.integrations.transformers.plan import plan_of
-from ring_attn.integrations.transformers.versions import PreTrainedModel
+from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import Ring, one_ring
 from ring_attn.training.gradients import sync_gradients
 from torch_bridge.mesh import MeshDim, MeshLike
 
 
 class _Entered(NamedTuple):
-    """A forward under way, and what the loss needs once it is done."""
+    """A forward of the model or of its base model under way, and what the loss needs once it is done. ``begun`` is None where it is
+    part of another: the base model's inside the whole model's."""
 
-    call: Call
-    token: Token[Call | None]
-    labels: Tensor | None
-    items: Any
+    module: nn.Module
+    begun: tuple[Call, Token[Call | None]] | None = None
+    labels: Tensor | None = None
+    items: Any = None
 
 
 class ContextParallel:
@@ -41,11 +43,12 @@ class ContextParallel:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
         self._outer, self._entered, self._off = model, [], False  # type: tuple[nn.Module, list[_Entered], bool]
         register()
-        self._patches = Patches(self.plan, ring, self, self._through_hooks(self.model.forward))
-        self._hooks = [
-            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
-        ]
+        entrances = list(dict.fromkeys((self.model, self.plan.base)))
+        self._patches = Patches(self.plan, ring, self, {module: self._through_hooks(module) for module in entrances})
+        self._hooks: list[RemovableHandle] = []
+        for module in entrances:
+            self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole batch, the same on every rank, as any data collator makes it. No communication.
@@ -103,13 +106,15 @@ class ContextParallel:
             finally:
                 self._off = False
 
-    def _through_hooks(self, forward: Any) -> Any:
+    def _through_hooks(self, module: nn.Module) -> Any:
         """Some wrappers (PEFT's older releases) call ``model.forward``, past the hooks."""
+        forward = module.forward
 
         @wraps(forward)
         def through(*arguments: Any, **options: Any) -> Any:
-            inside = self._off or self._entered
-            return forward(*arguments, **options) if inside else self.model(*arguments, **options)
+            # The hooks would have taken the mark out, and entered this module last.
+            came_by_them = MARK not in options and self._entered and self._entered[-1].module is module
+            return forward(*arguments, **options) if self._off or came_by_them else module(*arguments, **options)
 
         return through
 
@@ -123,20 +128,22 @@ class ContextParallel:
         if self._off:
             return None
         sharded = options.pop(MARK, None)
-        self._check(sharded, options)
-        labels, items = (None, None) if sharded is None else _taken(sharded, options)
-        call = Call(self.ring, self.previous, sharded)
-        self._entered.append(_Entered(call, CALL.set(call), labels, items))
+        # Inside the whole model's forward the base model's is a part of it. Not so with a sharded batch of its own: then the whole
+        # model's call was lent to another function, as TRL does to have a loss made inside DDP's forward.
+        part = sharded is None and module is not self.model and bool(self._entered)
+        self._entered.append(_Entered(module) if part else self._begin(module, sharded, options))
         return arguments, options
 
-    def _check(self, sharded: Sharded | None, options: dict[str, Any]) -> None:
-        if sharded is None:
-            if self.ring.size > 1:
-                raise ValueError(
-                    f"the batch was not sharded over the ring of {self.ring.size} ranks: call batch = cp.shard(batch), then "
-                    "model(**batch); or cp(**batch). To generate, use model.generate with the whole prompt"
-                )
-            return
+    def _begin(self, module: nn.Module, sharded: Sharded | None, options: dict[str, Any]) -> _Entered:
+        labels, items = None, None
+        if sharded is not None:
+            self._check(sharded, options)
+            labels, items = _taken(sharded, options)
+        call = Call(self.ring, self.previous, sharded)
+        # Without the head, which is the caller's, there is no loss to be made.
+        return _Entered(module, (call, CALL.set(call)), labels if module is self.model else None, items)
+
+    def _check(self, sharded: Sharded, options: dict[str, Any]) -> None:
         if sharded.owner is not self:
             raise ValueError("the batch was sharded by another ContextParallel than that of this model; use its own cp.shard")
         for name in REFUSED:
@@ -151,7 +158,10 @@ class ContextParallel:
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
         if self._off or not self._entered:
             return None
-        call, token, labels, items = self._entered.pop()
+        _, begun, labels, items = self._entered.pop()
+        if begun is None:
+            return None
+        call, token = begun
         CALL.reset(token)
         if output is None or call.sharded is None:  # None: an error is on its way
             return None
@@ -199,7 +209,7 @@ def context_parallel(
 
 
 def _pretrained(model: nn.Module) -> Any:
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    found = pretrained_in(model)
     if found is None:
         raise ValueError(f"context_parallel needs a transformers model, got {type(model).__name__}")
     return found

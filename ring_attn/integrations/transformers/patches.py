@@ -18,13 +18,14 @@ from ring_attn.ring import Ring
 class Patches:
     """Applied when made. The model gets configurations of its own: another model may have been made with the same ones."""
 
-    def __init__(self, plan: Plan, ring: Ring, owner: Any, forward: Any) -> None:
+    def __init__(self, plan: Plan, ring: Ring, owner: Any, forwards: dict[nn.Module, Any]) -> None:
         self._set: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what it was
         self._configs: list[Any] = []
         self._hooks: list[Any] = []
         self._previous = plan.config._attn_implementation
         self._own_configs(plan)
-        self._assign(plan.model, "forward", forward)
+        for module, forward in forwards.items():
+            self._assign(module, "forward", forward)
         if hasattr(plan.model, "generate"):
             self._assign(plan.model, "generate", owner.generate)
         for module in plan.model.modules():

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.positions import has_relative_bias, knows_its_bias
 from ring_attn.integrations.transformers.table import check_layer_types
-from ring_attn.integrations.transformers.versions import counts_within_documents, in_modelling_file, uses_the_interface
+from ring_attn.integrations.transformers.versions import (
+    counts_within_documents,
+    in_modelling_file,
+    pretrained_in,
+    uses_the_interface,
+)
 
 # Heads by the names of their classes, and whether a token's label is the token after it.
 _HEADS = {
@@ -22,9 +27,11 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """``whole_encoder``: the name of the encoder's input where that is no sequence of tokens: every rank encodes all of it."""
+    """``base``: the model without its head, which losses in chunks call, or the model itself where it holds no such part.
+    ``whole_encoder``: the name of the encoder's input where that is no sequence of tokens: every rank encodes all of it."""
 
     model: Any
+    base: Any
     config: Any
     head: str | None
     encoder_decoder: bool
@@ -91,7 +98,8 @@ def plan_of(model: Any) -> Plan:
     _check_parameters(model, parameters, encoder_decoder)
     names = ("num_decoder_layers", "decoder_layers") if encoder_decoder else ("num_hidden_layers",)
     layers = next((found for name in names if (found := getattr(config, name, None))), 1)
-    return Plan(model, config, head, encoder_decoder, None if source == "input_ids" else source, parameters, layers)
+    whole_encoder = None if source == "input_ids" else source
+    return Plan(model, _base(model), config, head, encoder_decoder, whole_encoder, parameters, layers)
 
 
 def _head(model: Any) -> str | None:
@@ -103,6 +111,14 @@ def _head(model: Any) -> str | None:
             "cp.ring.unshard what it returns"
         )
     return found
+
+
+def _base(model: Any) -> Any:
+    base = model.base_model
+    if base is model:  # it names none: Llama 4, and in older versions all models of images and text
+        base = getattr(model, "model", model)
+    found = pretrained_in(base) if isinstance(base, nn.Module) else None  # FSDP wraps it
+    return model if found is None else found
 
 
 def _check_layers(model: Any, config: Any) -> None:

@@ -77,6 +77,11 @@ def attention_function_of(implementation: str, module: nn.Module) -> Callable[..
     return in_modelling_file(module, "eager_attention_forward")
 
 
+def pretrained_in(module: nn.Module) -> Any:
+    """The transformers model that a module is or wraps; None where there is none."""
+    return next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
+
+
 def uses_the_interface(model: nn.Module) -> bool:
     """Whether the model's layers look their attention function up by name."""
     return in_modelling_file(model, "ALL_ATTENTION_FUNCTIONS") is not None

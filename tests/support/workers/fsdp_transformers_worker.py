@@ -1,17 +1,109 @@
-"""A transformers model under FSDP2 on a ring of two, wrapped before and after context_parallel: gradients of one process."""
+"""A transformers model under FSDP2 and DDP on a ring of two: gradients of one process, of its own loss and of a loss in chunks."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from readme_worker import tiny
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers import ContextParallel, context_parallel
+
+Batch = dict[str, Tensor]
+KEPT: list[nn.Module] = []  # what must live until the backward
 
 
-def sharded(model, mesh):
-    for part in (*model.model.layers, model):
+class InChunks(nn.Module):
+    """The loss, of the base model's hidden states."""
+
+    def __init__(self, model: Any, cp: ContextParallel) -> None:
+        super().__init__()
+        self.model, self.cp = model, cp
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden = self.model.model(**batch).last_hidden_state
+        return self.cp.loss(torch.cat([self.model.lm_head(chunk) for chunk in hidden.split(3, dim=1)], 1), batch)
+
+
+def sharded(mesh: DeviceMesh, model: Any, *roots: nn.Module) -> Any:
+    for part in (*model.model.layers, *roots):
         fully_shard(part, mesh=mesh)
+    return roots[-1]
+
+
+def fsdp_first(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    sharded(mesh, model, model)
+    return model(**context_parallel(model, mesh).shard(batch)).loss
+
+
+def ring_first(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    cp = context_parallel(model, mesh)
+    return sharded(mesh, model, model)(**cp.shard(batch)).loss
+
+
+def fsdp_around_chunks(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    cp = context_parallel(model, mesh)
+    return sharded(mesh, model, InChunks(model, cp))(cp.shard(batch))
+
+
+def fsdp_of_the_base_model(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    """And of the head, without a root."""
+    sharded(mesh, model, model.model, model.lm_head)
+    cp = context_parallel(model, mesh)
+    return InChunks(model, cp)(cp.shard(batch))
+
+
+def fsdp_lends_its_call(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    cp = context_parallel(sharded(mesh, model, model), mesh)
+    return lent(model, model, InChunks(model, cp), cp.shard(batch))
+
+
+def ddp_around_chunks(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    cp = context_parallel(model, mesh)
+    wrapper = DistributedDataParallel(InChunks(model, cp))
+    KEPT.append(wrapper)
+    return wrapper(cp.shard(batch))
+
+
+def ddp_lends_its_call(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    wrapper = DistributedDataParallel(model)
+    cp = context_parallel(wrapper, mesh)
+    return lent(wrapper, model, InChunks(model, cp), cp.shard(batch))
+
+
+def ddp_lends_it_to_forward(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    wrapper = DistributedDataParallel(model)
+    cp = context_parallel(wrapper, mesh)
+    return lent(wrapper, model, lambda batch: model.forward(**batch).loss, cp.shard(batch))
+
+
+def lent(wrapper: nn.Module, model: Any, function: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+    """The function, called by the wrapper in the place of the model; TRL's ``_ForwardRedirection``."""
+    forward = model.forward
+
+    def instead(batch: Batch) -> Tensor:
+        model.forward = forward
+        return function(batch)
+
+    model.forward = instead
+    return wrapper(batch)
+
+
+WAYS = (
+    fsdp_first,
+    ring_first,
+    fsdp_around_chunks,
+    fsdp_of_the_base_model,
+    fsdp_lends_its_call,
+    ddp_around_chunks,
+    ddp_lends_its_call,
+    ddp_lends_it_to_forward,
+)
 
 
 def main() -> None:
@@ -22,20 +114,15 @@ def main() -> None:
     whole = tiny()
     expected = whole(**batch).loss
     expected.backward()
-    for order in ("FSDP first", "ring first"):
+    for way in WAYS:
         model = tiny()
-        if order == "FSDP first":
-            sharded(model, mesh)
-        cp = context_parallel(model, mesh)
-        if order == "ring first":
-            sharded(model, mesh)
-        loss = model(**cp.shard(batch)).loss
-        (loss * mesh.size()).backward()  # FSDP takes the mean over the ranks
+        loss = way(model, mesh, batch)
+        (loss * mesh.size()).backward()  # FSDP and DDP take the mean over the ranks
         torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
         for (name, own), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-            grad = own.grad.full_tensor()
+            grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
             torch.testing.assert_close(grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-        print(f"{order}: as one process", flush=True)
+        print(f"{way.__name__}: as one process", flush=True)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
-"""Runs README's first lines on a tiny Llama, and compares loss and gradients with the model's own. Two ranks."""
+"""Runs README's first lines, and the loss in chunks of docs/transformers.md, on a tiny Llama, and compares loss and gradients with
+the model's own. Two ranks."""
 
 import re
 from pathlib import Path
@@ -10,8 +11,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ring_attn.integrations.transformers import context_parallel
 
-README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-LINES = next(text for text in re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL) if "import" not in text)
+ROOT = Path(__file__).parents[3]
+
+
+def printed(file: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+LINES = {
+    "README.md": next(text for text in printed(ROOT / "README.md") if "import" not in text),
+    # A rank has 11 tokens here: several chunks.
+    "transformers.md": next(text for text in printed(ROOT / "docs/transformers.md") if "split(" in text).replace("1024", "4"),
+}
 
 
 def tiny() -> LlamaForCausalLM:
@@ -27,20 +38,18 @@ def main() -> None:
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    whole, model = tiny(), tiny()
+    whole, mesh = tiny(), init_device_mesh("cpu", (dist.get_world_size(),))
     expected = whole(**batch).loss
     expected.backward()
-    given = {
-        "context_parallel": context_parallel,
-        "model": model,
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-        "batch": batch,
-    }
-    exec(LINES, given)
-    torch.testing.assert_close(given["loss"], expected, rtol=1e-5, atol=1e-6)
-    for (name, own), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-    print("as one process", flush=True)
+    for file, lines in LINES.items():
+        given = {"context_parallel": context_parallel, "model": tiny(), "mesh": mesh, "batch": batch}
+        if "context_parallel(" not in lines:
+            given["cp"] = context_parallel(given["model"], mesh)
+        exec(lines, given)
+        torch.testing.assert_close(given["loss"], expected, rtol=1e-5, atol=1e-6)
+        for (name, own), (_, other) in zip(given["model"].named_parameters(), whole.named_parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        print(f"{file}: as one process", flush=True)
     dist.destroy_process_group()
 
 
