@@ -87,7 +87,8 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None
     held = sum_over_ring(present, ring, "sync_gradients", call).tolist()
     for parameter in (x for x, number in zip(trained, held, strict=True) if number and x.grad is None):
         parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets(_local(x.grad) for x, number in zip(trained, held, strict=True) if number and x.grad is not None):
+    gradients = [_local(x.grad) for x, number in zip(trained, held, strict=True) if number and x.grad is not None]
+    for bucket in _buckets(piece for gradient in gradients for piece in _pieces(gradient)):
         total = sum_over_ring(torch.cat([gradient.reshape(-1) for gradient in bucket]), ring, "sync_gradients", call)
         for gradient, part in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view(gradient.shape))
@@ -98,6 +99,12 @@ def _call(trained: list[Tensor]) -> str:
     forms = [(tuple(_local(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
     elements = sum(_local(x).numel() for x in trained)
     return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x})"
+
+
+def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:
+    """Views of a gradient of at most a bucket each: an embedding's is larger, and is copied three times on its way. A gradient that
+    is not contiguous stays whole."""
+    return gradient.view(-1).split(max(1, _BUCKET // gradient.itemsize)) if gradient.is_contiguous() else (gradient,)
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

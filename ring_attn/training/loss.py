@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ring_attn.packed.batch import PackedShard
 from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import ShardedBatch
+from ring_attn.training.token_losses import token_losses
 from torch_bridge.announced import announced, telling
 from torch_bridge.mesh import MeshDim, MeshLike
 from torch_bridge.mesh import Ring as ProcessRing
@@ -55,7 +55,7 @@ def cross_entropy(
 
     Args:
         logits: ``[batch, seq of this shard, vocabulary]`` (or any dims before the last), for this rank's tokens. Half precision is
-            converted to float32 first.
+            converted to float32, large logits a few tokens at a time.
         batch: what :func:`ring_attn.shard_batch` or :func:`ring_attn.shard_packed` returned, which knows the number of labels of
             the whole ring: no communication. Or labels, integers of the logits' shape without the last dim, **shifted before they
             were sharded**: the label of a token is the token that follows. Then they are counted over the ring, which is a
@@ -77,13 +77,7 @@ def cross_entropy(
     labels, count = _labels(batch)
     count = count if weights is None else None  # of labels, not of their weights
     _check(logits, labels, weights, num_items, reduction)
-    losses = functional.cross_entropy(
-        _wide(logits).flatten(0, -2),
-        labels.flatten().long(),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction="none",
-    ).view(labels.shape)
+    losses = token_losses(logits.flatten(0, -2), labels.flatten().long(), ignore_index, label_smoothing).view(labels.shape)
     losses = losses if weights is None else losses * weights.to(losses.dtype)
     if reduction == "none":
         return losses
@@ -109,10 +103,6 @@ def total_loss(loss: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None,
     return _total(loss.detach(), chosen, f"total_loss of {list(loss.shape)} {loss.dtype}", _ALL_ADD)
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-
-
 def _labels(batch: ShardedBatch | PackedShard | Tensor) -> tuple[Tensor, int | Tensor | None]:
     """The labels, and their count over the ring where the batch knows it."""
     if isinstance(batch, ShardedBatch):
@@ -125,7 +115,8 @@ def _count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring
     counted = labels != ignore_index
     if weights is None:
         return _total(counted.sum(), ring, "cross_entropy of labels", _ALL_COUNT)
-    weight = _wide(weights.detach()).masked_fill(~counted, 0).sum()
+    exact = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
+    weight = exact.masked_fill(~counted, 0).sum()
     return _total(weight, ring, f"cross_entropy of labels with weights in {weight.dtype}", _ALL_COUNT)
 
 

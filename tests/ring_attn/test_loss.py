@@ -6,6 +6,7 @@ from launch import torchrun
 from torch import nn
 
 from ring_attn import Ring, cross_entropy, shard_batch, shard_packed, sync_gradients, total_loss
+from ring_attn.training import token_losses
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 LOGITS = torch.randn(1, 8, 11, generator=torch.Generator().manual_seed(0))
@@ -97,3 +98,59 @@ def test_a_ring_of_one_keeps_its_gradients():
 def test_over_two_processes():
     printed = torchrun("loss_worker.py", 2)
     assert printed.count("loss worker: all right") == 2, printed
+
+
+def ordinary(logits, labels, **options):
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten().long(), reduction="none", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 3}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("at_once", [11, 35, 3 * 11])
+def test_large_logits_have_the_ordinary_losses_and_gradients_to_the_bit(dtype, options, at_once, monkeypatch):
+    """In chunks of one token, of three, and of three with a rest."""
+    monkeypatch.setattr(token_losses, "_AT_ONCE", at_once)
+    batch = shard_batch(IDS, mesh="local", ignore_index=options.get("ignore_index", -100))
+    logits = LOGITS.to(dtype)
+    weights = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(2))
+    results = []
+    for losses in (
+        lambda x: cross_entropy(x, batch.labels, reduction="none", **options),
+        lambda x: ordinary(x, batch.labels, **options),
+    ):
+        leaf = logits.clone().requires_grad_()
+        found = losses(leaf).view(IDS.shape)
+        (found * weights).sum().backward()
+        results.append((found.detach(), leaf.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert results[0][1].dtype == dtype and results[0][1].any()
+
+
+def test_large_logits_are_not_kept_in_float32(monkeypatch):
+    monkeypatch.setattr(token_losses, "_AT_ONCE", 11)
+    kept = []
+    logits = LOGITS.bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        loss = cross_entropy(logits, shard_batch(IDS, mesh="local"))
+    assert all(x.dtype != torch.float32 or x.numel() <= IDS.numel() for x in kept)
+    assert len(kept) > 1
+    loss.backward()
+
+
+def test_large_logits_can_be_differentiated_twice(monkeypatch):
+    batch, second = shard_batch(IDS, mesh="local"), []
+    for at_once in (11, 2**25):
+        monkeypatch.setattr(token_losses, "_AT_ONCE", at_once)
+        leaf = LOGITS.bfloat16().requires_grad_()
+        (gradient,) = torch.autograd.grad(cross_entropy(leaf, batch), leaf, create_graph=True)
+        second.append(torch.autograd.grad(gradient.float().square().sum(), leaf)[0])
+    assert torch.equal(*second) and second[0].any()
+
+
+def test_transforms_and_compilers_see_large_logits_operators(monkeypatch):
+    monkeypatch.setattr(token_losses, "_AT_ONCE", 11)
+    batch, logits = shard_batch(IDS, mesh="local"), LOGITS.bfloat16()
+    expected = torch.autograd.grad(cross_entropy(leaf := logits.clone().requires_grad_(), batch), leaf)[0]
+    torch.testing.assert_close(torch.func.grad(lambda x: cross_entropy(x, batch))(logits), expected)
+    compiled = torch.compile(lambda x: cross_entropy(x, batch), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(logits), cross_entropy(logits, batch))
