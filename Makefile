@@ -68,8 +68,8 @@ test-tpu: $(TPU_COMPILER)/.installed
 
 # On a machine with a GPU and its own PyTorch, JAX and jax-triton; PYTHON names the interpreter that has them.
 test-gpu:
-	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async $(or $(PYTHON),python3) -m pytest \
-		-p no:benchmark -m gpu tests/gpu tests/jax_core/kernels/test_gpu.py tests/torch_bridge/test_gpu_bridge.py $(PYTEST_FLAGS)
+	JAX_PLATFORMS=cuda,cpu $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu \
+		tests/gpu tests/jax_core/kernels/test_gpu.py tests/torch_bridge/test_gpu_bridge.py $(PYTEST_FLAGS)
 
 # The TorchTPU path without a TPU, in its own environment (Python 3.12, Linux only).
 test-torch-tpu: torch-tpu

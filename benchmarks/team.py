@@ -9,6 +9,8 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
+from torch_bridge.jax_memory import choose_allocator
+
 GIB = 2**30
 ON_GPU = torch.cuda.is_available()
 PACKAGES = (
@@ -22,7 +24,7 @@ class Team:
     process without torchrun is a team of one."""
 
     def __init__(self, timeout: float = 120.0):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before JAX starts: the GPU is shared with torch
+        choose_allocator(running=False)  # as the library would, for benchmarks that start JAX themselves
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
         if ON_GPU:
             torch.cuda.set_device(self.device)

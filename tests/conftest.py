@@ -8,6 +8,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+# On a GPU, where a test may start JAX before the library does: what the library would set.
+if "cuda" in os.environ["JAX_PLATFORMS"]:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+
 # No caches, unless a folder is named for this run: kernels compiled before save a run on a GPU minutes.
 os.environ["RING_ATTN_CACHE"] = os.environ.get("RING_ATTN_CACHE_OF_TESTS", "off")
 

@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 def run(processes: int, *checks: str, **variables: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **variables}
-    environment.pop("JAX_PLATFORMS", None)
+    unset = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")  # of conftest.py
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    environment = {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **variables}
     done = subprocess.run(
         [*command, str(WORKER), *checks],
         env=environment,
