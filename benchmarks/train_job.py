@@ -4,10 +4,10 @@ torchrun --standalone --nproc-per-node 2 benchmarks/train_job.py "ring-attn" --r
 """
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from team import GIB, ON_GPU, Team, tidy
 from timing import reason
+from torch_bridge.jax_memory import default_pool, trim_jax_memory
 from train_systems import SYSTEMS, VOCABULARY, Batch, Setting, Step, cudnn
 
 SAID = '{"row": '
+_RESERVED_HIGH, _USED_HIGH = 6, 8  # CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, CU_MEMPOOL_ATTR_USED_MEM_HIGH
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,7 @@ def new_lengths(row: Row, generator: torch.Generator) -> list[int]:
 
 def measured(team: Team, step: Step, name: str, scale: int) -> dict[str, Any]:
     row, generator = ROWS[name], torch.Generator().manual_seed(len(name))
-    tidy()
-    trim_jax()
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
+    begin()
     make = partial(batch, generator, device=team.device, documents=row.documents)
     with DeviceMemory() as device:
         figures = several_lengths(team, step, row, make, scale) if name == "lengths" else one_length(team, step, row, make, scale)
@@ -119,23 +118,36 @@ class DeviceMemory:
 
 
 def memory(team: Team, device: DeviceMemory) -> dict[str, float]:
-    """GiB, on the rank that has most: the peak of torch's tensors, what its allocator reserved, the most taken of the device."""
+    """GiB, on the rank that has most: the peak of torch's tensors, what its allocator reserved, the same of CUDA's pool, which is
+    JAX's, and the most taken of the device."""
     if not ON_GPU:
         return {}
     found = {
         "torch's peak": torch.cuda.max_memory_allocated(),
         "torch's reserved": torch.cuda.max_memory_reserved(),
+        "JAX's peak": high_of_pool(_USED_HIGH),
+        "JAX's reserved": high_of_pool(_RESERVED_HIGH),
         "device": device.most,
     }
     return {f"{name}, GiB": team.slowest(nbytes / GIB) for name, nbytes in found.items()}
 
 
-def trim_jax() -> None:
-    """What a row before this one needed is not this one's."""
-    if ON_GPU and "jax" in sys.modules:
-        from torch_bridge.jax_memory import trim_jax_memory
+def high_of_pool(attribute: int, reset: bool = False) -> int:
+    """A high-water mark of CUDA's default pool, in bytes; ``reset`` begins a new one."""
+    cuda, pool = default_pool(torch.device("cuda", torch.cuda.current_device()))
+    found = ctypes.c_uint64()
+    (cuda.cuMemPoolSetAttribute if reset else cuda.cuMemPoolGetAttribute)(pool, attribute, ctypes.byref(found))
+    return found.value
 
+
+def begin() -> None:
+    """What a row before this one needed is not this one's."""
+    tidy()
+    if ON_GPU:
         trim_jax_memory(torch.device("cuda", torch.cuda.current_device()))
+        torch.cuda.reset_peak_memory_stats()
+        for attribute in (_USED_HIGH, _RESERVED_HIGH):
+            high_of_pool(attribute, reset=True)
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ class _OnGpu:
         self._lock = Lock()
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._copied: _Copied | None = None
-        self._unfinished: list[torch.Tensor | None] = []
+        self._unfinished: list[tuple[torch.cuda.Stream, list[torch.Tensor | None]]] = []
 
     def __call__(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
         with self._lock:
@@ -114,12 +114,17 @@ class _OnGpu:
                 self.convert.wait(arrays[-1], _number(stream))  # all results of a program are ready together
             except BaseException as error:
                 if not _out_of_memory(error):
-                    # JAX may have begun, and use their memory still. It runs a later call after this one, and the stream waits for
-                    # that one's end.
-                    self._unfinished += [*given, *homes]
+                    self._unfinished.append((stream, [*given, *homes]))  # JAX may have begun, and use their memory still
                 raise
-            self._unfinished.clear()
+            self._let_go(stream)
             return self._settle(arrays, homes, stream)
+
+    def _let_go(self, stream: torch.cuda.Stream) -> None:
+        """Give back what calls that broke off may have used: JAX ran them before the call that ``stream`` now waits for."""
+        for other, _ in self._unfinished:
+            if other != stream:
+                other.wait_stream(stream)
+        self._unfinished.clear()
 
     def _release(self, stream: torch.cuda.Stream) -> None:
         """Give JAX back the arrays that were copied: its next computation waits for ``stream``, which waits for the copies."""

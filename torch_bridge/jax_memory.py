@@ -59,7 +59,7 @@ def keep_a_little(device: torch.device) -> None:
     device, and to ask CUDA for it again takes longer than such a call."""
     if os.environ.get(_ALLOCATOR) != _POOL:
         return
-    cuda, pool = _pool(device)
+    cuda, pool = default_pool(device)
     kept = ctypes.c_uint64()
     cuda.cuMemPoolGetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(kept))
     if kept.value < _KEPT:  # more where torch uses the same pool (backend:cudaMallocAsync)
@@ -69,11 +69,11 @@ def keep_a_little(device: torch.device) -> None:
 def trim_jax_memory(device: torch.device) -> None:
     """Give what JAX's pool only keeps back to the GPU, once the device has done all that it was sent. Only ``cuda_async`` can."""
     torch.cuda.synchronize(device)
-    cuda, pool = _pool(device)
+    cuda, pool = default_pool(device)
     cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t(0))
 
 
-def _pool(device: torch.device) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+def default_pool(device: torch.device) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     """CUDA's driver, and its default pool of this device, which JAX takes. An empty one where the driver has none."""
     cuda, number, pool = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
     cuda.cuDeviceGet(ctypes.byref(number), device.index)

@@ -151,9 +151,11 @@ def test_what_a_broken_call_may_still_use_is_held_until_a_later_one_has_ended(gp
         gpu.call(function)
     gpu.way.convert = whole
     assert seen.alive() == [True, True]
+    gpu.current = gpu.side  # their memory goes back to the stream that they came from
     gpu.call(lambda *arrays: [torch.ones(3)])
     assert seen.at_the_wait == [True] * 4
     assert seen.alive() == [False] * 4
+    assert gpu.log.index("7 waits for jax") < gpu.log.index("main waits for side")
 
 
 def test_of_a_call_that_found_no_memory_nothing_is_held(gpu, seen):
