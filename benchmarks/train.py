@@ -52,15 +52,19 @@ def job(report: Report, options: argparse.Namespace, setting: str, system: str, 
     limit.start()
     left, said = list(options.rows), ["nothing was said in its time"]
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(SAID):
-            told = json.loads(line)
-            left.remove(told["row"])
-            report.add(case=f"{told['row']}, {setting}", system=system, phase="", **told["found"])
-        elif line.strip():
-            said.append(line.strip())
-    process.wait()
-    limit.cancel()
+    try:
+        for line in process.stdout:
+            if line.startswith(SAID):
+                told = json.loads(line)
+                left.remove(told["row"])
+                report.add(case=f"{told['row']}, {setting}", system=system, phase="", **told["found"])
+            elif line.strip():
+                said.append(line.strip())
+        process.wait()
+    finally:
+        limit.cancel()
+        if process.poll() is None:  # this program was interrupted, and the job is a session of its own
+            os.killpg(process.pid, signal.SIGKILL)
     errors = [line for line in said if "rror:" in line] or said[-1:]
     for row in left:
         report.add(case=f"{row}, {setting}", system=system, phase="", failed=errors[0][:300])

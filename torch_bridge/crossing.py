@@ -7,6 +7,7 @@ import atexit
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +23,8 @@ from torch_bridge.ring import Tensors
 Join = Callable[[jax.Array], jax.Array]
 
 _LETTING_GO = 0.02  # seconds
-_OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
+# What XLA's allocator says, before anything is launched. NCCL and the driver may be out of memory in the middle of a program.
+_OUT_OF_MEMORY = re.compile("Out of memory while trying to allocate(?!.*NCCL)", re.DOTALL)
 
 
 class Compiled(NamedTuple):
@@ -104,18 +106,19 @@ class _OnGpu:
     def __call__(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
         with self._lock:
             stream = torch.cuda.current_stream(self._torch_device)
-            self._release(stream)
+            before = self._release(stream)
             homes = self._allocated(lambda: [self._empty(form) for form in compiled.results])
             # Held until the stream waits for JAX: they are the only owners of what JAX uses, the caller's tensors or copies.
             given = self._allocated(lambda: [None if tensor is None else exportable(tensor) for tensor in tensors])
-            given += homes if self.in_place else []
+            held = [*given, *homes]
             try:
-                arrays = self._run(join, compiled.function, given, stream)
+                arrays = self._run(join, compiled.function, held if self.in_place else given, stream)
                 self.convert.wait(arrays[-1], _number(stream))  # all results of a program are ready together
             except BaseException as error:
-                if not _out_of_memory(error):
-                    self._unfinished.append((stream, [*given, *homes]))  # JAX may have begun, and use their memory still
+                if _may_have_begun(error):
+                    self._unfinished.append((stream, held))
                 raise
+            del before
             self._let_go(stream)
             return self._settle(arrays, homes, stream)
 
@@ -126,22 +129,22 @@ class _OnGpu:
                 other.wait_stream(stream)
         self._unfinished.clear()
 
-    def _release(self, stream: torch.cuda.Stream) -> None:
-        """Give JAX back the arrays that were copied: its next computation waits for ``stream``, which waits for the copies."""
+    def _release(self, stream: torch.cuda.Stream) -> _Copied | None:
+        """What JAX gets back once its next computation is under way, which waits for ``stream``, which waits for the copies."""
         if self._copied is not None and self._copied.stream != stream:
             stream.wait_event(self._copied.event)
-        self._copied = None
+        copied, self._copied = self._copied, None
+        return copied
 
     def _empty(self, form: Form) -> torch.Tensor:
         return torch.empty(form.shape, dtype=form.dtype, device=self._torch_device)
 
     def _allocated(self, allocate: Callable[[], list[Any]]) -> list[Any]:
         """What ``allocate`` returns; where torch is out of memory, once JAX has given back what it only keeps."""
-        try:
+        with suppress(torch.cuda.OutOfMemoryError):
             return allocate()
-        except torch.cuda.OutOfMemoryError:
-            trim_jax_memory(self._torch_device)
-            return allocate()
+        trim_jax_memory(self._torch_device)
+        return allocate()
 
     def _run(self, join: Join, function: Callable, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array]:
         try:
@@ -194,6 +197,13 @@ class _OnGpu:
 def _out_of_memory(error: BaseException) -> bool:
     """Whether JAX found no memory for a program, which it looks for before it launches any of it."""
     return isinstance(error, jax.errors.JaxRuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+def _may_have_begun(error: BaseException) -> bool:
+    """Whether JAX may use a call's memory still. An error of Python's, as while a program is traced, comes before it is launched;
+    an interrupt may come at any time."""
+    launched = isinstance(error, jax.errors.JaxRuntimeError) or not isinstance(error, Exception)
+    return launched and not _out_of_memory(error)
 
 
 def _number(stream: torch.cuda.Stream) -> int:

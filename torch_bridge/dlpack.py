@@ -180,13 +180,17 @@ def _public_conversions(here: torch.device, there: "jax.Device") -> Conversions:
     return Conversions(to_array, to_tensor, to_tensor)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _direct_conversions(here: torch.device, there: "jax.Device") -> Conversions | None:
     """None if jaxlib lacks these private functions, or if they behave differently in this version."""
     kind, stream, capsule = (_DL_CPU, None, to_dlpack) if here.type == "cpu" else (_DL_CUDA, DEFAULT_STREAM, view_capsule)
     try:
         functions = import_module("jaxlib._jax")
         take, give = functions.dlpack_managed_tensor_to_buffer, functions.buffer_to_dlpack_managed_tensor
-        collect_garbage = functions.collect_garbage
+        collect_garbage = getattr(functions, "collect_garbage", _nothing)
 
         def wait(array: "jax.Array", stream: int | None) -> None:
             give(array, stream=stream)

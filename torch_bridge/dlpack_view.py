@@ -82,5 +82,5 @@ class View:
         return self._tensor.__dlpack_device__()
 
     def __dlpack__(self, **options: Any) -> object:
-        self._tensor.__dlpack__(**options)  # for the streams; that capsule is dropped
+        self._tensor.detach().__dlpack__(**options)  # for the streams; that capsule is dropped
         return view_capsule(self._tensor)

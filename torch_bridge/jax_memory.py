@@ -68,6 +68,8 @@ def keep_a_little(device: torch.device) -> None:
 
 def trim_jax_memory(device: torch.device) -> None:
     """Give what JAX's pool only keeps back to the GPU, once the device has done all that it was sent. Only ``cuda_async`` can."""
+    if os.environ.get(_ALLOCATOR) != _POOL:
+        return
     torch.cuda.synchronize(device)
     cuda, pool = default_pool(device)
     cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t(0))

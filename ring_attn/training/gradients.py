@@ -102,9 +102,11 @@ def _call(trained: list[Tensor]) -> str:
 
 
 def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:
-    """Views of a gradient of at most a bucket each: an embedding's is larger, and is copied three times on its way. A gradient that
-    is not contiguous stays whole."""
-    return gradient.view(-1).split(max(1, _BUCKET // gradient.itemsize)) if gradient.is_contiguous() else (gradient,)
+    """Rows of a gradient, about a bucket at a time: an embedding's is larger, and is copied three times on its way. Its shape alone
+    says where it is cut, since ranks may have it in other strides."""
+    if gradient.dim() == 0 or gradient.numel() == 0:
+        return (gradient,)
+    return gradient.split(max(1, _BUCKET * len(gradient) // gradient.nbytes))
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

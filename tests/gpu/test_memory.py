@@ -18,7 +18,8 @@ WORKER = Path(__file__).with_name("memory_worker.py")
 ROOT = Path(__file__).parents[2]
 
 
-def run(processes: int, *checks: str, **variables: str) -> str:
+def run(processes: int, *checks: str, **variables: str) -> tuple[bool, str]:
+    """Whether the worker ended as it should, and what it said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     unset = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")  # of conftest.py
     kept = {name: value for name, value in os.environ.items() if name not in unset}
@@ -32,13 +33,20 @@ def run(processes: int, *checks: str, **variables: str) -> str:
         timeout=280,
         check=False,
     )
-    ok = done.returncode == 0 and "the end" in done.stdout
-    return done.stdout if ok or not checks else pytest.fail(done.stdout)
+    return done.returncode == 0 and "the end" in done.stdout, done.stdout
 
 
 @cache
-def all_checks(size: int) -> str:
+def all_checks(size: int) -> tuple[bool, str]:
     return run(size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_end_of_the_interpreter(size):
+    if size > torch.cuda.device_count():
+        pytest.skip(f"{size} GPUs are needed")
+    ended, said = all_checks(size)
+    assert ended, said
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -48,15 +56,17 @@ def test_memory(size, check):
         pytest.skip(f"{size} GPUs are needed")
     if check in (ALONE if size > 1 else TOGETHER):
         pytest.skip("a ring of one has no other rank that could fail; the threads of two would make their calls in two orders")
-    said = all_checks(size)
+    said = all_checks(size)[1]
     assert all(f"rank {rank}: {check}: ok" in said for rank in range(size)), said
 
 
 @pytest.mark.parametrize("check", ["held", "storm"])
 def test_with_expandable_segments(check):
-    run(1, check, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    ended, said = run(1, check, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    assert ended, said
 
 
 def test_with_the_pool_of_xla():
     """JAX's own default, which a user may have chosen."""
-    run(1, "storm", XLA_PYTHON_CLIENT_ALLOCATOR="bfc", PYTHONWARNINGS="ignore")
+    ended, said = run(1, "storm", XLA_PYTHON_CLIENT_ALLOCATOR="bfc", PYTHONWARNINGS="ignore")
+    assert ended, said

@@ -6,7 +6,7 @@ from launch import torchrun
 from torch import nn
 
 from ring_attn import Ring, cross_entropy, shard_batch, shard_packed, sync_gradients, total_loss
-from ring_attn.training import token_losses
+from ring_attn.training import gradients, token_losses
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 LOGITS = torch.randn(1, 8, 11, generator=torch.Generator().manual_seed(0))
@@ -154,3 +154,18 @@ def test_transforms_and_compilers_see_large_logits_operators(monkeypatch):
     torch.testing.assert_close(torch.func.grad(lambda x: cross_entropy(x, batch))(logits), expected)
     compiled = torch.compile(lambda x: cross_entropy(x, batch), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(logits), cross_entropy(logits, batch))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1, 50), (7, 3), (40, 2, 5)], ids=str)
+def test_the_shape_of_a_gradient_alone_says_where_it_is_cut(shape, monkeypatch):
+    """Ranks may have it in other strides, and must send the same pieces."""
+    monkeypatch.setattr(gradients, "_BUCKET", 64)
+    contiguous = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    strided = contiguous.mT.contiguous().mT if len(shape) > 1 else contiguous
+    pieces, others = gradients._pieces(contiguous), gradients._pieces(strided)
+    assert [x.shape for x in pieces] == [x.shape for x in others]
+    assert torch.equal(torch.cat([x.reshape(-1) for x in pieces]), contiguous.reshape(-1))
+    assert all(x.nbytes <= 64 or x.shape[0] == 1 for x in pieces if x.dim())
+    for piece in others:
+        piece.zero_()
+    assert not strided.any()  # they are views

@@ -160,11 +160,22 @@ def test_what_a_broken_call_may_still_use_is_held_until_a_later_one_has_ended(gp
 
 def test_of_a_call_that_found_no_memory_nothing_is_held(gpu, seen):
     def fails(*arrays):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes")
 
     with pytest.raises(jax.errors.JaxRuntimeError):
         gpu.call(fails)
     assert seen.alive() == [False] * 4  # of both tries
+
+
+@pytest.mark.parametrize(("error", "held"), [(TypeError, False), (KeyboardInterrupt, True)])
+def test_an_error_of_python_comes_before_the_launch_and_an_interrupt_at_any_time(gpu, seen, error, held):
+    def fails(*arrays):
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(error):
+            gpu.call(fails)
+    assert seen.alive() == [held] * 6
 
 
 def short_of_torch_memory(times):
@@ -253,7 +264,14 @@ def test_what_torch_keeps_for_later_is_given_to_jax(gpu):
     assert gpu.log[len(IN) : len(IN) + 2] == ["torch's cache is emptied", "jax 40 waits for main"]
 
 
-@pytest.mark.parametrize(("message", "tries"), [("RESOURCE_EXHAUSTED: Out of memory", 2), ("INTERNAL: something else", 1)])
+@pytest.mark.parametrize(
+    ("message", "tries"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes", 2),
+        ("INTERNAL: something else", 1),
+        ("INTERNAL: NCCL operation failed. Last NCCL warning: 'Cuda failure 2 'out of memory''", 1),  # in the middle of a program
+    ],
+)
 def test_an_error_that_stays_is_raised(gpu, message, tries):
     def fails(*arrays):
         raise jax.errors.JaxRuntimeError(message)

@@ -114,7 +114,15 @@ class ContextParallel:
         def through(*arguments: Any, **options: Any) -> Any:
             # The hooks would have taken the mark out, and entered this module last.
             came_by_them = MARK not in options and self._entered and self._entered[-1].module is module
-            return forward(*arguments, **options) if self._off or came_by_them else module(*arguments, **options)
+            if not (self._off or came_by_them):
+                return module(*arguments, **options)
+            try:
+                return forward(*arguments, **options)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt, after which torch calls no hook
+                self._leave(module, (), {}, None)
+                raise
 
         return through
 
@@ -156,7 +164,7 @@ class ContextParallel:
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
-        if self._off or not self._entered:
+        if self._off or not self._entered or self._entered[-1].module is not module:  # it was refused before it had entered
             return None
         _, begun, labels, items = self._entered.pop()
         if begun is None:
