@@ -12,11 +12,12 @@ _AT_ONCE = 2**25  # logits that are in float32 at a time: 128 MiB
 
 
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-    """The losses ``[tokens]`` of logits ``[tokens, vocabulary]`` and labels ``[tokens]``, to the bit those of
+    """The losses ``[tokens]`` of logits ``[tokens, vocabulary]`` and labels ``[tokens]``, those of
     ``torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")``; float64 logits stay float64.
 
     Half precision is converted a few tokens at a time, in the forward and once more in the backward, so that beside the logits only
-    their gradient is held, in their dtype: 4 bytes for each of them instead of 12.
+    their gradient is held, in their dtype: 4 bytes for each of them instead of 12. Such logits must not be changed in place before
+    the backward, and have no forward-mode derivative.
     """
     half = logits.dtype in (torch.float16, torch.bfloat16)
     # A compiler fuses the conversion by itself, and function transforms have to see the operators.

@@ -355,16 +355,22 @@ def test_the_base_model_checks_its_batch_as_the_whole_model_does(local, monkeypa
             way_in(input_ids=tiny.tokens(), use_cache=False)
 
 
-def test_an_error_inside_a_forward_ends_it(local):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_inside_a_forward_ends_it(local, error):
     """And with it that of the base model in it, or else the next one would be taken for a part of it."""
     model, cp = local
-    batch = cp.shard(tiny.batch())
-    expected = model(**batch).loss
-    handle = model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    batch, whole = cp.shard(tiny.batch("left")), tiny.tokens()
+    expected, hidden = model(**batch).loss, model.model(whole).last_hidden_state
+
+    def fails(*_):
+        raise error
+
+    handle = model.model.norm.register_forward_pre_hook(fails)
     for way_in in (model, model.model):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(error):
             way_in(**batch)
     handle.remove()
+    assert torch.equal(model.model(whole).last_hidden_state, hidden)
     assert torch.equal(model(**batch).loss, expected)
 
 
