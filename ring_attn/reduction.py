@@ -10,7 +10,7 @@ from torch_bridge.calls import compare, watch
 from torch_bridge.mesh import Ring
 from torch_bridge.runtime import start
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 def where(*arguments: object, ring: object = None, mesh: object = None, mesh_dim: object = None, **_: object) -> Any:
@@ -27,7 +27,7 @@ def agree(ring: Ring, device: torch.device, call: str, must: str) -> None:
 
 def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
     """The sum of a tensor over the ring, in its dtype. Half precision is summed in float32: it would round once per rank."""
-    total = tensor.to(torch.float32 if tensor.dtype in _HALF else tensor.dtype, copy=True).contiguous()
+    total = tensor.to(torch.float32 if tensor.dtype in HALF else tensor.dtype, copy=True).contiguous()
     with watch(ring, step, call) as watched:
         for group in ring.groups if ring.size > 1 else ():
             dist.all_reduce(total, group=group)

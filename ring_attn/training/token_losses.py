@@ -8,6 +8,8 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.nn import functional
 
+from ring_attn.reduction import HALF
+
 _AT_ONCE = 2**25  # logits that are in float32 at a time: 128 MiB
 
 
@@ -19,15 +21,15 @@ def token_losses(logits: Tensor, labels: Tensor, ignore_index: int, label_smooth
     their gradient is held, in their dtype: 4 bytes for each of them instead of 12. Such logits must not be changed in place before
     the backward, and have no forward-mode derivative.
     """
-    half = logits.dtype in (torch.float16, torch.bfloat16)
     # A compiler fuses the conversion by itself, and function transforms have to see the operators.
-    if half and logits.numel() > _AT_ONCE and not (torch.compiler.is_compiling() or _are_functorch_transforms_active()):
+    observed = torch.compiler.is_compiling() or _are_functorch_transforms_active()
+    if logits.dtype in HALF and logits.numel() > _AT_ONCE and not observed:
         return _InChunks.apply(logits, labels, ignore_index, label_smoothing)
     return _losses(logits, labels, ignore_index, label_smoothing)
 
 
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    wide = logits.float() if logits.dtype in HALF else logits
     return functional.cross_entropy(wide, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
 
 
