@@ -113,7 +113,6 @@ class _OnGpu:
             held = [*given, *homes]
             try:
                 arrays = self._run(join, compiled.function, held if self.in_place else given, stream)
-                self.convert.wait(arrays[-1], _number(stream))  # all results of a program are ready together
             except BaseException as error:
                 if _may_have_begun(error):
                     self._unfinished.append((stream, held))
@@ -148,13 +147,20 @@ class _OnGpu:
 
     def _run(self, join: Join, function: Callable, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array]:
         try:
-            return function(*self.arrays(join, given, stream))
+            return self._sent(join, function, given, stream)
         except jax.errors.JaxRuntimeError as error:
             if not _out_of_memory(error):
                 raise
         # JAX cannot use what torch's allocator caches. XLA allocates before it launches, so the other ranks only wait.
         torch.cuda.empty_cache()
-        return function(*self.arrays(join, given, stream))
+        return self._sent(join, function, given, stream)
+
+    def _sent(self, join: Join, function: Callable, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array]:
+        """The results of a program that ``stream`` waits for. JAX dispatches on a thread of its own, so what fails there is
+        raised by the wait."""
+        arrays = function(*self.arrays(join, given, stream))
+        self.convert.wait(arrays[-1], _number(stream))  # all results of a program are ready together
+        return arrays
 
     def arrays(self, join: Join, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array | None]:
         after: int | None = self.after(stream)  # ordered after any copies that ``exportable`` made

@@ -252,16 +252,26 @@ def test_memory_of_another_form_is_not_taken_for_the_result(gpu):
     assert [result.tolist() for result in results] == [[1.0] * 3, [[2.0] * 3]]
 
 
-def test_what_torch_keeps_for_later_is_given_to_jax(gpu):
+@pytest.mark.parametrize("where", ["launch", "wait"])  # JAX dispatches on a thread of its own: the wait raises what failed there
+def test_what_torch_keeps_for_later_is_given_to_jax(gpu, where):
     failures = [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes")]
 
-    def short_of_memory(*arrays):
-        if failures:
-            raise failures.pop()
-        return in_place(*arrays)
+    def short_of_memory(original):
+        def once_there_is_room(*arguments):
+            if failures:
+                raise failures.pop()
+            return original(*arguments)
 
-    assert gpu.call(short_of_memory).results[0].tolist() == [2.0] * 3
+        return once_there_is_room
+
+    function = in_place
+    if where == "launch":
+        function = short_of_memory(in_place)
+    else:
+        gpu.way.convert = gpu.way.convert._replace(wait=short_of_memory(gpu.way.convert.wait))
+    assert gpu.call(function).results[0].tolist() == [2.0] * 3
     assert gpu.log[len(IN) : len(IN) + 2] == ["torch's cache is emptied", "jax 40 waits for main"]
+    assert gpu.log[-2:] == ["1 waits for jax", "main is past call 1"]
 
 
 @pytest.mark.parametrize(
