@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 import ring_attn
-from cpu import sdpa
-from team import ON_GPU, hardware, software
+from benchmarks.cpu.compare import sdpa
+from benchmarks.harness.team import ON_GPU, hardware, software
 from torch_bridge.dlpack import to_jax, to_torch
 from torch_bridge.runtime import start
 

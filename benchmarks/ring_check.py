@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
+from benchmarks.harness.team import tidy
+from benchmarks.ring.systems import OF_TWO_AXES
 from ring_attn import shard
-from ring_systems import OF_TWO_AXES
-from team import tidy
 
 TOKENS = 4096
 CASES: dict[str, dict[str, Any]] = {

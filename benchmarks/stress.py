@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import ring_attn
-from team import ON_GPU, Team, hardware, software
+from benchmarks.harness.team import ON_GPU, Team, hardware, software
 from torch_bridge import crossing
 from torch_bridge.dlpack import DEFAULT_STREAM
 

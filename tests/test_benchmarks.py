@@ -11,21 +11,16 @@ import pytest
 import torch
 from jax.sharding import Mesh
 
-import flash_attn_of_torch
-import generation
-import one_gpu_choice
-import one_gpu_systems
-import ring_alone
-import ring_memory
-import ring_overlap
-import ring_profile
-import timing
-from one_gpu_run import Bench
-from report import Report, short
+from benchmarks.harness import timing
+from benchmarks.harness.report import Report, short
+from benchmarks.harness.systems import Case, difference, make_inputs, ours
+from benchmarks.harness.team import Team
+from benchmarks.one_gpu import choice
+from benchmarks.one_gpu import systems as one_gpu_systems
+from benchmarks.one_gpu.bench import Bench
+from benchmarks.ring import alone, flash_attn_of_torch, generation, memory, overlap, profile
+from benchmarks.ring.profile import COPY, REST, ROTATION, Event
 from ring_attn import ring_attention
-from ring_profile import COPY, REST, ROTATION, Event
-from systems import Case, difference, make_inputs, ours
-from team import Team
 
 
 def test_work_is_counted_by_visible_pairs():
@@ -98,14 +93,14 @@ FLASH_ATTN = dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), flash_
 
 def test_the_fastest_is_marked():
     rows = [dict(case="c", phase="both", system=name, ms=ms) for name, ms in (("cute", 2.0), ("triton", 1.5))]
-    told = one_gpu_choice.choices([*rows, dict(case="c", phase="check", system="cuda", failed="no")], ("cute", "cuda", "triton"))
+    told = choice.choices([*rows, dict(case="c", phase="check", system="cuda", failed="no")], ("cute", "cuda", "triton"))
     assert told[-1] == "| c | both | 2.000 |  | **1.500** | triton |"
     assert len(told) == 3
 
 
 def test_documents_of_a_case_fill_it():
-    for length in one_gpu_choice.LENGTHS:
-        assert sum(one_gpu_choice.make_case("segments", length).documents) == length
+    for length in choice.LENGTHS:
+        assert sum(choice.make_case("segments", length).documents) == length
 
 
 def test_systems_take_turns_and_a_failing_one_stops_none(monkeypatch):
@@ -151,15 +146,15 @@ def test_the_time_beside_kernels_is_read_from_a_trace():
     ]
     keys = ("cat", "name", "stream", "ts", "dur")
     trace = [dict(zip(keys, event, strict=True)) for event in found]
-    events = ring_profile.events_of({"traceEvents": [{**event, "args": {"stream": event["stream"]}} for event in trace]})
+    events = profile.events_of({"traceEvents": [{**event, "args": {"stream": event["stream"]}} for event in trace]})
     assert [event.start for event in events] == [0, 10, 40, 50]
     assert [event.kind for event in events] == [REST, ROTATION, ROTATION, COPY]
     assert [event.is_attention for event in events] == [True, False, False, False]
-    told = ring_profile.split(events)
+    told = profile.split(events)
     assert told == {
         "attention ms": 0.05, "other kernels ms": 0.0, "copies ms": 0.005, "rotation alone ms": 0.005, "nothing ms": 0.0
     }  # fmt: skip
-    told = ring_profile.summary(events)
+    told = profile.summary(events)
     assert told == {"span ms": 0.06, "kernels ms": 0.05, "rotation ms": 0.04, "beside kernels %": 75.0}
 
 
@@ -172,7 +167,7 @@ def test_the_time_beside_kernels_is_read_from_a_trace():
     ],
 )
 def test_what_a_job_said_of_its_memory(said, told):
-    assert ring_memory.figures_in(said) == told
+    assert memory.figures_in(said) == told
 
 
 @pytest.mark.slow
@@ -183,7 +178,7 @@ def test_memory_is_asked_of_a_job_of_its_own(tmp_path: Path, monkeypatch):
     report = Report(tmp_path / "run", "memory")
     options = SimpleNamespace(systems=["xla", "pallas"], memory_tokens=16, memory_sizes=[1], memory_timeout=100.0, heads=[2, 1, 8])
     run = SimpleNamespace(options=options, team=Team(), report=report, may_begin=lambda what: True)
-    ring_memory.memory(run)
+    memory.memory(run)
     ours, other = report.rows
     assert ours["held"] == (4 * 2 + 4 * 1) * 8 * 2 / 1024 + 2 * 4 / 1024
     assert "error: argument system: invalid choice" in other["failed"]
@@ -193,30 +188,30 @@ def test_a_picture_of_streams_is_drawn(tmp_path: Path):
     rotations = [Event("13", "nccl", 10.0 * step, 4.0) for step in range(8)]
     kernels = [Event("7", f"kernel {step % 2}", 10.0 * step, 9.0) for step in range(8)]
     events = [*rotations, *kernels]
-    assert [name for name, *_ in ring_profile.windows(events, 4)] == [
+    assert [name for name, *_ in profile.windows(events, 4)] == [
         "the whole",
         "one step of the forward",
         "one step of the backward",
     ]
-    ring_profile.draw(events, 4, "streams", tmp_path / "timeline.png")
+    profile.draw(events, 4, "streams", tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 0
 
 
 @pytest.mark.slow
 def test_nothing_travels_in_what_overlap_compares_with():
     case = Case("", 64, heads=4, kv_heads=2, dim=8)
-    for axis in (ring_overlap.ROTATING, ring_overlap.STILL):
+    for axis in (overlap.ROTATING, overlap.STILL):
         mesh = Mesh(jax.devices()[:2], (axis,))
-        for timed in ring_overlap.compiled_passes(mesh, case, "xla").values():
-            assert ("collective-permute" in timed.call.func.as_text()) == (axis == ring_overlap.ROTATING)
+        for timed in overlap.compiled_passes(mesh, case, "xla").values():
+            assert ("collective-permute" in timed.call.func.as_text()) == (axis == overlap.ROTATING)
             timed.wait(timed.call())
 
 
 @pytest.mark.slow
 def test_a_rank_alone_is_timed_in_both_directions(tmp_path: Path):
     options = SimpleNamespace(platforms=["xla", "triton"], rounds=1, size=2, output=tmp_path)
-    bench, mesh = Bench(options, "alone"), Mesh(jax.devices()[:2], (ring_overlap.STILL,))
-    ring_alone.measure(bench, mesh, Case("64 tokens, a rank of 2", 64, heads=4, kv_heads=2, dim=8))
+    bench, mesh = Bench(options, "alone"), Mesh(jax.devices()[:2], (overlap.STILL,))
+    alone.measure(bench, mesh, Case("64 tokens, a rank of 2", 64, heads=4, kv_heads=2, dim=8))
     found = {(row["system"], row["phase"]): row for row in bench.report.rows}
     assert "need an NVIDIA GPU" in found.pop(("triton", "check"))["failed"]
     ms = [found["xla", phase]["ms"] for phase in ("forward", "backward", "both")]

@@ -1,4 +1,4 @@
-"""benchmarks/scaling.py: what it reads of results, that a fit finds what made them, and that docs/scaling.md says what they say."""
+"""benchmarks/scaling: what it reads of results, that a fit finds what made them, and that docs/scaling.md says what they say."""
 
 import re
 from dataclasses import replace
@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import scaling
-import scaling_fit
-import scaling_tables
+from benchmarks.scaling import fit, predict, tables
+from benchmarks.scaling.rows import Results, call_of, read
 from jax_core.request.costs import Call
-from scaling_rows import Results, call_of, read
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
 TWO = "2026-11-21-ring-2xH200"
@@ -18,8 +16,8 @@ TWO = "2026-11-21-ring-2xH200"
 
 @pytest.fixture(scope="module")
 def shipped():
-    machine, bench, results = scaling.shipped()
-    return machine, bench, scaling.rows_of(results)[0]
+    machine, bench, results = predict.shipped()
+    return machine, bench, predict.rows_of(results)[0]
 
 
 def test_results_are_named_with_what_auto_took():
@@ -72,12 +70,10 @@ def test_a_fit_finds_what_made_the_times(shipped):
     """Times that a machine's figures predict are predicted by a fit to those of one and two GPUs."""
     machine, bench, rows = shipped
     bench = bench._replace(warm={})
-    made = [replace(row, ms=scaling_fit.predicted(machine, bench, row), spread=0.0) for row in rows if row.platform == "cuda"]
+    made = [replace(row, ms=fit.predicted(machine, bench, row), spread=0.0) for row in rows if row.platform == "cuda"]
     made = [row for row in made if row.still_ms is None]
-    found = scaling_fit.fit([row for row in made if scaling.is_fitted(row)])
-    mean, worst = scaling.summary(
-        [scaling_fit.error(found.machine, found.bench, row) for row in made if not scaling.is_fitted(row)]
-    )
+    found = fit.fit([row for row in made if predict.is_fitted(row)])
+    mean, worst = predict.summary([fit.error(found.machine, found.bench, row) for row in made if not predict.is_fitted(row)])
     assert mean < 0.01
     assert worst < 0.02
     assert found.machine.kernels["cuda"].forward.edge == pytest.approx(machine.kernels["cuda"].forward.edge, rel=0.05)
@@ -86,36 +82,36 @@ def test_a_fit_finds_what_made_the_times(shipped):
 def test_the_document_says_how_far_off_the_shipped_figures_are(shipped):
     """On rings larger than those fitted: each row and their summary, recomputed from the committed results."""
     machine, bench, rows = shipped
-    tested = [row for row in rows if not scaling.is_fitted(row)]
+    tested = [row for row in rows if not predict.is_fitted(row)]
     assert {row.call.size for row in tested} == {4}
     lines = set(DOCUMENT.splitlines())
     times = [row for row in tested if row.still_ms is None]
-    mean, worst = scaling.summary([scaling_fit.error(machine, bench, row) for row in times])
+    mean, worst = predict.summary([fit.error(machine, bench, row) for row in times])
     assert f"Error of the times: {mean:.1%} on average, {worst:.1%} at most ({len(times)} rows)." in lines
     assert mean < 0.05
     for row in tested:
-        error = f"{scaling_fit.error(machine, bench, row):+.1%}"
+        error = f"{fit.error(machine, bench, row):+.1%}"
         assert any(line.startswith(f"| {row.results} | {row.case} | {row.phase} |") and f"| {error} |" in line for line in lines)
 
 
 def test_the_documents_predictions_are_the_shipped_figures(shipped):
     machine = shipped[0]
-    told = scaling_tables.Told(machine, shipped[1], {}, shipped[2], [], (0.0, 0.0))
+    told = tables.Told(machine, shipped[1], {}, shipped[2], [], (0.0, 0.0))
     for name in ("hidden", "sensitivity", "eight"):
-        block = "\n".join(getattr(scaling_tables, name)(told))
-        assert scaling_tables.replaced(DOCUMENT, name, block) == DOCUMENT
-    platform = scaling_tables.fastest(machine)
-    forward, both = scaling_tables.rates(machine, platform, 2**20, 64)
+        block = "\n".join(getattr(tables, name)(told))
+        assert tables.replaced(DOCUMENT, name, block) == DOCUMENT
+    platform = tables.fastest(machine)
+    forward, both = tables.rates(machine, platform, 2**20, 64)
     row = next(line for line in DOCUMENT.splitlines() if line.startswith("| 64 |"))
     assert f"| {forward:.0f} / {both:.0f} (" in row
 
 
 def test_check_prints_the_error(capsys):
-    scaling.check([Results.parsed("2026-11-21-ring-4xH200-scaling=cuda@4096,triton@0")])
+    predict.check([Results.parsed("2026-11-21-ring-4xH200-scaling=cuda@4096,triton@0")])
     printed = capsys.readouterr().out
     assert re.search(r"^error of 10 rows: \d\.\d% on average, \d+\.\d% at most$", printed, re.MULTILINE)
 
 
 def test_a_block_must_have_its_place():
     with pytest.raises(ValueError, match=r"docs/scaling\.md must have <!-- errors"):
-        scaling_tables.replaced("no comment here", "errors", "text")
+        tables.replaced("no comment here", "errors", "text")

@@ -1,15 +1,15 @@
-"""benchmarks/train.py: the batches that all systems get, and what is counted. Its systems themselves run on GPUs."""
+"""benchmarks/training/compare.py: the batches that all systems get, and what is counted. Its systems themselves run on GPUs."""
 
 from types import SimpleNamespace
 
 import torch
 
-import train_job
-from team import Team
+from benchmarks.harness.team import Team
+from benchmarks.training import job
 
 
 def test_documents_restart_positions_and_have_no_label_across_their_end():
-    batch = train_job.batch(torch.Generator().manual_seed(0), 64, torch.device("cpu"), documents=5)
+    batch = job.batch(torch.Generator().manual_seed(0), 64, torch.device("cpu"), documents=5)
     starts = (batch.positions[0] == 0).nonzero().flatten().tolist()
     assert len(starts) == 5 and starts[0] == 0
     ends = [*starts[1:], 64]
@@ -21,14 +21,14 @@ def test_documents_restart_positions_and_have_no_label_across_their_end():
 
 
 def test_one_document_is_the_whole_sequence():
-    batch = train_job.batch(torch.Generator().manual_seed(0), 16, torch.device("cpu"))
+    batch = job.batch(torch.Generator().manual_seed(0), 16, torch.device("cpu"))
     assert batch.positions[0].tolist() == list(range(16))
     assert (batch.labels == -100).sum() == 1
 
 
 def test_new_lengths_are_new_and_divide():
-    row = train_job.ROWS["lengths"]
-    lengths = train_job.new_lengths(row, torch.Generator().manual_seed(0))
+    row = job.ROWS["lengths"]
+    lengths = job.new_lengths(row, torch.Generator().manual_seed(0))
     assert len({*lengths}) == len(lengths) == 12
     assert all(length % 4 == 0 and 2**12 <= length < 2**14 for length in lengths)
 
@@ -36,8 +36,8 @@ def test_new_lengths_are_new_and_divide():
 def test_a_row_is_timed_without_its_first_steps(monkeypatch):
     losses = iter(range(100))
     clock = iter([0.0, 9.0, *(x for n in range(10, 15) for x in (float(n), n + 0.5))])
-    monkeypatch.setattr(train_job, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    row = train_job.Row(64, steps=2, warm=1)
+    monkeypatch.setattr(job, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    row = job.Row(64, steps=2, warm=1)
     make = lambda tokens: SimpleNamespace(tokens=tokens)  # noqa: E731
-    found = train_job.one_length(Team(), lambda batch: torch.tensor(float(next(losses))), row, make, scale=2)
+    found = job.one_length(Team(), lambda batch: torch.tensor(float(next(losses))), row, make, scale=2)
     assert found == {"seconds": 0.5, "tokens/s": 64, "loss, first": 0.0, "loss, last": 2.0}

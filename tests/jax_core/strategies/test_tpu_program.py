@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_core
-from tpu_compile import DIMS, PASSES, TOPOLOGIES, Request, compile_ring, devices, operands
+from benchmarks.tpu.compile import DIMS, PASSES, TOPOLOGIES, Request, compile_ring, devices, operands
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: make test-tpu")
 

@@ -1,0 +1,334 @@
+"""Generation from a long prompt: how long the prompt takes, and each token after it, on rings of 1, 2, 4, ... GPUs, beside torch's
+SDPA on one GPU.
+
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.ring.generation [--sizes 262144 1048576] [--output FOLDER]
+
+The model is the attention part of a Llama: a few layers of norm, projections, rotary embedding and attention with 32:8 heads of
+128, bfloat16, random weights. Its keys and values are random, and the same for every system, so that long prompts need no run of
+the model; `--prefill` says for which sizes it is run all the same. One entry, one new token at a time. In milliseconds, for the
+slowest rank:
+
+prefill     the model on the whole prompt, which fills the cache
+token       the model on one new token; the logits and their sampling are left out
+attention   one layer's attention of it, with the token's key and value stored, in a row of calls
+host        until such a call returns, on an idle device
+error       of the attention's output: its root mean square difference from attention in float32, over its size
+
+Rings of fewer than all GPUs run side by side, so that all GPUs work. On a CPU: --sizes 512 --heads 4 2 16 --layers 1.
+"""
+
+import argparse
+import faulthandler
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness.report import Report, default_folder, short
+from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
+from benchmarks.harness.timing import Timed, reason, take_turns
+from ring_attn import Ring
+from ring_attn.generation import KVCache
+from torch_bridge import runtime
+
+NEW = 4096  # tokens that a cache has room for; a system that has generated as many begins again
+SDPA: dict[str, SDPBackend | None] = {
+    "sdpa": None,
+    "sdpa, flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa, cuDNN": SDPBackend.CUDNN_ATTENTION,
+}
+PHASES = ("token", "attention")
+
+
+class System(Protocol):
+    """What keeps keys and values, one entry, and attends to them."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep these, of the whole prompt."""
+
+    def prefill(self, stack: "Stack", x: Tensor) -> "System":
+        """A new system, after ``stack`` has run on the whole prompt's inputs ``x [1, tokens, width]``."""
+
+    def position(self) -> Tensor:
+        """Of the next token, ``[1, 1]``."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Ours:
+    def __init__(self, ring: Ring, tokens: int) -> None:
+        self.ring, self.tokens, self.cache = ring, tokens, KVCache(ring, max_length=tokens + NEW)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept = self.cache.layers.get(layer)
+        if kept is not None and kept.appended == NEW:
+            kept.appended = 0
+        return self.cache.attend(layer, q, k, v)
+
+    def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self.cache.lengths is None:
+            with self.cache.prompt(torch.zeros(1, self.tokens, dtype=torch.int64, device=k.device)) as part:
+                self.positions = part.position_ids
+        self.cache.keep(layer, self.ring.shard(k), self.ring.shard(v), self.positions, torch.zeros_like(self.positions))
+
+    def prefill(self, stack: "Stack", x: Tensor) -> "Ours":
+        new = Ours(self.ring, self.tokens)
+        with new.cache.prompt(torch.zeros(1, self.tokens, dtype=torch.int64, device=x.device)) as part:
+            stack(self.ring.shard(x), part.position_ids, new)
+        return new
+
+    def position(self) -> Tensor:
+        return torch.full((1, 1), self.tokens, device=self.cache.layers[0].held.key.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes
+
+
+class Sdpa:
+    """torch's attention of one GPU, ``[1, heads, tokens, dim]`` as it wants them."""
+
+    def __init__(self, backend: SDPBackend | None, tokens: int) -> None:
+        self.backend, self.tokens = backend, tokens
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.appended: dict[int, int] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if layer not in self.kept:  # the prompt
+            self._keep(layer, k, v)
+            return self._attention(q, k, v, is_causal=True)
+        place = self.tokens + self.appended[layer] % NEW
+        self.appended[layer] += 1
+        for kept, new in zip(self.kept[layer], (k, v), strict=True):
+            kept[:, :, place : place + 1] = new
+        return self._attention(q, *(kept[:, :, : place + 1] for kept in self.kept[layer]))
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).transpose(1, 2)
+
+    def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.kept[layer] = tuple(F.pad(x, (0, 0, 0, NEW)) for x in (k, v))  # type: ignore[assignment]  # two of them
+        self.appended[layer] = 0
+
+    def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._keep(layer, k.transpose(1, 2), v.transpose(1, 2))
+
+    def prefill(self, stack: "Stack", x: Tensor) -> "Sdpa":
+        new = Sdpa(self.backend, self.tokens)
+        stack(x, torch.arange(self.tokens, device=x.device)[None], new)
+        return new
+
+    def position(self) -> Tensor:
+        return torch.full((1, 1), self.tokens, device=self.kept[0][0].device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for pair in self.kept.values() for x in pair)
+
+
+class Stack(nn.Module):
+    """The attention part of a Llama: ``x [1, tokens, heads * dim]`` to the same."""
+
+    def __init__(self, layers: int, heads: tuple[int, int, int]) -> None:
+        super().__init__()
+        query, kv, self.dim = heads
+        width = query * self.dim
+        self.sizes = [query * self.dim, kv * self.dim, kv * self.dim]
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(layers))
+        self.inner = nn.ModuleList(nn.Linear(width, sum(self.sizes), bias=False) for _ in range(layers))
+        self.outer = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor, positions: Tensor, system: System) -> Tensor:
+        frequencies = 500000 ** (-torch.arange(0, self.dim, 2, device=x.device) / self.dim)
+        angle = positions[..., None, None] * frequencies
+        turn = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        for layer, (norm, inner, outer) in enumerate(zip(self.norms, self.inner, self.outer, strict=True)):
+            q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in inner(norm(x)).split(self.sizes, -1))
+            x = x + outer(system.attend(layer, rotated(q, *turn), rotated(k, *turn), v).flatten(2))
+        return x
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Run:
+    """The processes, the model, and what was measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        faulthandler.dump_traceback_later(options.hard_end, exit=True)
+        self.start, self.options, self.team = time.monotonic(), options, Team()
+        self.report = Report(options.output if self.team.rank == 0 else None, f"Generation on {self.team.size} GPUs")
+        torch.manual_seed(0)
+        with self.team.device:
+            self.stack = Stack(options.layers, tuple(options.heads)).to(torch.bfloat16).requires_grad_(False)
+        self.groups = {size: self._group(size) for size in options.rings or self._sizes()}
+
+    def _sizes(self) -> list[int]:
+        return [2**power for power in range(self.team.size.bit_length()) if self.team.size % 2**power == 0]
+
+    def _group(self, size: int) -> Any:
+        """This rank's group among several disjoint ones; every rank makes all of them."""
+        if size == 1:
+            return "local"
+        groups = [dist.new_group(range(first, first + size)) for first in range(0, self.team.size, size)]
+        return groups[self.team.rank // size]
+
+    def random(self, seed: int, *shape: int) -> Tensor:
+        generator = torch.Generator(self.team.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.team.device, dtype=torch.bfloat16)
+
+    def may_begin(self, what: str) -> bool:
+        begin = self.team.agreed(time.monotonic() - self.start < self.options.budget)
+        self.report.say(f"[{time.monotonic() - self.start:5.1f} s] {what}{'' if begin else ': left out for lack of time'}")
+        return begin
+
+    def guarded(self, case: str, name: str, phase: str, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns; None on all ranks, and the reason in the report, if it fails on one."""
+        found, problem = None, None
+        try:
+            found = call()
+        except Exception as error:
+            problem = reason(error)
+        if self.team.agreed(problem is None):
+            return found
+        self.report.add(case=case, system=name, phase=phase, failed=problem or "it failed on another rank")
+        return None
+
+    def systems(self, tokens: int) -> Iterator[tuple[str, System]]:
+        for size, group in self.groups.items():
+            yield f"ring of {size}", Ours(Ring(group, layout="zigzag"), tokens)
+        for name, backend in SDPA.items():
+            if ON_GPU or backend is None:
+                yield name, Sdpa(backend, tokens)
+
+
+def measure(run: Run, tokens: int) -> None:
+    case, ready = f"{short(tokens)} tokens", {}
+    heads, kv_heads, dim = run.options.heads
+    for name, system in run.systems(tokens):
+        if run.guarded(case, name, "fill", partial(filled, run, system, tokens)):
+            ready[name] = system
+    new = [run.random(99 + number, 1, 1, count, dim) for number, count in enumerate((heads, kv_heads, kv_heads))]
+    truth = exact(run, tokens, new)
+    for name, system in list(ready.items()):
+        out = run.guarded(case, name, "error", partial(system.attend, 0, *new))
+        if out is None or run.guarded(case, name, "token", partial(token, run, system)) is None:
+            del ready[name]
+            continue
+        apart = float((out.float() - truth).square().mean().sqrt() / truth.square().mean().sqrt())
+        run.report.add(case=case, system=name, phase="error", error=run.team.slowest(apart), GiB=system.nbytes / GIB)
+    calls = {"token": lambda system: partial(token, run, system), "attention": lambda system: partial(system.attend, 0, *new)}
+    for phase in PHASES:
+        times, failed = take_turns(run.team, {name: Timed(calls[phase](x)) for name, x in ready.items()}, run.options.rounds, 40.0)
+        for name, taken in times.items():
+            run.report.add(case=case, system=name, phase=phase, **taken.figures() | {"ms": run.team.slowest(taken.median)})
+        for name, error in failed.items():
+            run.report.add(case=case, system=name, phase=phase, failed=reason(error))
+    for name, system in ready.items():
+        ms = run.guarded(case, name, "host", partial(on_the_host, run, partial(system.attend, 0, *new)))
+        if ms is not None:
+            run.report.add(case=case, system=name, phase="host", ms=run.team.slowest(ms))
+
+
+def token(run: Run, system: System) -> Tensor:
+    heads, _, dim = run.options.heads
+    return run.stack(run.random(7, 1, 1, heads * dim), system.position(), system)
+
+
+def filled(run: Run, system: System, tokens: int) -> bool:
+    _, kv_heads, dim = run.options.heads
+    for layer in range(run.options.layers):
+        system.fill(layer, *(run.random(2 * layer + side, 1, tokens, kv_heads, dim) for side in (0, 1)))
+    return True
+
+
+def exact(run: Run, tokens: int, new: list[Tensor]) -> Tensor:
+    """The attention of the first layer to the prompt and itself, in float32."""
+    _, kv_heads, dim = run.options.heads
+    q, k, v = (x.float() for x in new)
+    k, v = (torch.cat([run.random(side, 1, tokens, kv_heads, dim), x], 1).float() for side, x in ((0, k), (1, v)))
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", q.unflatten(2, (kv_heads, -1)), k) / dim**0.5
+    return torch.einsum("bhgqk,bkhd->bqhgd", scores.softmax(-1), v).flatten(2, 3)
+
+
+def on_the_host(run: Run, call: Callable[[], Tensor], calls: int = 20) -> float:
+    taken = []
+    for _ in range(calls):
+        run.team.ready()
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return sorted(taken)[calls // 2] * 1000
+
+
+def measure_prefill(run: Run, tokens: int) -> None:
+    """Twice each: the first compiles."""
+    case, (heads, _, dim) = f"{short(tokens)} tokens", run.options.heads
+    x = run.random(5, 1, tokens, heads * dim)
+    for name, system in run.systems(tokens):
+        times = []
+        for _ in range(2):
+            run.team.ready()
+            began = time.perf_counter()
+            if run.guarded(case, name, "prefill", partial(prefilled, run, system, x)) is None:
+                break
+            times.append((time.perf_counter() - began) * 1000)
+        if len(times) == 2:
+            run.report.add(case=case, system=name, phase="prefill", ms=run.team.slowest(times[1]))
+        tidy()
+
+
+def prefilled(run: Run, system: System, x: Tensor) -> System:
+    new = system.prefill(run.stack, x)
+    if ON_GPU:
+        torch.cuda.synchronize(run.team.device)
+    return new
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="*", type=int, default=[2**18, 2**20], help="tokens before the measured ones")
+    parser.add_argument("--prefill", nargs="*", type=int, default=[2**18], help="prompts that the model is run on")
+    parser.add_argument("--rings", nargs="*", type=int, help="sizes; by default all that divide the number of GPUs")
+    parser.add_argument("--heads", nargs=3, type=int, default=[32, 8, 128], metavar=("QUERY", "KV", "DIM"))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which nothing more is begun")
+    parser.add_argument("--hard-end", type=float, default=480.0, help="seconds after which the job stops whatever it does")
+    parser.add_argument("--output", type=Path, default=default_folder("generate"))
+    return parser.parse_args(given)
+
+
+@torch.no_grad()
+def main(given: list[str] | None = None) -> None:
+    run = Run(arguments(given))
+    runtime.start(device=run.team.device)  # on all ranks at once, whichever part comes first
+    for part, sizes in ((measure, run.options.sizes), (measure_prefill, run.options.prefill)):
+        for tokens in sizes:
+            if run.may_begin(f"{part.__name__} of {short(tokens)} tokens"):
+                part(run, tokens)
+                tidy()
+    run.team.ready()
+    run.report.note("seconds", round(time.monotonic() - run.start, 1))
+    run.report.finish()
+    run.team.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
