@@ -1,6 +1,7 @@
 """The parts of the benchmarks that need no GPU: what is counted, how it is timed and told, and what peers are handed."""
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,21 @@ from benchmarks.one_gpu.bench import Bench
 from benchmarks.ring import alone, flash_attn_of_torch, generation, memory, overlap, profile
 from benchmarks.ring.profile import COPY, REST, ROTATION, Event
 from ring_attn import ring_attention
+
+ROOT = Path(__file__).parents[1]
+FILES = ("*.md", "docs/*.md", "Makefile", "benchmarks/NOTES.md", "benchmarks/**/*.py", "tests/**/*.py", "tools/*")
+
+
+def test_what_files_name_of_the_benchmarks_exists():
+    """Paths, some with a star for several results, and modules to start."""
+    missing, seen = [], 0
+    for file in (file for pattern in FILES for file in ROOT.glob(pattern)):
+        text = file.read_text(encoding="utf-8").replace("\\*", "*")
+        modules = [name.replace(".", "/") + ".py" for name in re.findall(r"-m (benchmarks\.[\w.]+\w)", text)]
+        for name in {*re.findall(r"(?<![\w/])(?:benchmarks|tests|tools)/[\w./*-]*[\w*]", text), *modules}:
+            seen += 1
+            missing += [] if any(ROOT.glob(name)) else [f"{file.relative_to(ROOT)}: {name}"]
+    assert seen > 50 and missing == []
 
 
 def test_work_is_counted_by_visible_pairs():

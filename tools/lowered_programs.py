@@ -1,8 +1,8 @@
 """The programs that a fixed list of calls is lowered to, as text without names and metadata: two versions of the library that print
 the same text compute the same.
 
-    python benchmarks/lowered_programs.py OUT                                    # JAX: each kernel and layout, forward and backward
-    torchrun --standalone --nproc-per-node 2 benchmarks/lowered_programs.py OUT  # what torch's processes compile
+    python tools/lowered_programs.py OUT                                    # JAX: each kernel and layout, forward and backward
+    torchrun --standalone --nproc-per-node 2 tools/lowered_programs.py OUT  # what torch's processes compile
     diff -rq BEFORE AFTER
 
 No GPU and no TPU is needed: Triton's kernels are shown as Triton's own IR, Pallas' as jaxprs, cuDNN's as custom calls.

@@ -1,5 +1,5 @@
 """The Triton kernels in Triton's interpreter, through the whole of jax_core, against the float64 oracle: `make test` runs this file
-with TRITON_INTERPRET=1, in a process of its own. What they do on a GPU: tests/jax_core/kernels/test_gpu.py."""
+with TRITON_INTERPRET=1, in a process of its own. What they do on a GPU: tests/gpu/test_kernels.py."""
 
 from dataclasses import replace
 

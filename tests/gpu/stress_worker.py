@@ -1,8 +1,8 @@
 """Stress test of memory safety between torch's and JAX's allocators and between streams. Reports any result that is not
 bit-identical to that of an undisturbed run.
 
-    python benchmarks/stress.py
-    torchrun --standalone --nproc-per-node 8 benchmarks/stress.py [--iterations 1000] [--results copied]
+    python tests/gpu/stress_worker.py
+    torchrun --standalone --nproc-per-node 8 tests/gpu/stress_worker.py [--iterations 1000] [--results copied]
 
 Calls follow one another on three torch streams in turn, without the host waiting. Inputs are freed as soon as they are passed, and
 their memory is filled with NaN at once, while JAX may still be reading it; outputs are dropped at once, or read late on a separate

@@ -1,11 +1,14 @@
 """torch and JAX on one GPU: whose memory results are, and that the host waits for nothing. `make test-gpu` runs it."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 
 import ring_attn
+from benchmarks.cpu.compare import sdpa
+from torch_bridge.dlpack import to_jax, to_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -14,6 +17,34 @@ LATE = 400_000_000  # clock cycles: about 0.2 s
 
 def qkv(length=512, dtype=torch.bfloat16, grad=True):
     return [torch.randn(1, length, heads, 64, device="cuda", dtype=dtype, requires_grad=grad) for heads in (4, 2, 2)]
+
+
+def test_nothing_is_copied_on_either_way():
+    ring_attn.start()
+    tensor = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    array = to_jax(tensor)
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+    assert to_torch(array).data_ptr() == tensor.data_ptr()
+
+
+def results(attention, inputs, dout):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = attention(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_errors_are_at_most_twice_those_of_torch(dtype):
+    """Of output and gradients against float64: the largest, beside torch's SDPA in the same dtype."""
+    *inputs, dout = (torch.randn(2, 1000, 4, 64, device="cuda").to(dtype) for _ in range(4))
+    exact = results(sdpa, [x.double() for x in inputs], dout.double())
+
+    def errors(attention):
+        return [float((got - want).abs().max()) for got, want in zip(results(attention, inputs, dout), exact, strict=True)]
+
+    mine, theirs = errors(partial(ring_attn.ring_attention, mesh="local", causal=True)), errors(sdpa)
+    print(f"out, dq, dk, dv: ring_attn {mine}, torch SDPA {theirs}")
+    assert all(a <= 2 * b + 1e-6 for a, b in zip(mine, theirs, strict=True)), (mine, theirs)
 
 
 def test_results_are_in_memory_of_torch():

@@ -1,0 +1,42 @@
+"""The programs of this folder in processes of their own, as from a user's shell."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+GPUS = torch.cuda.device_count()
+OF_CONFTEST = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
+
+
+def need(gpus: int) -> None:
+    """Leaves a test out where there are fewer."""
+    if gpus > GPUS:
+        pytest.skip(f"GPUs needed: {gpus}, here: {GPUS}")
+
+
+def torchrun(processes: int, worker: str, *arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, str]:
+    """Whether ``worker``, a path from the repository's root, ended well in all processes, and what they printed."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+    return run(*launcher, worker, *arguments, timeout=timeout, **variables)
+
+
+def run(*arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, str]:
+    """The same of one Python program."""
+    kept = {name: value for name, value in os.environ.items() if name not in OF_CONFTEST}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": path, **variables},
+        timeout=timeout,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    return done.returncode == 0, done.stdout

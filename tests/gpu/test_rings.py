@@ -1,0 +1,71 @@
+"""Rings of all GPUs that there are: every feature, every strategy, and the kernels for 16 bits, in processes of their own."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ring.systems import OF_TWO_AXES, STRATEGIES
+from jax_core.kernels.cute import calls as cute
+from tests.gpu.jobs import GPUS, need, run, torchrun
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+WORKERS = "tests/support/workers"
+EVEN = GPUS - GPUS % 2
+OF_WORKERS = {"timeout": 880, "OMP_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_feature_over_a_ring(dtype):
+    """Forward and all gradients, in float64 (the xla kernel) and float32 (Triton's), against the whole sequence in float64."""
+    need(2)
+    fine, said = torchrun(GPUS, f"{WORKERS}/attention_worker.py", "cuda", "1", dtype, **OF_WORKERS)
+    assert fine, said
+
+
+def test_every_feature_over_several_rings():
+    need(4)
+    fine, said = torchrun(EVEN, f"{WORKERS}/attention_worker.py", "cuda", str(EVEN // 2), "float32", **OF_WORKERS)
+    assert fine, said
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The oracle's results, which a CPU computes in float64."""
+    file: Path = tmp_path_factory.mktemp("cases") / "cases.pt"
+    fine, said = run("tests/support/strategy_cases.py", str(file), JAX_PLATFORMS="cpu")
+    assert fine, said
+    return str(file)
+
+
+def check_strategies(cases: str, dtype: str, *names: str) -> None:
+    shape, both = (f"2x{EVEN // 2}", "ab") if EVEN > 2 else ("2", "a")
+    runs = [f"{name}:{case}:zigzag:{both}" for name, case in product(names, ("documents", "window"))]
+    fine, said = torchrun(EVEN, f"{WORKERS}/strategies_worker.py", cases, "cuda", dtype, shape, *runs, **OF_WORKERS)
+    assert fine and all(f"ok {run}\n" in said for run in runs), said
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
+def test_strategies(cases, strategy, dtype):
+    need(2)
+    check_strategies(cases, dtype, strategy)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("strategy", ["ulysses_ring", "ring_ulysses"])
+def test_strategies_of_two_axes(cases, strategy, dtype):
+    need(4)
+    check_strategies(cases, dtype, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_kernels_for_16_bits(strategy):
+    """cuDNN's is not among them: it has no gradient of the LSE, which is compared."""
+    need(4 if strategy in OF_TWO_AXES else 2)
+    if cute.missing():
+        pytest.skip(f"flash-attn-4: {cute.missing()}")
+    fine, said = torchrun(EVEN, "tests/gpu/sixteen_bits_worker.py", "--strategies", strategy, timeout=880)
+    assert fine and "out " in said, said
+    print(said)
