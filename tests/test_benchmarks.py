@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from ring_attn import ring_attention
 
 ROOT = Path(__file__).parents[1]
 FILES = ("*.md", "docs/*.md", "Makefile", "benchmarks/NOTES.md", "benchmarks/**/*.py", "tests/**/*.py", "tools/*")
+OF_THE_LIBRARY = ("jax_core/**/*.py", "jax_core/**/*.json", "jax_core/**/*.md")
 
 
 def test_what_files_name_of_the_benchmarks_exists():
@@ -37,6 +39,17 @@ def test_what_files_name_of_the_benchmarks_exists():
             seen += 1
             missing += [] if any(ROOT.glob(name)) else [f"{file.relative_to(ROOT)}: {name}"]
     assert seen > 50 and missing == []
+
+
+def test_every_result_that_is_kept_is_cited():
+    """By its name, or with a star for several."""
+    texts = (file.read_text(encoding="utf-8") for pattern in (*FILES, *OF_THE_LIBRARY) for file in ROOT.glob(pattern))
+    cited = {
+        name.replace("\\", "") for text in texts for name in re.findall(r"(?:20\d\d-\d\d-\d\d|\\\*)-[\w\\*-]+(?:\.txt)?", text)
+    }
+    results = [file.name for file in (ROOT / "benchmarks/results").iterdir()]
+    assert results
+    assert sorted(name for name in results if not any(fnmatch(name, pattern) for pattern in cited)) == []
 
 
 def test_work_is_counted_by_visible_pairs():
