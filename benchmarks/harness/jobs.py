@@ -8,15 +8,8 @@ from typing import IO, Any
 
 from benchmarks.harness.report import ROOT
 
-OF_TORCHRUN = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "TORCHELASTIC_",
-)  # of the job that starts another
+# Variables of the job that starts another.
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 def begin(processes: int, module: str, *arguments: str, out: int | IO[str], **variables: str) -> "subprocess.Popen[str]":
