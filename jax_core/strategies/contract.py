@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Kernel, Problem, Residuals, Scores
+from jax_core.kernels.contract import Extras, Kernel, Problem, Residuals, Scores
 from jax_core.masks.layout import Layout
 
 
@@ -54,6 +54,11 @@ class Operands(NamedTuple):
     origin: Array | None = None
     rank: Array | None = None
     predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...] = ()
+
+    @property
+    def extras(self) -> Extras:
+        """What a kernel takes beside the shards, not yet cut to a pair of them."""
+        return Extras(*(getattr(self, name) for name in Extras._fields))
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Partial, accumulation_dtype
+from jax_core.kernels.contract import Pair, Partial, accumulation_dtype
 from jax_core.kernels.merge import join_stacked, sink_gradient
 from jax_core.masks.layout import Run
 from jax_core.strategies.contract import Operands, RingSpec, make_residuals
 from jax_core.strategies.decode.arrangement import Arrangement, arrangement
-from jax_core.strategies.local import Backward, Forward, Pair, kernel_of
+from jax_core.strategies.local import Backward, Forward, kernel_of
 from jax_core.strategies.padding import clear_cotangents, clear_operands
 from jax_core.strategies.shapes import SmallOperands, in_full_shape
 from jax_core.varying import vary, varying_axes
@@ -30,7 +30,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     arranged = arrangement(spec, operands)
     wide = accumulation_dtype(operands.query.dtype)
     opened = Forward(spec, operands, wide, wide)
-    found = opened.attend(_pair(arranged, operands), None, diagonal=False, last=False)
+    found = opened.attend(_pair(spec, arranged, operands), None, last=False)
     if arranged.parts > 1:
         found = join_stacked(Partial(*map(arranged.stacked, found)), wide)
     if spec.size > 1:
@@ -50,10 +50,10 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
         lse=arranged.statistics(residuals.lse),
         delta=arranged.statistics(residuals.delta),
     )
-    pair = _pair(arranged, operands)
+    pair = _pair(spec, arranged, operands)
     opened = Backward(spec, operands, residuals_of_rows, lse, to_given_shape)
-    grads = opened.differentiate(pair, None, diagonal=False)
-    query, key, value = kernel_of(spec).finish(pair.shards[:3], (grads.dq, grads.dk, grads.dv), spec.scores)
+    grads = opened.differentiate(pair, None)
+    query, key, value = kernel_of(spec).finish(pair.shards, (grads.dq, grads.dk, grads.dv), spec.scores)
     # Every rank has the whole gradient of the sinks, which is to be its part of a sum.
     dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta) / spec.size
     small = to_given_shape(SmallOperands(dsinks, None, arranged.slopes_gradient(grads.dalibi_slopes, operands.alibi_slopes)))
@@ -62,19 +62,18 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     return nothing._replace(query=query, key=arranged.shard(key), value=arranged.shard(value), **small._asdict())
 
 
-def _pair(arranged: Arrangement, operands: Operands) -> Pair:
+def _pair(spec: RingSpec, arranged: Arrangement, operands: Operands) -> Pair:
     """Nothing reads the runs as positions: without position ids no mask depends on positions."""
     q, k, v = arranged.rows(operands.query), arranged.keys(operands.key), arranged.keys(operands.value)
-    extras = Extras(
+    extras = operands.extras._replace(
         q_segment_ids=arranged.row_ids(operands.q_segment_ids),
         kv_segment_ids=arranged.key_ids(operands.kv_segment_ids),
         q_position_ids=arranged.row_ids(operands.q_position_ids),
         kv_position_ids=arranged.key_ids(operands.kv_position_ids),
         alibi_slopes=arranged.of_entries(operands.alibi_slopes),
-        origin=operands.origin,
-        predicate_arrays=operands.predicate_arrays,
+        dropout_seed=None,
     )
-    return Pair((q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),)), extras)
+    return Pair(q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),), spec.scores, extras)
 
 
 def _joined_over_ranks(spec: RingSpec, found: Partial) -> Partial:

@@ -16,7 +16,7 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     opened, continues = open_forward(spec, operands), kernel_of(spec).CONTINUES
 
     def visit(found: Found, visit: Visit) -> Partial:
-        return opened.attend(visit.pair, found.carry if continues else None, visit.diagonal, visit.last)
+        return opened.attend(visit.pair, found.carry if continues else None, visit.last)
 
     def keep(found: Found, _: Visit, result: Partial) -> tuple[Found, None]:
         apart = Found(result, ()) if continues else Found(found.carry, (*found.apart, result))
@@ -31,10 +31,10 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     opened = open_backward(spec, operands, out, lse, dout, dlse)
 
     def visit(sums: LocalGradients, visit: Visit) -> Grads:
-        return opened.differentiate(visit.pair, sums.dq, visit.diagonal)
+        return opened.differentiate(visit.pair, sums.dq)
 
     def keep(sums: LocalGradients, visit: Visit, grads: Grads) -> tuple[LocalGradients, tuple[Any, Any]]:
-        return accumulate(sums, grads, visit.pair.shards[-1]), (grads.dk, grads.dv)
+        return accumulate(sums, grads, visit.pair.k_runs), (grads.dk, grads.dv)
 
     tour = Tour(spec, opened.operands, visit, keep, lambda sums: sums)
     # Its first transfers must neither run beside the forward's nor be merged with them, which would keep what came until now.

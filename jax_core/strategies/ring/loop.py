@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_core.kernels.contract import Pair
 from jax_core.masks.layout import runs
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.local import (
     Keys,
-    Pair,
     accumulate,
     add,
     kernel_of,
@@ -41,9 +41,8 @@ def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         buffer, shift, (carry, apart) = state
         transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
         arriving = start_transfers(transfers, spec.axis_name, spec.size)
-        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift)
-        carried = carry if kernel.CONTINUES else None
-        result = opened.attend(pair, carried, diagonal=not step.hop_in, last=not step.hop_out)
+        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+        result = opened.attend(pair, carry if kernel.CONTINUES else None, last=not step.hop_out)
         if transfers:
             arriving, result = lax.optimization_barrier((arriving, result))
         found = Found(result, ()) if kernel.CONTINUES else joined(Found(carry, (*apart, result)), wide, MOST_APART)
@@ -71,14 +70,13 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
         transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
         transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
         arriving = start_transfers(transfers, spec.axis_name, spec.size)
-        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift)
-        grads = opened.differentiate(pair, sums.dq, diagonal=not step.hop_in)
+        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+        grads = opened.differentiate(pair, sums.dq)
         if transfers:
             arriving, grads = lax.optimization_barrier((arriving, grads))
         arrived = finish_transfers(arriving, transfers)
         dkv = add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
-        k_runs = pair.shards[-1]
-        return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, k_runs)
+        return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, pair.k_runs)
 
     # The first rotation must not run alongside the forward's, nor be merged with it, which would keep its result alive until now.
     buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
@@ -88,10 +86,11 @@ def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: A
     return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
 
 
-def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift) -> Pair:
+def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool) -> Pair:
     """The queries and the keys from ``shift`` ranks before this one."""
     owner = (rank_of(spec, operands) - shift) % spec.size
-    return make_pair(operands, query_runs(spec, operands), keys, runs(spec.layout, owner, spec.size, keys.key.shape[1]))
+    k_runs = runs(spec.layout, owner, spec.size, keys.key.shape[1])
+    return make_pair(spec, operands, query_runs(spec, operands), keys, k_runs, diagonal)
 
 
 def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
@@ -100,7 +99,7 @@ def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
     return steps(visible_shifts(spec.scores.mask, spec.layout, spec.size, operands.query.shape[1], operands.key.shape[1]))
 
 
-def _return_to_owner(spec: RingSpec, dkv, word: type | None, sent: int):
+def _return_to_owner(spec: RingSpec, dkv: Any, word: type | None, sent: int) -> Any:
     """dK and dV of this rank's own shard, which are ``size - sent`` hops away from it."""
     if not sent:
         return dkv

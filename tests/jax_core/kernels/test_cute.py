@@ -34,7 +34,7 @@ import jax_core
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import cute
 from jax_core.kernels.blocks import index
-from jax_core.kernels.contract import Extras, Problem, Scores
+from jax_core.kernels.contract import Extras, Pair, Problem, Scores
 from jax_core.kernels.cute import calls, kernel, pairs, sums
 from jax_core.kernels.cute.lists import make_lists
 from jax_core.masks.layout import runs
@@ -293,10 +293,12 @@ def test_rectangles(layout: str, batch: int):
     for rank, source in itertools.permutations(range(size), 2):
         q_runs, k_runs = (runs(layout, jnp.int32(x), size, length) for x in (rank, source))
         seen = np.asarray(index(q_runs)[:, None] >= index(k_runs))
-        area = pairs.rectangle(q_runs, k_runs, length, length)
+        shard = jnp.zeros((batch, length, 1, 8))
+        pair = Pair(shard, shard, shard, q_runs, k_runs, Scores(make_mask(True), 1.0))
+        area = pairs.rectangle(pair)
         i, j = np.arange(length)[:, None], np.arange(length)
         np.testing.assert_array_equal(seen, (i >= area.q_first) & (j < area.k_end))
-        q_ends, q_used, k_ends, k_used = pairs.where_of(area, batch, length, length)
+        q_ends, q_used, k_ends, k_used = pairs.where_of(area, pair)
         assert q_ends is not None and k_ends is not None
         covered = np.zeros((batch, length, batch, length), bool)
         for b in range(batch):
@@ -327,7 +329,7 @@ def test_lists(mask, of_queries: bool):
     ids = jnp.where(ids == 2, -1, ids).astype(jnp.int32)
     extras = Extras() if mask != make_mask() else Extras(q_segment_ids=ids, kv_segment_ids=ids[:, :420])
     shards = jnp.zeros((2, 500, 1, 8)), jnp.zeros((2, 420, 1, 8)), jnp.zeros((2, 420, 1, 8))
-    lists = make_lists(shards, q_runs, k_runs, Scores(mask, 1.0), extras, 96, of_queries)
+    lists = make_lists(Pair(*shards, q_runs, k_runs, Scores(mask, 1.0), extras), 96, of_queries)
     seen = np.asarray(visible(mask, jnp.arange(500)[:, None], jnp.arange(420)))[None]
     if extras.q_segment_ids is not None:
         seen = seen & np.asarray((ids[:, :, None] == ids[:, None, :420]) & (ids[:, :, None] >= 0))
