@@ -13,25 +13,30 @@ from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
 from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
-from jax_core.strategies import all_gather, decode, empty, fused_ring, hierarchical, ring
+from jax_core.strategies.all_gather import AllGather
 from jax_core.strategies.contract import Strategy
+from jax_core.strategies.decode import Decode
+from jax_core.strategies.empty import Empty
+from jax_core.strategies.fused_ring import FusedRing
+from jax_core.strategies.hierarchical import Hierarchical
+from jax_core.strategies.ring import Ring
 from jax_core.strategies.ulysses import Ulysses
 from jax_core.tune import lookup
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
-        "ring": ring,
-        "fused": fused_ring,
-        "all_gather": all_gather,
-        "ulysses": Ulysses(ring),
-        "ulysses_ring": Ulysses(ring, 0),
-        "ring_ulysses": Ulysses(ring, 1),
-        "hierarchical": hierarchical,
-        "decode": decode,
+        "ring": Ring(),
+        "fused": FusedRing(),
+        "all_gather": AllGather(),
+        "ulysses": Ulysses(Ring()),
+        "ulysses_ring": Ulysses(Ring(), 0),
+        "ring_ulysses": Ulysses(Ring(), 1),
+        "hierarchical": Hierarchical(),
+        "decode": Decode(),
     }
 )
-SHARED_QUERIES = frozenset({"decode"})  # strategies whose queries are the same on all ranks
+SHARED_QUERIES = frozenset(name for name, strategy in STRATEGIES.items() if strategy.SHARED_QUERIES)
 _NO_PARAMS = FwdParams(), BwdParams()
 _PER_PROCESS = ("cute", "cuda", "triton")  # these query this process's own GPU
 
@@ -49,8 +54,8 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
     """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
     why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
 
-    ``torus``: the ranks are known to form a ring in the TPU topology. ``axes``: the names of several mesh axes; if those are
-    of a strategy ("ring" and "ulysses", in either order), "auto" tries it first. Raises ValueError for unknown or contradictory
+    ``torus``: the ranks are known to form a ring in the TPU topology. ``axes``: the names of several mesh axes, by which
+    a strategy may be meant that "auto" then tries first. Raises ValueError for unknown or contradictory
     names, NotImplementedError for what cannot be computed.
     """
     given = options.cfg or RingAttentionConfig()
@@ -59,8 +64,8 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
         raise ValueError(f'cfg is for backend "{given.backend}", but this program runs on "{problem.backend}"; use "any"')
     if options.strategy not in ("auto", *STRATEGIES):
         raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}; got {options.strategy!r}")
-    if empty.unsupported(problem, *_NO_PARAMS) is None:
-        return Choice(empty, None, *_NO_PARAMS)
+    if Empty().unsupported(problem, *_NO_PARAMS) is None:
+        return Choice(Empty(), None, *_NO_PARAMS)
     if options.strategy != "auto":
         return _with_strategy(options.strategy, platform, given, problem)
     *first, last = _order(problem, platform, torus, axes)
@@ -71,8 +76,8 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
 
 
 def _order(problem: Problem, platform: str, torus: bool, axes: tuple[str, ...]) -> tuple[str, ...]:
-    named = ("_".join(axes),) if sorted(axes) == ["ring", "ulysses"] else ()
-    near = all_gather.kernel_problem(problem).k_length < problem.size * problem.k_length
+    named = tuple(name for name, strategy in STRATEGIES.items() if axes and strategy.axes == axes)
+    near = tuple(name for name, strategy in STRATEGIES.items() if strategy.only_near(problem))
     return *named, *preferred_strategies(problem, platform, torus, near)
 
 

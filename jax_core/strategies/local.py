@@ -15,23 +15,10 @@ from jax_core.kernels.contract import Grads, Kernel, Pair, Partial, Residuals, R
 from jax_core.kernels.merge import join_sinks, sink_gradient
 from jax_core.masks.layout import runs
 from jax_core.strategies.columns import put_columns, take_columns
-from jax_core.strategies.contract import Operands, RingSpec, make_residuals
+from jax_core.strategies.contract import Keys, Operands, RingSpec, make_residuals
 from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
 from jax_core.strategies.shapes import SmallOperands, in_full_shape
 from jax_core.varying import vary, varying_axes
-
-
-class Keys(NamedTuple):
-    """Keys and values that are here, with their ids: what travels between ranks."""
-
-    key: Array
-    value: Array
-    segment_ids: Array | None
-    position_ids: Array | None
-
-
-def own_keys(operands: Operands) -> Keys:
-    return Keys(operands.key, operands.value, operands.kv_segment_ids, operands.kv_position_ids)
 
 
 def rank_of(spec: RingSpec, operands: Operands) -> Any:

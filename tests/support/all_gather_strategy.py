@@ -6,20 +6,7 @@ from jax import lax
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Pair, Problem, accumulation_dtype
 from jax_core.masks.layout import Run
-from jax_core.strategies.contract import Operands, RingSpec, make_residuals, same_problem
-
-HANDLES = frozenset("contiguous causal float32 lse_gradient".split())
-IN_PLACE_OF_A_KERNEL = frozenset({"contiguous"})
-OWN_PLATFORM: str | None = None
-kernel_problem = same_problem
-
-
-def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-    return "it is for rings of two at least" if problem.size == 1 else None
-
-
-def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    return FwdParams(), BwdParams()
+from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
 
 
 def whole_sequence(spec: RingSpec, operands: Operands) -> Pair:
@@ -30,17 +17,23 @@ def whole_sequence(spec: RingSpec, operands: Operands) -> Pair:
     return Pair(operands.query, key, value, (q_run,), (k_run,), spec.scores)
 
 
-def forward(spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    assert spec.kernel is not None
-    wide = accumulation_dtype(operands.query.dtype)
-    out, lse = spec.kernel.forward(whole_sequence(spec, operands), None, wide, spec.fwd_params)
-    return out.astype(operands.query.dtype), lse
+class Toy(Strategy):
+    HANDLES = frozenset("contiguous causal float32 lse_gradient".split())
+    IN_PLACE_OF_A_KERNEL = frozenset({"contiguous"})
 
+    def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+        return "it is for rings of two at least" if problem.size == 1 else None
 
-def backward(spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
-    assert spec.kernel is not None
-    pair, residuals = whole_sequence(spec, operands), make_residuals(out, lse, dout, dlse)
-    grads = spec.kernel.backward(pair, residuals, None, spec.bwd_params, fused=False, deterministic=False)
-    dk, dv = (lax.psum_scatter(x, spec.axis_name, scatter_dimension=1, tiled=True) for x in (grads.dk, grads.dv))
-    nothing = jax.tree.map(lambda _: None, operands)
-    return nothing._replace(query=grads.dq, key=dk, value=dv)
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+        assert spec.kernel is not None
+        wide = accumulation_dtype(operands.query.dtype)
+        out, lse = spec.kernel.forward(whole_sequence(spec, operands), None, wide, spec.fwd_params)
+        return out.astype(operands.query.dtype), lse
+
+    def backward(self, spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
+        assert spec.kernel is not None
+        pair, residuals = whole_sequence(spec, operands), make_residuals(out, lse, dout, dlse)
+        grads = spec.kernel.backward(pair, residuals, None, spec.bwd_params, fused=False, deterministic=False)
+        dk, dv = (lax.psum_scatter(x, spec.axis_name, scatter_dimension=1, tiled=True) for x in (grads.dk, grads.dv))
+        nothing = jax.tree.map(lambda _: None, operands)
+        return nothing._replace(query=grads.dq, key=dk, value=dv)

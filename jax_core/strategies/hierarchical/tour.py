@@ -21,7 +21,7 @@ from jax_core.masks.layout import runs
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_piece
 from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, visible_shifts, way_home
-from jax_core.strategies.local import add, make_pair, own_keys, query_runs, rank_of
+from jax_core.strategies.local import add, make_pair, query_runs, rank_of
 from jax_core.strategies.steps import Step, run_steps
 from jax_core.strategies.transfer import (
     Transfer,
@@ -89,7 +89,7 @@ class Tour:
     def make(self, result: Any, after: Array | None = None) -> tuple[Any, Any, Callable[[Any], Any]]:
         """The result of all visits; the sums of dK/dV of the keys that came last, and what sends such to the rank that owns the
         keys. Nothing is sent before ``after`` is computed."""
-        shifts, keys = self._shifts(), own_keys(self.operands)
+        shifts, keys = self._shifts(), self.operands.keys
         if after is not None and len(shifts) > 1:
             keys = tree_after(self.spec, keys, after)
         hosts = host_steps(shifts)
@@ -182,4 +182,4 @@ class Tour:
 
     @property
     def _word(self) -> type | None:
-        return word_of(self.spec, own_keys(self.operands))
+        return word_of(self.spec, self.operands.keys)

@@ -12,16 +12,14 @@ from jax import Array, lax
 
 from jax_core.kernels.contract import Pair
 from jax_core.masks.layout import runs
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
 from jax_core.strategies.local import (
-    Keys,
     accumulate,
     add,
     kernel_of,
     make_pair,
     open_backward,
     open_forward,
-    own_keys,
     query_runs,
     rank_of,
 )
@@ -31,59 +29,61 @@ from jax_core.strategies.steps import Step, run_steps, steps
 from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
 
 
-def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
-    """As the contract says."""
-    opened, kernel = open_forward(spec, operands), kernel_of(spec)
-    operands, wide = opened.operands, opened.wide
-    local_keys, plan = own_keys(operands), _plan(spec, operands)
+class Ring(Strategy):
+    """K/V travel from rank to rank between kernel calls."""
 
-    def run_step(state, step: Step):
-        buffer, shift, (carry, apart) = state
-        transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
-        arriving = start_transfers(transfers, spec.axis_name, spec.size)
-        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
-        result = opened.attend(pair, carry if kernel.CONTINUES else None, last=not step.hop_out)
-        if transfers:
-            arriving, result = lax.optimization_barrier((arriving, result))
-        found = Found(result, ()) if kernel.CONTINUES else joined(Found(carry, (*apart, result)), wide, MOST_APART)
-        return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, found
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+        opened, kernel = open_forward(spec, operands), kernel_of(spec)
+        operands, wide = opened.operands, opened.wide
+        local_keys, plan = operands.keys, _plan(spec, operands)
 
-    def settle(state):
-        buffer, shift, found = state
-        return buffer, shift, joined(found, wide)
+        def run_step(state, step: Step):
+            buffer, shift, (carry, apart) = state
+            transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
+            arriving = start_transfers(transfers, spec.axis_name, spec.size)
+            pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+            result = opened.attend(pair, carry if kernel.CONTINUES else None, last=not step.hop_out)
+            if transfers:
+                arriving, result = lax.optimization_barrier((arriving, result))
+            found = Found(result, ()) if kernel.CONTINUES else joined(Found(carry, (*apart, result)), wide, MOST_APART)
+            return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, found
 
-    buffer = pack(local_keys, word_of(spec, local_keys)) if len(plan) > 1 else None
-    *_, found = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), Found(None, ())), plan)
-    return opened.close(only(joined(found, opened.last_dtype)))
+        def settle(state):
+            buffer, shift, found = state
+            return buffer, shift, joined(found, wide)
 
+        buffer = pack(local_keys, word_of(spec, local_keys)) if len(plan) > 1 else None
+        *_, found = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), Found(None, ())), plan)
+        return opened.close(only(joined(found, opened.last_dtype)))
 
-def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
-    """As the contract says."""
-    opened = open_backward(spec, operands, out, lse, dout, dlse)
-    operands = opened.operands
-    local_keys, plan = own_keys(operands), _plan(spec, operands)
-    word = word_of(spec, local_keys)
+    def backward(
+        self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
+    ) -> Operands:
+        opened = open_backward(spec, operands, out, lse, dout, dlse)
+        operands = opened.operands
+        local_keys, plan = operands.keys, _plan(spec, operands)
+        word = word_of(spec, local_keys)
 
-    def run_step(state, step: Step):
-        buffer, shift, dkv, sums = state
-        # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
-        transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
-        transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
-        arriving = start_transfers(transfers, spec.axis_name, spec.size)
-        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
-        grads = opened.differentiate(pair, sums.dq)
-        if transfers:
-            arriving, grads = lax.optimization_barrier((arriving, grads))
-        arrived = finish_transfers(arriving, transfers)
-        dkv = add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
-        return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, pair.k_runs)
+        def run_step(state, step: Step):
+            buffer, shift, dkv, sums = state
+            # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
+            transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
+            transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
+            arriving = start_transfers(transfers, spec.axis_name, spec.size)
+            pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+            grads = opened.differentiate(pair, sums.dq)
+            if transfers:
+                arriving, grads = lax.optimization_barrier((arriving, grads))
+            arrived = finish_transfers(arriving, transfers)
+            dkv = add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
+            return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, pair.k_runs)
 
-    # The first rotation must not run alongside the forward's, nor be merged with it, which would keep its result alive until now.
-    buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
-    state: Any = buffer, jnp.int32(0), None, opened.no_gradients()
-    _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, plan)
-    sent = sum(step.hop_out for step in plan)
-    return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
+        # The first rotation must neither run beside the forward's nor be merged with it, which would keep its result until now.
+        buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
+        state: Any = buffer, jnp.int32(0), None, opened.no_gradients()
+        _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, plan)
+        sent = sum(step.hop_out for step in plan)
+        return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
 
 
 def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool) -> Pair:

@@ -5,7 +5,6 @@ left to another strategy, over the remaining axis.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jax import Array
 
@@ -19,21 +18,16 @@ from jax_core.strategies.ulysses.inside import problem_inside, spec_inside, ulys
 
 
 @dataclass(frozen=True)
-class Ulysses:
+class Ulysses(Strategy):
     """``inner``: the strategy for what the exchange leaves. ``axis``: the place of the exchange's axis among the two of the ring;
     None: the exchange is over all axes."""
 
     inner: Strategy
     axis: int | None = None
-    OWN_PLATFORM: ClassVar[None] = None
 
     @property
-    def HANDLES(self) -> frozenset[str]:
-        return self.inner.HANDLES
-
-    @property
-    def IN_PLACE_OF_A_KERNEL(self) -> frozenset[str]:
-        return self.inner.IN_PLACE_OF_A_KERNEL
+    def axes(self) -> tuple[str, ...]:
+        return () if self.axis is None else ("ulysses", "ring")[:: 1 if self.axis == 0 else -1]
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
         reason = unsupported(problem, self.axis)
