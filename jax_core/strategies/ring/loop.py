@@ -89,8 +89,8 @@ class Ring(Strategy):
 def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool) -> Pair:
     """The queries and the keys from ``shift`` ranks before this one."""
     owner = (rank_of(spec, operands) - shift) % spec.size
-    k_runs = runs(spec.layout, owner, spec.size, keys.key.shape[1])
-    return make_pair(spec, operands, query_runs(spec, operands), keys, k_runs, diagonal)
+    q_runs, k_runs = query_runs(spec, operands), runs(spec.layout, owner, spec.size, keys.key.shape[1])
+    return make_pair(spec, operands, q_runs, keys, k_runs, diagonal)
 
 
 def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
