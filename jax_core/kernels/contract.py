@@ -66,6 +66,7 @@ class Problem:
 
     Lengths are those of a shard; ``sizes``: of each axis of a ring of ``size`` ranks. ``features``: what is asked for beyond plain
     attention (``request.features``). ``backend``: the devices that the arrays are on, "cpu", "gpu" or "tpu".
+    ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's.
     """
 
     scores: Scores
@@ -82,6 +83,7 @@ class Problem:
     sizes: tuple[int, ...] = ()
     features: frozenset[str] = frozenset()
     backend: str = "cpu"
+    capability: int = 0
 
 
 class Extras(NamedTuple):
@@ -201,6 +203,6 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def capability() -> int:
-    """The compute capability of this process's GPU, as 90 for 9.0, for GPU kernels."""
-    major, minor = jax.local_devices(backend="gpu")[0].compute_capability.split(".")
-    return 10 * int(major) + int(minor)
+    """The compute capability of this process's GPU, as 90 for 9.0; 0 of one that is not NVIDIA's."""
+    major, _, minor = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")
+    return 10 * int(major) + int(minor) if major.isdigit() and minor.isdigit() else 0

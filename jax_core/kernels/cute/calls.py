@@ -23,6 +23,7 @@ from jax import Array
 
 from jax_core.caches import cache_folder, write_whole
 from jax_core.kernels.contract import capability
+from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks import static
 from jax_core.varying import vary, varying_axes
 
@@ -195,8 +196,9 @@ def missing() -> str | None:
     """Why flash-attn-4's kernels cannot be called here, in words, or None."""
     if jax.default_backend() != "gpu":
         return f'flash-attn-4 needs an NVIDIA GPU, and this program runs on "{jax.default_backend()}"'
+    known = " and ".join(str(number / 10) for number in TILES)
     return changed() or (
-        None if capability() == 90 else f"the cute kernel is for compute capability 9.0 (Hopper), this GPU has {capability() / 10}"
+        None if capability() in TILES else f"the cute kernel is for compute capability {known}, this GPU has {capability() / 10}"
     )
 
 

@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals, Scores
-from jax_core.kernels.cute import pairs
+from jax_core.kernels.cute import calls, pairs
 from jax_core.kernels.cute.calls import Shaped, call
 from jax_core.kernels.cute.lists import Lists, make_lists
 from jax_core.kernels.cute.settings import Settings
 from jax_core.kernels.cute.sums import Sums, converted, rows_of, zeros
-from jax_core.kernels.cute.tiles import BackwardTile, ForwardTile, backward_tile, forward_tile
+from jax_core.kernels.cute.tiles import TILES, BackwardTile, ForwardTile
 from jax_core.masks.static import Mask
 
 CONTINUES = False
@@ -38,7 +38,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
     assert carry is None
     del out_dtype, config
     (q, k, v), listed = pair.shards, _listed(pair)
-    tile = forward_tile(q.shape[3], v.shape[3], pair.diagonal and pair.scores.mask != Mask(), listed)
+    tile = TILES[calls.capability()].forward(q.shape[3], v.shape[3], pair.diagonal and pair.scores.mask != Mask(), listed)
     plan = _make_plan(pair, tile, listed)
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
@@ -57,7 +57,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
 def backward(pair: Pair, residuals: Residuals, dq: Sums | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
     del fused, config  # one sweep in any case
     (q, k, v), listed = pair.shards, _listed(pair)
-    tile = backward_tile(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
+    tile = TILES[calls.capability()].backward(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
     plan = _make_plan(pair, tile, listed)
     settings, group = replace(plan.settings, deterministic=deterministic), q.shape[2] // k.shape[2]
     statistics = [(residuals.lse / math.log(2), math.inf), (residuals.delta, 0)]
@@ -114,6 +114,7 @@ class _Plan(NamedTuple):
 def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool) -> _Plan:
     (q, k, v), scores = pair.shards, pair.scores
     settings = Settings(
+        capability=calls.capability(),
         dtype=str(q.dtype),
         dim=q.shape[3],
         value_dim=v.shape[3],

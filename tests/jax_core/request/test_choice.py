@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.static import Mask
 from jax_core.request import choice
 from jax_core.request.choice import choose, named_platform
-from jax_core.request.measured import ON_GPU, STRATEGIES_ON_GPU, preferred_kernels, preferred_strategies
+from jax_core.request.measured import ON_GPUS, preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
 from jax_core.strategies.fused_ring import FusedRing
 from jax_core.strategies.ring import Ring
@@ -88,11 +89,17 @@ def test_two_platforms_that_differ():
 
 
 def test_measured_choices_cover_every_length_and_end_at_xla():
-    assert [row.q_length for row in ON_GPU] == sorted((row.q_length for row in ON_GPU), reverse=True)
-    for row in ON_GPU:
-        assert preferred_kernels(problem("gpu", q_length=max(row.q_length, 1))) == row.order
-        assert sorted(row.order) == ["cuda", "cute", "triton", "xla"] and row.order[-1] == "xla"
-    assert ON_GPU[-1].q_length == 0
+    for gpus in ON_GPUS:
+        assert [row.q_length for row in gpus.kernels] == sorted((row.q_length for row in gpus.kernels), reverse=True)
+        for row, capability in product(gpus.kernels, gpus.capabilities):
+            assert preferred_kernels(problem("gpu", q_length=max(row.q_length, 1), capability=capability)) == row.order
+            assert {"cuda", "triton", "xla"} <= set(row.order) and row.order[-1] == "xla" and row.reason
+        assert gpus.kernels[-1].q_length == gpus.strategies[-1].q_length == 0
+    assert all(sorted(row.order) == ["cuda", "cute", "triton", "xla"] for row in ON_GPUS[0].kernels)
+    assert [gpus.measured for gpus in ON_GPUS] == ["H200", None, None]
+    assert preferred_kernels(problem("gpu")) == preferred_kernels(problem("gpu", capability=90))  # not known: what was measured
+    every = [capability for gpus in ON_GPUS for capability in gpus.capabilities]
+    assert len(every) == len(set(every))
     assert preferred_kernels(problem("gpu", q_length=1))[0] == "triton"  # a token of generation: what was measured
     assert [preferred_kernels(problem(backend))[-1] for backend in ("cpu", "tpu")] == ["xla"] * 2
 
@@ -103,7 +110,6 @@ def test_the_order_of_strategies():
     def order(backend="gpu", near=(), platform="auto", torus=False, **sizes):
         return preferred_strategies(problem(backend, **({"size": 4} | sizes)), platform, torus, near)
 
-    assert [row.q_length for row in STRATEGIES_ON_GPU][-1] == 0
     assert order(q_length=2048, k_length=2048) == ("all_gather", "ring")
     assert order(q_length=8192, k_length=8192) == ("ring",)
     assert order(q_length=65536, k_length=65536, near=("all_gather",)) == ("all_gather", "ring")
