@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+import costs
 import scaling_tables as tables
-from jax_core.request import costs
 from report import RESULTS
 from scaling_fit import ASSUMED, Bench, Fit, error, fit, predicted
 from scaling_rows import Measured, Results, read
 
 ROOT = Path(__file__).parent.parent
-FIGURES = Path(costs.__file__).parent / "h200.json"
+FIGURES = costs.FIGURES / "costs_h200.json"
 DOCUMENT = ROOT / "docs" / "scaling.md"
 PLOT = ROOT / "docs" / "scaling.png"
 FITTED_UP_TO = 2  # ranks

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from jax_core.request.costs import Kernel, Link, Machine, Pass, both, estimate
-from jax_core.request.costs.work import DIRECTIONS
+from costs import DIRECTIONS, Kernel, Link, Machine, Pass, both, estimate
 from scaling_rows import Measured
 
 # Not fitted: no committed run on one or two GPUs shows them.

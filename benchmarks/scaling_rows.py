@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import one_gpu
 import one_gpu_choice
+from costs import Call
 from jax_core.masks.static import make_mask
-from jax_core.request.costs import Call
 from report import RESULTS, Row
 from ring_overlap import ROTATING, STILL
 from systems import Case

@@ -9,9 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from jax_core.request.costs import Call, Machine, both, estimate, ring_stages, simulate
-from jax_core.request.costs.plan import hop_times
-from jax_core.request.costs.work import DIRECTIONS
+from costs import DIRECTIONS, Call, Machine, both, estimate, hop_times, ring_stages, simulate
 from report import markdown, short
 from scaling_fit import SHARED, Bench, error, predicted
 from scaling_rows import Measured

@@ -9,7 +9,7 @@ import pytest
 import scaling
 import scaling_fit
 import scaling_tables
-from jax_core.request.costs import Call
+from costs import Call
 from scaling_rows import Results, call_of, read
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text(encoding="utf-8")

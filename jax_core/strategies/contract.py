@@ -14,6 +14,7 @@ from jax import Array
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Extras, Kernel, Problem, Residuals, Scores
 from jax_core.masks.layout import Layout
+from jax_core.strategies.traffic import Traffic
 
 LAYOUTS_AND_SINKS = frozenset("softmax_aux contiguous zigzag striped".split())
 AROUND_A_KERNEL = LAYOUTS_AND_SINKS | frozenset(
@@ -126,6 +127,10 @@ class Strategy(ABC):
     def only_near(self, problem: Problem) -> bool:
         """Does it send no more than what lies beside a rank's queries, as the mask shows them no more?"""
         return False
+
+    @abstractmethod
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        """What a pass sends and holds."""
 
     @abstractmethod
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:

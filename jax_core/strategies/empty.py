@@ -10,6 +10,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Partial, Problem, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sinks_per_head
 from jax_core.strategies.contract import Operands, RingSpec, Strategy
+from jax_core.strategies.traffic import Traffic
 from jax_core.varying import vary, varying_axes
 
 
@@ -20,6 +21,9 @@ class Empty(Strategy):
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
         return None if 0 in (problem.batch, problem.q_length, problem.k_length) else "there is something to compute"
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        return Traffic(0, 0)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         del spec

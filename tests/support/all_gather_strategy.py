@@ -7,6 +7,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Pair, Problem, accumulation_dtype
 from jax_core.masks.layout import Run
 from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
+from jax_core.strategies.traffic import Traffic, sizes
 
 
 def whole_sequence(spec: RingSpec, operands: Operands) -> Pair:
@@ -23,6 +24,9 @@ class Toy(Strategy):
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
         return "it is for rings of two at least" if problem.size == 1 else None
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        return Traffic((problem.size - 1) * sizes(problem).keys, problem.size * sizes(problem).keys)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
         assert spec.kernel is not None

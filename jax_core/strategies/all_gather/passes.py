@@ -28,6 +28,7 @@ from jax_core.strategies.local import (
     open_forward,
     query_runs,
 )
+from jax_core.strategies.traffic import Traffic, sizes
 from jax_core.strategies.transfer import tree_after
 
 _WHOLE = frozenset("bias mask q_position_ids predicates".split())  # with these, keys are taken from the whole sequence
@@ -58,6 +59,14 @@ class AllGather(Strategy):
 
     def only_near(self, problem: Problem) -> bool:
         return self.kernel_problem(problem).k_length < problem.size * problem.k_length
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        near, found = _reach_of(problem), sizes(problem)
+        each = found.keys + (found.sums if backward else 0)
+        if near is None:
+            return Traffic((problem.size - 1) * each, problem.size * each)
+        edges = each * (near.left + near.right) // near.run
+        return Traffic(edges, each + edges)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         near = _reach(spec, operands)

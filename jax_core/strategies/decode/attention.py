@@ -22,6 +22,7 @@ from jax_core.strategies.decode.arrangement import Arrangement, arrangement
 from jax_core.strategies.local import Backward, Forward, kernel_of
 from jax_core.strategies.padding import clear_cotangents, clear_operands
 from jax_core.strategies.shapes import SmallOperands, in_full_shape
+from jax_core.strategies.traffic import Traffic, sizes
 from jax_core.varying import vary, varying_axes
 
 _BY_POSITION = frozenset("causal left right chunk alibi_slopes predicates".split())
@@ -47,6 +48,14 @@ class Decode(Strategy):
                 "mask_mod need q_position_ids and kv_position_ids"
             )
         return None
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        found, size = sizes(problem), problem.size
+        out = found.rows * problem.value_dim
+        if not backward:
+            return Traffic((size - 1) * (out + found.rows), size * (out + found.rows) if size > 1 else 0)
+        cotangents = out + (found.rows if "lse_gradient" in problem.features else 0)
+        return Traffic(2 * (size - 1) * cotangents // size, cotangents if size > 1 else 0)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         operands, _ = in_full_shape(spec, operands)

@@ -13,6 +13,7 @@ from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_resi
 from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
 from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
 from jax_core.strategies.padding import clear_cotangents, clear_operands, clear_values
+from jax_core.strategies.traffic import Traffic, sizes
 
 
 class FusedRing(Strategy):
@@ -33,6 +34,13 @@ class FusedRing(Strategy):
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
         reason = _ring_reason(problem) or problem_reason(problem) or launch.missing(problem.backend)
         return reason or params_reason("fwd_params", forward) or params_reason("bwd_params", backward)
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        """Both slots of K/V; in the backward those of their sums, and room for what comes home."""
+        found, lengths = sizes(problem), (problem.q_length, problem.k_length)
+        _, hops = route(problem.scores.mask, problem.layout, problem.size, *lengths)
+        sums = (hops + 1, 3) if backward else (0, 0)
+        return Traffic(hops * found.keys + sums[0] * found.sums, 2 * found.keys + sums[1] * found.sums)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         operands = clear_values(operands)

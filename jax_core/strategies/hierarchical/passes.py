@@ -7,9 +7,11 @@ from jax import Array
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Grads, Partial, Problem
 from jax_core.strategies.contract import Operands, RingSpec, Strategy
+from jax_core.strategies.hierarchical.schedule import visible_shifts
 from jax_core.strategies.hierarchical.tour import Tour, Visit
 from jax_core.strategies.local import LocalGradients, accumulate, kernel_of, open_backward, open_forward
 from jax_core.strategies.partials import MOST_APART, Found, joined, only
+from jax_core.strategies.traffic import Traffic, rotated, sizes
 
 
 class Hierarchical(Strategy):
@@ -19,6 +21,14 @@ class Hierarchical(Strategy):
         if len(problem.sizes) != 2:
             return f"it needs two mesh axes, the first between hosts and the second within a host; got {len(problem.sizes)}"
         return None
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        """Beside a rotation there is room for the keys, and for two sums, of the next host."""
+        hosts, ranks = problem.sizes
+        shifts = visible_shifts(problem.scores.mask, problem.layout, (hosts, ranks), problem.q_length, problem.k_length)
+        sent, held = rotated(problem, len(shifts) - 1, backward)
+        relayed = sizes(problem).keys + (2 * sizes(problem).sums if backward else 0)
+        return Traffic(sent, held + (relayed if shifts[-1][0] else 0))
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         opened, continues = open_forward(spec, operands), kernel_of(spec).CONTINUES

@@ -170,8 +170,6 @@ class Tour:
         return state._replace(result=self.settle(state.result))
 
     def _shifts(self) -> tuple[Shift, ...]:
-        if self.operands.q_position_ids is not None:
-            return tuple((host, rank) for host in range(self._sizes[0]) for rank in range(self._sizes[1]))  # any may be seen
         lengths = self.operands.query.shape[1], self.operands.key.shape[1]
         return visible_shifts(self.spec.scores.mask, self.spec.layout, self._sizes, *lengths)
 

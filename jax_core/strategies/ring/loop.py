@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Pair
+from jax_core.kernels.contract import Pair, Problem
 from jax_core.masks.layout import runs
 from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
 from jax_core.strategies.local import (
@@ -26,11 +26,16 @@ from jax_core.strategies.local import (
 from jax_core.strategies.partials import MOST_APART, Found, joined, only
 from jax_core.strategies.ring.schedule import visible_shifts
 from jax_core.strategies.steps import Step, run_steps, steps
+from jax_core.strategies.traffic import Traffic, rotated
 from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
 
 
 class Ring(Strategy):
     """K/V travel from rank to rank between kernel calls."""
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        shifts = visible_shifts(problem.scores.mask, problem.layout, problem.size, problem.q_length, problem.k_length)
+        return rotated(problem, len(shifts) - 1, backward)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         opened, kernel = open_forward(spec, operands), kernel_of(spec)
@@ -94,8 +99,6 @@ def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal
 
 
 def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
-    if operands.q_position_ids is not None:
-        return steps(tuple(range(spec.size)))  # positions are data: any shard may be seen
     return steps(visible_shifts(spec.scores.mask, spec.layout, spec.size, operands.query.shape[1], operands.key.shape[1]))
 
 

@@ -13,8 +13,9 @@ from jax_core.kernels.contract import Problem
 from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
 from jax_core.strategies.local import rank_of
 from jax_core.strategies.shapes import SmallOperands, in_full_shape
+from jax_core.strategies.traffic import Traffic, sizes
 from jax_core.strategies.ulysses.heads import Exchange
-from jax_core.strategies.ulysses.inside import problem_inside, spec_inside, ulysses_axis, unsupported
+from jax_core.strategies.ulysses.inside import exchanged_over, problem_inside, spec_inside, ulysses_axis, unsupported
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,17 @@ class Ulysses(Strategy):
 
     def kernel_problem(self, problem: Problem) -> Problem:
         return self.inner.kernel_problem(problem_inside(problem, self.axis))
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        """Of both exchanges, and of the inner strategy."""
+        inside, size = problem_inside(problem, self.axis), exchanged_over(problem, self.axis)
+        found = sizes(inside)  # as much as of all heads of a rank's shard, but for K/V heads that are repeated
+        there, back = found.queries + found.keys, found.out + found.rows
+        if backward:
+            statistics = found.rows * (2 if "lse_gradient" in problem.features else 1)
+            there, back = there + 2 * found.out + statistics, there
+        sent, held = self.inner.traffic(inside, backward)
+        return Traffic(sent + (there + back) * (size - 1) // size, held + there + back)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         operands, _ = in_full_shape(spec, operands)
