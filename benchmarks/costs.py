@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_core.masks.layout import Layout, Run, check_shard_length, runs
 from jax_core.masks.static import Mask
-from jax_core.strategies.ring.schedule import visible_shifts
+from jax_core.strategies.ring.loop import visible_shifts
 from jax_core.strategies.steps import Step, steps
 
 # ---------------------------------------------------------------------------------------------------- machine

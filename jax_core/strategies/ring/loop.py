@@ -8,10 +8,12 @@ step behind until they are back at the rank that owns the shard.
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jax_core.kernels.contract import Pair, Problem
-from jax_core.masks.layout import runs
+from jax_core.masks.layout import Layout, runs
+from jax_core.masks.static import Mask
 from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
 from jax_core.strategies.local import (
     accumulate,
@@ -24,7 +26,7 @@ from jax_core.strategies.local import (
     rank_of,
 )
 from jax_core.strategies.partials import MOST_APART, Found, joined, only
-from jax_core.strategies.ring.schedule import visible_shifts
+from jax_core.strategies.sight import Sight
 from jax_core.strategies.steps import Step, run_steps, steps
 from jax_core.strategies.traffic import Traffic, rotated
 from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
@@ -96,6 +98,18 @@ def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal
     owner = (rank_of(spec, operands) - shift) % spec.size
     q_runs, k_runs = query_runs(spec, operands), runs(spec.layout, owner, spec.size, keys.key.shape[1])
     return make_pair(spec, operands, q_runs, keys, k_runs, diagonal)
+
+
+def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
+    """The shifts to visit, ascending from 0: at shift ``s`` rank ``r`` has the K/V of rank ``(r - s) % size``.
+
+    A shift at which no rank has a visible pair is left out, and the rotation jumps over it (a sliding window that reaches one shard
+    back needs two shifts, whatever the ring's size), unless positions are data. ``q_length``, ``k_length``: lengths of a shard.
+    """
+    if mask.any_position:
+        return tuple(range(size))
+    sees = Sight(mask, layout, size, q_length, k_length)
+    return tuple(shift for shift in range(size) if shift == 0 or sees.any_rank((np.arange(size) - shift) % size))
 
 
 def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
