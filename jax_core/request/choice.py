@@ -54,9 +54,9 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
     """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
     why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
 
-    ``torus``: the ranks are known to form a ring in the TPU topology. ``axes``: the names of several mesh axes, by which
-    a strategy may be meant that "auto" then tries first. Raises ValueError for unknown or contradictory
-    names, NotImplementedError for what cannot be computed.
+    ``torus``: the ranks are known to form a ring in the TPU topology. ``axes``: the names of several mesh axes, which may mean a
+    strategy that "auto" then tries first. Raises ValueError for unknown or contradictory names, NotImplementedError for what cannot
+    be computed.
     """
     given = options.cfg or RingAttentionConfig()
     platform = named_platform(options.platform, given)
@@ -83,14 +83,15 @@ def _order(problem: Problem, platform: str, torus: bool, axes: tuple[str, ...]) 
 
 def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
     strategy = STRATEGIES[name]
-    params = _completed(given, strategy.default_params(problem))
+    forward, backward = strategy.default_params(problem)
+    params = given.fwd_params.completed(forward), given.bwd_params.completed(backward)
     reason = refusal(problem.features, strategy.HANDLES) or _platform_reason(strategy, platform)
     reason = reason or strategy.unsupported(problem, *params)
     if reason is not None:
         raise NotImplementedError(f'strategy="{name}": {reason}; use strategy="auto"')
     if strategy.OWN_PLATFORM is not None:
         return Choice(strategy, None, *params)
-    return _with_kernel(strategy, platform, given, problem)
+    return _with_kernel(strategy, platform, params, given.autotune, problem)
 
 
 def _platform_reason(strategy: Strategy, platform: str) -> str | None:
@@ -99,12 +100,12 @@ def _platform_reason(strategy: Strategy, platform: str) -> str | None:
     return f'it has a kernel of its own, in {strategy.OWN_PLATFORM}, and runs no other; got platform="{platform}"'
 
 
-def _with_kernel(strategy: Strategy, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
-    named, asked = platform != "auto", strategy.kernel_problem(problem)
-    params = _completed(given, strategy.default_params(problem))
-    reasons = {}
+def _with_kernel(
+    strategy: Strategy, platform: str, params: tuple[FwdParams, BwdParams], autotune: bool, problem: Problem
+) -> Choice:
+    named, asked, reasons = platform != "auto", strategy.kernel_problem(problem), {}
     for name in (platform,) if named else preferred_kernels(asked):
-        forward, backward = lookup.completed(name, KERNELS[name], asked, params, given.autotune)
+        forward, backward = lookup.completed(name, KERNELS[name], asked, params, autotune)
         choice = Choice(strategy, KERNELS[name], forward, backward)
         reasons[name] = _kernel_reason(choice, name, asked)
         if reasons[name] is None:
@@ -120,10 +121,6 @@ def _kernel_reason(choice: Choice, name: str, problem: Problem) -> str | None:
     assert choice.kernel is not None
     reason = refusal(problem.features - choice.strategy.IN_PLACE_OF_A_KERNEL, choice.kernel.HANDLES)
     return reason or choice.kernel.unsupported(problem, choice.fwd_params, choice.bwd_params)
-
-
-def _completed(given: RingAttentionConfig, defaults: tuple[FwdParams, BwdParams]) -> tuple[FwdParams, BwdParams]:
-    return given.fwd_params.completed(defaults[0]), given.bwd_params.completed(defaults[1])
 
 
 def named_platform(platform: str | None, cfg: RingAttentionConfig) -> str:

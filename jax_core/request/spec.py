@@ -6,6 +6,7 @@ Only shapes and dtypes are read, so the same checks serve JAX arrays and torch t
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -174,7 +175,7 @@ def _dropout_prob(options: Options, operands: Operands) -> float:
     return prob
 
 
-def _number(name: str, value) -> float:
+def _number(name: str, value: Any) -> float:
     try:
         number = float(value)
     except Exception as error:

@@ -83,5 +83,5 @@ def update_if_visible(flags: Array, update: Callable[[bool], None]) -> None:
     for masked in (False, True):
 
         @pl.when((flags & (RUNS | MASKED)) == (RUNS | MASKED if masked else RUNS))
-        def run(masked=masked):
+        def run(masked: bool = masked) -> None:
             update(masked)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,14 +129,20 @@ class _Pass(NamedTuple):
     arrays: list[Array | None]
     params: BwdParams
 
-    def plan(self, of_keys: bool | None, **settings):
+    def plan(self, of_keys: bool | None, **settings: Any) -> tuple[LaunchConstants, Callable[..., Any]]:
         """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
         whether key blocks are visited (True) or query blocks (False); None: all pairs."""
         plan = self.make_plan(**settings)
         lists = (None, None) if of_keys is None else self.tables.lists(of_keys)
         inputs = [*self.arrays, self.tables.bits, *lists]
 
-        def launched(kernel, more, in_place, outputs, grid):
+        def launched(
+            kernel: Any,
+            more: list[Array | None],
+            in_place: list[Array],
+            outputs: list[jax.ShapeDtypeStruct],
+            grid: tuple[int, ...],
+        ) -> Any:
             return launch.launch(kernel, inputs + more, in_place, outputs, plan=plan, grid=grid, params=self.params)
 
         return plan, launched

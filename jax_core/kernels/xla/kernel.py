@@ -74,7 +74,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
     carry = vary(_nothing_seen(pair.q, pair.v), varying_axes(queries, keys)) if carry is None else carry
     start = _start(carry, queries.q.shape[2], queries.q.shape[4])
 
-    def query_block(_, block):
+    def query_block(_: None, block: tuple[Queries, Tiles, _State]) -> tuple[None, tuple[Array, Array]]:
         query, row, state = block
         state, _ = lax.scan(partial(_update_unless_empty, pair.scores, uncut, query), state, (keys, row))
         return None, _finish(state)
@@ -117,7 +117,7 @@ def _start(carry: Partial, kv_heads: int, size: int) -> _State:
     return _State(split_rows(carry.out, kv_heads, size), lse, jnp.where(jnp.isneginf(lse), 0, jnp.ones_like(lse)))
 
 
-def _finish(state: _State) -> tuple:
+def _finish(state: _State) -> tuple[Array, Array]:
     some = state.denominator > 0
     denominator = jnp.where(some, state.denominator, 1)
     maximum = jnp.where(some, state.maximum, 0)
@@ -154,10 +154,10 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdPara
     dtype = accumulation_dtype(pair.q.dtype)
     zero = partial(_zero_shares, queries, keys, tiles, uncut, dtype)
 
-    def key_block(totals, block):
+    def key_block(totals: Any, block: tuple[Keys, Tiles]) -> tuple[Any, Any]:
         key, column = block
 
-        def query_block(totals, block):
+        def query_block(totals: Any, block: tuple[Array, Queries, _BlockResiduals, Tiles]) -> tuple[Any, Array | None]:
             number, query, row, tile = block
             share = partial(_shares, pair.scores, uncut, query, row, key, tile)
             share = lax.cond(tile.needed, lambda _: share(), lambda _: zero(), None)

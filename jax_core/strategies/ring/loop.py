@@ -44,7 +44,7 @@ class Ring(Strategy):
         operands, wide = opened.operands, opened.wide
         local_keys, plan = operands.keys, _plan(spec, operands)
 
-        def run_step(state, step: Step):
+        def run_step(state: Any, step: Step) -> Any:
             buffer, shift, (carry, apart) = state
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             arriving = start_transfers(transfers, spec.axis_name, spec.size)
@@ -55,7 +55,7 @@ class Ring(Strategy):
             found = Found(result, ()) if kernel.CONTINUES else joined(Found(carry, (*apart, result)), wide, MOST_APART)
             return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, found
 
-        def settle(state):
+        def settle(state: Any) -> Any:
             buffer, shift, found = state
             return buffer, shift, joined(found, wide)
 
@@ -71,7 +71,7 @@ class Ring(Strategy):
         local_keys, plan = operands.keys, _plan(spec, operands)
         word = word_of(spec, local_keys)
 
-        def run_step(state, step: Step):
+        def run_step(state: Any, step: Step) -> Any:
             buffer, shift, dkv, sums = state
             # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
