@@ -57,7 +57,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=[f"{package}{rest}" for package in PACKAGES for rest in ("", ".*")]),
-    package_data={package: ["py.typed", "request/costs/*.json", "tune/shipped/*.json"] for package in PACKAGES},
+    package_data={package: ["py.typed", "tune/shipped/*.json"] for package in PACKAGES},
     python_requires=">=3.11",
     install_requires=DEPENDENCIES,
     extras_require=EXTRAS,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling import fit, predict, tables
+from benchmarks.scaling.costs import Call
 from benchmarks.scaling.rows import Results, call_of, read
-from jax_core.request.costs import Call
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
 TWO = "2026-11-21-ring-2xH200"

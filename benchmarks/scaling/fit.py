@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.scaling.costs import DIRECTIONS, Kernel, Link, Machine, Pass, both, estimate
 from benchmarks.scaling.rows import Measured
-from jax_core.request.costs import Kernel, Link, Machine, Pass, both, estimate
-from jax_core.request.costs.work import DIRECTIONS
 
 # Not fitted: no committed run on one or two GPUs shows them.
 ASSUMED = {

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.report import RESULTS
-from benchmarks.scaling import tables
+from benchmarks.scaling import costs, tables
 from benchmarks.scaling.fit import ASSUMED, Bench, Fit, error, fit, predicted
 from benchmarks.scaling.rows import Measured, Results, read
-from jax_core.request import costs
 
 ROOT = Path(__file__).parents[2]
-FIGURES = Path(costs.__file__).parent / "h200.json"
+FIGURES = costs.FIGURES / "costs_h200.json"
 DOCUMENT = ROOT / "docs" / "scaling.md"
 PLOT = ROOT / "docs" / "scaling.png"
 FITTED_UP_TO = 2  # ranks

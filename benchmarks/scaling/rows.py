@@ -13,8 +13,8 @@ from benchmarks.harness.systems import Case
 from benchmarks.one_gpu import choice as one_gpu_choice
 from benchmarks.one_gpu import compare as one_gpu
 from benchmarks.ring.overlap import ROTATING, STILL
+from benchmarks.scaling.costs import Call
 from jax_core.masks.static import make_mask
-from jax_core.request.costs import Call
 
 PLATFORMS = ("cuda", "triton", "cute")
 UNITS = {"": 1, "k": 2**10, "M": 2**20}

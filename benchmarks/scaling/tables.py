@@ -10,11 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.harness.report import markdown, short
+from benchmarks.scaling.costs import DIRECTIONS, Call, Machine, both, estimate, hop_times, ring_stages, simulate
 from benchmarks.scaling.fit import SHARED, Bench, error, predicted
 from benchmarks.scaling.rows import Measured
-from jax_core.request.costs import Call, Machine, both, estimate, ring_stages, simulate
-from jax_core.request.costs.plan import hop_times
-from jax_core.request.costs.work import DIRECTIONS
 
 TOKENS = tuple(2**power for power in (16, 18, 20, 22, 24))
 GPUS = tuple(2**power for power in range(3, 11))

@@ -15,11 +15,11 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jax_core.kernels.contract import Extras, Runs, Scores
+from jax_core.kernels.contract import Pair, Runs
 from jax_core.masks.functions import Predicate, depends_on
 from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask, empty, full
-from jax_core.varying import vary, varying_axes
+from jax_core.varying import vary
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,13 @@ class BlockSparsity(NamedTuple):
     whole: Array
 
 
-def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras) -> BlockSparsity:
+def block_sparsity(q: BlockLayout, k: BlockLayout, pair: Pair) -> BlockSparsity:
     """Considers the static mask, segment ids and position ids; boolean masks and mask functions may hide more."""
-    sides = (extras.q_position_ids, extras.q_segment_ids, q_runs, q), (extras.kv_position_ids, extras.kv_segment_ids, k_runs, k)
+    extras, mask = pair.extras, pair.scores.mask
+    sides = (
+        (extras.q_position_ids, extras.q_segment_ids, pair.q_runs, q),
+        (extras.kv_position_ids, extras.kv_segment_ids, pair.k_runs, k),
+    )
     queries, keys = (
         Side(
             _in_rows(positions(position, runs), layout),
@@ -67,9 +71,9 @@ def block_sparsity(q: BlockLayout, k: BlockLayout, q_runs: Runs, k_runs: Runs, s
         )
         for position, segment, runs, layout in sides
     )
-    visible = any_visible(scores.mask, queries, keys)
+    visible = any_visible(mask, queries, keys)
     (q_pos, q_seg), (k_pos, k_seg) = (_bounds(side, axis) for side, axis in ((queries, 2), (keys, 1)))
-    whole = full(scores.mask, _ends(q_pos), _ends(k_pos))
+    whole = full(mask, _ends(q_pos), _ends(k_pos))
     if q_seg is not None and k_seg is not None:
         whole = whole & (q_seg.low == q_seg.high) & (k_seg.low == k_seg.high) & (q_seg.low == k_seg.low) & (q_seg.low >= 0)
     whole = whole & (_whole_blocks(q)[:, None] & _whole_blocks(k)[None, :])
@@ -152,11 +156,11 @@ def _bounds(side: Side, axis: int) -> tuple[_Bounds, _Bounds | None]:
     return position, segment
 
 
-def starts(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
+def starts(pair: Pair) -> Array:
     """int32 ``[q runs + k runs + 2]``: the first positions of the runs of queries and of keys, and the global indices of the first
     batch entry and head."""
-    origin = [0, 0] if extras.origin is None else [extras.origin[0], extras.origin[1]]
-    return _numbers([*(run.start for run in (*q_runs, *k_runs)), *origin])
+    origin = pair.extras.origin
+    return _numbers([*(run.start for run in (*pair.q_runs, *pair.k_runs)), *([0, 0] if origin is None else [origin[0], origin[1]])])
 
 
 def index(runs: Runs) -> Array:
@@ -208,22 +212,16 @@ def same_rows(a: Array | None, b: Array | None) -> tuple[Array | None, Array | N
     return jnp.broadcast_to(a, (rows, a.shape[1])), jnp.broadcast_to(b, (rows, b.shape[1]))
 
 
-def dense_mask(
-    shards: Sequence[Array],
-    q_runs: Runs,
-    k_runs: Runs,
-    predicates: list[tuple[Predicate, tuple[Array | np.ndarray, ...]]],
-    extras: Extras,
-) -> Array | None:
-    """bool ``[batch|1, heads|1, query rows|1, key rows]`` for a pair of shards: the boolean mask and ``predicates`` (each with its
-    arrays) combined; None if there are none. ``shards``: q, k, v."""
+def dense_mask(pair: Pair, predicates: list[tuple[Predicate, tuple[Array | np.ndarray, ...]]]) -> Array | None:
+    """bool ``[batch|1, heads|1, query rows|1, key rows]``: the boolean mask and ``predicates``, those of the
+    pair or some of them, combined; None if there are none."""
+    extras, axes = pair.extras, pair.axes
     seen = extras.mask
-    axes = varying_axes(shards, extras, [run.start for run in (*q_runs, *k_runs)])
-    places = index(q_runs)[None], index(k_runs)[None]
-    at = positions(extras.q_position_ids, q_runs), positions(extras.kv_position_ids, k_runs)
+    places = index(pair.q_runs)[None], index(pair.k_runs)[None]
+    at = positions(extras.q_position_ids, pair.q_runs), positions(extras.kv_position_ids, pair.k_runs)
     for predicate, arrays in predicates:
         over = at if predicate.over == "position" else places
-        table = _evaluate(predicate, arrays, shards[0].shape, extras.origin, *over, axes)
+        table = _evaluate(predicate, arrays, pair.q.shape, extras.origin, *over, axes)
         seen = table if seen is None else seen & table
     return seen
 
@@ -253,7 +251,15 @@ def _whole_blocks(where: BlockLayout) -> Array:
     return where.even | ~last
 
 
-def _evaluate(predicate: Predicate, arrays, shape, origin, q_at, k_at, axes):
+def _evaluate(
+    predicate: Predicate,
+    arrays: tuple[Array | np.ndarray, ...],
+    shape: tuple[int, ...],
+    origin: Array | None,
+    q_at: Array,
+    k_at: Array,
+    axes: frozenset[str],
+) -> Array:
     """``[batch|1, heads|1, query rows, key rows]``: computed once for all batch entries or heads if it depends on none."""
     on_batch, on_head = depends_on(predicate, arrays, axes)
     batch = shape[0] if on_batch or max(q_at.shape[0], k_at.shape[0]) > 1 else 1

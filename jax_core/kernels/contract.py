@@ -5,25 +5,19 @@ A kernel is a module with
 - ``HANDLES``: the features (``request.features``) that it handles, including its dtypes. A request for any other is refused;
 - ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot compute this with these parameters;
 - ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses if the caller gives none;
-- ``forward(q, k, v, q_runs, k_runs, *, diagonal, scores, extras, carry, out_dtype, config) -> Partial``: attention of the query
-  shard over the key shard, continuing the online softmax from ``carry``, the partial result so far (None at the first pair);
-  ``out`` in ``out_dtype``;
+- ``forward(pair, carry, out_dtype, config) -> Partial``: attention of the pair's queries over its keys, continuing the online
+  softmax from ``carry``, the partial result so far (None at the first pair); ``out`` in ``out_dtype``;
 - ``CONTINUES``: whether it does so. If not, ``carry`` is None, ``out`` is in the query's dtype, and the ring joins the partials
   (``merge.join``), several in one pass over memory. Then rows with LSE -inf may hold anything, but 0 where there is one pair;
-- ``backward(q, k, v, residuals, q_runs, k_runs, *, diagonal, scores, extras, dq, fused, deterministic, config) -> Grads``: the
-  pair's share of the gradients, given the query rows' final statistics. ``dq`` is the query gradient so far (or None), and is
-  included in the result's ``dq``; ``fused`` requires dQ, dK and dV in one sweep over the scores, ``deterministic`` the same bits in
-  every run;
+- ``backward(pair, residuals, dq, config, *, fused, deterministic) -> Grads``: the pair's share of the gradients, given the query
+  rows' final statistics. ``dq`` is the query gradient so far (or None), and is included in the result's ``dq``; ``fused`` requires
+  dQ, dK and dV in one sweep over the scores, ``deterministic`` the same bits in every run;
 - ``finish((q, k, v), (dq, dk, dv), scores) -> (dq, dk, dv)``: the sums over all pairs as gradients in their operands' dtype. Until
   then they may be in a form of the kernel's own: trees of arrays, which the ring adds and sends.
 
-``diagonal``: whether it is known statically that the queries' own positions are among those of the keys: both shards are of one
-rank, as at the first pair of a ring, or the keys are more than that (the whole sequence, or all that a window shows).
-
-Shapes: ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``,
-``out``/``dout [batch, q_length, heads, value_dim]``, ``lse``/``delta [batch, heads, q_length]``. Partial results and gradients are
-in the accumulation dtype: float32, or float64 for float64 inputs; only the ``out`` of the last pair may be requested in the
-query's dtype. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key (its ``out`` is 0).
+Shapes: those of :class:`Pair`; ``out``/``dout [batch, q_length, heads, value_dim]``, ``lse``/``delta [batch, heads, q_length]``.
+Partial results and gradients are in the accumulation dtype: float32, or float64 for float64 inputs; only the ``out`` of the last
+pair may be requested in the query's dtype. ``lse`` is a natural logarithm, ``-inf`` where a row saw no key (its ``out`` is 0).
 """
 
 from dataclasses import dataclass
@@ -39,6 +33,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.masks.functions import Predicate
 from jax_core.masks.layout import Layout, Run
 from jax_core.masks.static import Mask
+from jax_core.varying import varying_axes
 
 # The positions of a shard: one or more runs of equal length and stride. One or two are those of a named layout or a whole sequence;
 # a kernel that lists the feature "plan" takes more, which may lie anywhere, in ascending order.
@@ -71,6 +66,7 @@ class Problem:
 
     Lengths are those of a shard; ``sizes``: of each axis of a ring of ``size`` ranks. ``features``: what is asked for beyond plain
     attention (``request.features``). ``backend``: the devices that the arrays are on, "cpu", "gpu" or "tpu".
+    ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's.
     """
 
     scores: Scores
@@ -87,6 +83,7 @@ class Problem:
     sizes: tuple[int, ...] = ()
     features: frozenset[str] = frozenset()
     backend: str = "cpu"
+    capability: int = 0
 
 
 class Extras(NamedTuple):
@@ -107,6 +104,40 @@ class Extras(NamedTuple):
     dropout_seed: Array | None = None
     origin: Array | None = None
     predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A shard of queries and a shard of keys, and how their scores are computed.
+
+    ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``;
+    ``q_runs``, ``k_runs``: their places in the sequence. ``diagonal``: it is known statically that the queries' own positions are
+    among those of the keys: both shards are of one rank, as at the first pair of a ring, or the keys are more than that (the whole
+    sequence, or all that a window shows).
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    q_runs: Runs
+    k_runs: Runs
+    scores: Scores
+    extras: Extras = Extras()
+    diagonal: bool = False
+
+    @property
+    def shards(self) -> tuple[Array, Array, Array]:
+        return self.q, self.k, self.v
+
+    @property
+    def predicates(self) -> list[tuple[Predicate, tuple[Array | np.ndarray, ...]]]:
+        """The mask functions, each with its arrays."""
+        return list(zip(self.scores.predicates, self.extras.predicate_arrays, strict=True))
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes that anything here varies over."""
+        return varying_axes(self.shards, self.extras, [run.start for run in (*self.q_runs, *self.k_runs)])
 
 
 class Partial(NamedTuple):
@@ -149,38 +180,10 @@ class Kernel(Protocol):
 
     def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]: ...
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        q_runs: Runs,
-        k_runs: Runs,
-        *,
-        diagonal: bool,
-        scores: Scores,
-        extras: Extras,
-        carry: Partial | None,
-        out_dtype: DTypeLike,
-        config: FwdParams,
-    ) -> Partial: ...
+    def forward(self, pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial: ...
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        residuals: Residuals,
-        q_runs: Runs,
-        k_runs: Runs,
-        *,
-        diagonal: bool,
-        scores: Scores,
-        extras: Extras,
-        dq: Any,
-        fused: bool,
-        deterministic: bool,
-        config: BwdParams,
+        self, pair: Pair, residuals: Residuals, dq: Any, config: BwdParams, *, fused: bool, deterministic: bool
     ) -> Grads: ...
 
     def finish(
@@ -200,6 +203,6 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def capability() -> int:
-    """The compute capability of this process's GPU, as 90 for 9.0, for GPU kernels."""
-    major, minor = jax.local_devices(backend="gpu")[0].compute_capability.split(".")
-    return 10 * int(major) + int(minor)
+    """The compute capability of this process's GPU, as 90 for 9.0; 0 of one that is not NVIDIA's."""
+    major, _, minor = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")
+    return 10 * int(major) + int(minor) if major.isdigit() and minor.isdigit() else 0

@@ -13,25 +13,30 @@ from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
 from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
-from jax_core.strategies import all_gather, decode, empty, fused_ring, hierarchical, ring
+from jax_core.strategies.all_gather import AllGather
 from jax_core.strategies.contract import Strategy
+from jax_core.strategies.decode import Decode
+from jax_core.strategies.empty import Empty
+from jax_core.strategies.fused_ring import FusedRing
+from jax_core.strategies.hierarchical import Hierarchical
+from jax_core.strategies.ring import Ring
 from jax_core.strategies.ulysses import Ulysses
 from jax_core.tune import lookup
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
-        "ring": ring,
-        "fused": fused_ring,
-        "all_gather": all_gather,
-        "ulysses": Ulysses(ring),
-        "ulysses_ring": Ulysses(ring, 0),
-        "ring_ulysses": Ulysses(ring, 1),
-        "hierarchical": hierarchical,
-        "decode": decode,
+        "ring": Ring(),
+        "fused": FusedRing(),
+        "all_gather": AllGather(),
+        "ulysses": Ulysses(Ring()),
+        "ulysses_ring": Ulysses(Ring(), 0),
+        "ring_ulysses": Ulysses(Ring(), 1),
+        "hierarchical": Hierarchical(),
+        "decode": Decode(),
     }
 )
-SHARED_QUERIES = frozenset({"decode"})  # strategies whose queries are the same on all ranks
+SHARED_QUERIES = frozenset(name for name, strategy in STRATEGIES.items() if strategy.SHARED_QUERIES)
 _NO_PARAMS = FwdParams(), BwdParams()
 _PER_PROCESS = ("cute", "cuda", "triton")  # these query this process's own GPU
 
@@ -49,9 +54,9 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
     """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
     why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
 
-    ``torus``: the ranks are known to form a ring in the TPU topology. ``axes``: the names of several mesh axes; if those are
-    of a strategy ("ring" and "ulysses", in either order), "auto" tries it first. Raises ValueError for unknown or contradictory
-    names, NotImplementedError for what cannot be computed.
+    ``torus``: the ranks are known to form a ring in the TPU topology. ``axes``: the names of several mesh axes, which may mean a
+    strategy that "auto" then tries first. Raises ValueError for unknown or contradictory names, NotImplementedError for what cannot
+    be computed.
     """
     given = options.cfg or RingAttentionConfig()
     platform = named_platform(options.platform, given)
@@ -59,8 +64,8 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
         raise ValueError(f'cfg is for backend "{given.backend}", but this program runs on "{problem.backend}"; use "any"')
     if options.strategy not in ("auto", *STRATEGIES):
         raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}; got {options.strategy!r}")
-    if empty.unsupported(problem, *_NO_PARAMS) is None:
-        return Choice(empty, None, *_NO_PARAMS)
+    if Empty().unsupported(problem, *_NO_PARAMS) is None:
+        return Choice(Empty(), None, *_NO_PARAMS)
     if options.strategy != "auto":
         return _with_strategy(options.strategy, platform, given, problem)
     *first, last = _order(problem, platform, torus, axes)
@@ -71,21 +76,22 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
 
 
 def _order(problem: Problem, platform: str, torus: bool, axes: tuple[str, ...]) -> tuple[str, ...]:
-    named = ("_".join(axes),) if sorted(axes) == ["ring", "ulysses"] else ()
-    near = all_gather.kernel_problem(problem).k_length < problem.size * problem.k_length
+    named = tuple(name for name, strategy in STRATEGIES.items() if axes and strategy.axes == axes)
+    near = tuple(name for name, strategy in STRATEGIES.items() if strategy.only_near(problem))
     return *named, *preferred_strategies(problem, platform, torus, near)
 
 
 def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
     strategy = STRATEGIES[name]
-    params = _completed(given, strategy.default_params(problem))
+    forward, backward = strategy.default_params(problem)
+    params = given.fwd_params.completed(forward), given.bwd_params.completed(backward)
     reason = refusal(problem.features, strategy.HANDLES) or _platform_reason(strategy, platform)
     reason = reason or strategy.unsupported(problem, *params)
     if reason is not None:
         raise NotImplementedError(f'strategy="{name}": {reason}; use strategy="auto"')
     if strategy.OWN_PLATFORM is not None:
         return Choice(strategy, None, *params)
-    return _with_kernel(strategy, platform, given, problem)
+    return _with_kernel(strategy, platform, params, given.autotune, problem)
 
 
 def _platform_reason(strategy: Strategy, platform: str) -> str | None:
@@ -94,12 +100,12 @@ def _platform_reason(strategy: Strategy, platform: str) -> str | None:
     return f'it has a kernel of its own, in {strategy.OWN_PLATFORM}, and runs no other; got platform="{platform}"'
 
 
-def _with_kernel(strategy: Strategy, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
-    named, asked = platform != "auto", strategy.kernel_problem(problem)
-    params = _completed(given, strategy.default_params(problem))
-    reasons = {}
+def _with_kernel(
+    strategy: Strategy, platform: str, params: tuple[FwdParams, BwdParams], autotune: bool, problem: Problem
+) -> Choice:
+    named, asked, reasons = platform != "auto", strategy.kernel_problem(problem), {}
     for name in (platform,) if named else preferred_kernels(asked):
-        forward, backward = lookup.completed(name, KERNELS[name], asked, params, given.autotune)
+        forward, backward = lookup.completed(name, KERNELS[name], asked, params, autotune)
         choice = Choice(strategy, KERNELS[name], forward, backward)
         reasons[name] = _kernel_reason(choice, name, asked)
         if reasons[name] is None:
@@ -115,10 +121,6 @@ def _kernel_reason(choice: Choice, name: str, problem: Problem) -> str | None:
     assert choice.kernel is not None
     reason = refusal(problem.features - choice.strategy.IN_PLACE_OF_A_KERNEL, choice.kernel.HANDLES)
     return reason or choice.kernel.unsupported(problem, choice.fwd_params, choice.bwd_params)
-
-
-def _completed(given: RingAttentionConfig, defaults: tuple[FwdParams, BwdParams]) -> tuple[FwdParams, BwdParams]:
-    return given.fwd_params.completed(defaults[0]), given.bwd_params.completed(defaults[1])
 
 
 def named_platform(platform: str | None, cfg: RingAttentionConfig) -> str:

@@ -1,4 +1,5 @@
-"""The order in which "auto" tries kernels and strategies, from measurements. It takes the first that can compute a request."""
+"""The order in which "auto" tries kernels and strategies, by class of device: measured where ``measured`` says on what, elsewhere
+with the reason that stands in for a measurement. It takes the first that can compute a request."""
 
 from typing import NamedTuple
 
@@ -13,9 +14,19 @@ class Row(NamedTuple):
     reason: str
 
 
+class Gpus(NamedTuple):
+    """A class of GPUs. ``capabilities``: theirs, as ``Problem.capability``. ``measured``: on which of them; None: on none."""
+
+    name: str
+    capabilities: frozenset[int]
+    measured: str | None
+    kernels: tuple[Row, ...]
+    strategies: tuple[Row, ...]
+
+
 # H200, bfloat16, 32:8 heads of dim 128, zigzag, causal, from torch; TFLOP/s per GPU, forward / forward and backward
 # (benchmarks/results/2026-11-22-ring-4xH200, 2026-11-22-one-gpu-*, 2026-11-22-ring-alone-of-8).
-ON_GPU = (
+_KERNELS_ON_H200 = (
     Row(
         4096,
         ("cute", "cuda", "triton", "xla"),
@@ -40,14 +51,8 @@ ON_GPU = (
 )
 
 
-def preferred_kernels(problem: Problem) -> tuple[str, ...]:
-    if problem.backend != "gpu":
-        return ("pallas", "xla") if problem.backend == "tpu" else ("xla",)  # not measured: no TPU was available
-    return next(row.order for row in ON_GPU if problem.q_length >= row.q_length)
-
-
 # As above, on four GPUs with the kernels above (benchmarks/results/2026-11-22-strategies-*; docs/strategies.md).
-STRATEGIES_ON_GPU = (
+_STRATEGIES_ON_H200 = (
     Row(
         4096,
         ("ring",),
@@ -61,17 +66,62 @@ STRATEGIES_ON_GPU = (
         "/ 108, 115 / 109, 97 / 95",
     ),
 )
+_NO_FLASH_ATTN_4 = (
+    Row(
+        4096,
+        ("cuda", "triton", "xla"),
+        "an H200's order without flash-attn-4, of which no class is called on them: cuDNN's kernels are written for each "
+        "generation, Triton's tiles were measured on an H200 alone",
+    ),
+    Row(0, ("triton", "cuda", "xla"), "as on an H200, where Triton is before cuDNN in short shards"),
+)
+_BLACKWELL = (
+    Row(
+        512,
+        ("cuda", "triton", "xla"),
+        "cuDNN's kernels are written for this generation's matrix units, Triton's tiles here are an H200's, and flash-attn-4's "
+        "classes for sm_100 are not called (docs/contributing/a-kernel.md)",
+    ),
+    Row(0, ("triton", "cuda", "xla"), "decoding reads memory and multiplies little: as on an H200"),
+)
+_STRATEGIES_ELSEWHERE = tuple(
+    row._replace(reason="as on an H200: slower kernels hide more of a transfer, slower links need more of it hidden")
+    for row in _STRATEGIES_ON_H200
+)
+
+ON_GPUS = (
+    Gpus("H100, H200", frozenset({90}), "H200", _KERNELS_ON_H200, _STRATEGIES_ON_H200),
+    Gpus("A100, RTX, L40S", frozenset({80, 86, 87, 89, 120, 121}), None, _NO_FLASH_ATTN_4, _STRATEGIES_ELSEWHERE),
+    Gpus("B200, B300", frozenset({100, 103, 110}), None, _BLACKWELL, _STRATEGIES_ELSEWHERE),
+)
+
+
+def gpus_of(problem: Problem) -> Gpus:
+    """The class of the problem's GPU; the one that was measured if it is not known."""
+    return next((gpus for gpus in ON_GPUS if problem.capability in gpus.capabilities), ON_GPUS[0])
+
+
+def _order(rows: tuple[Row, ...], problem: Problem) -> tuple[str, ...]:
+    return next(row.order for row in rows if problem.q_length >= row.q_length)
+
+
+def preferred_kernels(problem: Problem) -> tuple[str, ...]:
+    if problem.backend != "gpu":
+        return ("pallas", "xla") if problem.backend == "tpu" else ("xla",)  # not measured: no TPU was available
+    return _order(gpus_of(problem).kernels, problem)
+
+
 GATHERED_AT_MOST = 32768  # positions of the whole sequence; its memory grows with the ring
 
 
-def preferred_strategies(problem: Problem, platform: str, torus: bool, near: bool) -> tuple[str, ...]:
-    """The order in which "auto" tries strategies. ``torus``: the ranks form a ring in the TPU topology. ``near``: a window shows a
-    run of queries no more than the runs beside it, and all-gather sends no more than that (at 64k tokens with a window of 4096 on
-    four GPUs it is 1.16 to 1.39 times as fast as the ring)."""
+def preferred_strategies(problem: Problem, platform: str, torus: bool, near: tuple[str, ...]) -> tuple[str, ...]:
+    """The order in which "auto" tries strategies. ``torus``: the ranks form a ring in the TPU topology. ``near``: the
+    strategies that send no more than a window's edges (at 64k tokens with a window of 4096 on four GPUs all-gather is 1.16 to 1.39
+    times as fast as the ring)."""
     if problem.backend == "gpu" and problem.size > 1:
         if near:
-            return "all_gather", "ring"
+            return *near, "ring"
         if problem.size * problem.k_length <= GATHERED_AT_MOST:
-            return next(row.order for row in STRATEGIES_ON_GPU if problem.q_length >= row.q_length)
+            return _order(gpus_of(problem).strategies, problem)
     # By topology, not by a measurement: the fused ring has not run on a TPU.
     return ("fused", "ring") if torus and platform == "auto" else ("ring",)

@@ -6,12 +6,13 @@ Only shapes and dtypes are read, so the same checks serve JAX arrays and torch t
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from jax_core.config import RingAttentionConfig
-from jax_core.kernels.contract import Problem, Scores
+from jax_core.kernels.contract import Problem, Scores, capability
 from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
@@ -70,6 +71,7 @@ def make_problem(options: Options, operands: Operands, place: Placement = ALONE)
 
 def _problem(options: Options, operands: Operands, place: Placement, scores: Scores) -> Problem:
     query, key, value = operands[:3]
+    backend = place.backend or jax.default_backend()
     return Problem(
         scores=scores,
         dtype=str(query.dtype).removeprefix("torch."),
@@ -84,7 +86,8 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         size=place.size,
         sizes=place.sizes or (place.size,),
         features=features(options, scores, operands),
-        backend=place.backend or jax.default_backend(),
+        backend=backend,
+        capability=capability() if backend == "gpu" == jax.default_backend() else 0,
     )
 
 
@@ -172,7 +175,7 @@ def _dropout_prob(options: Options, operands: Operands) -> float:
     return prob
 
 
-def _number(name: str, value) -> float:
+def _number(name: str, value: Any) -> float:
     try:
         number = float(value)
     except Exception as error:

@@ -1,31 +1,36 @@
 """The contract between a request and a strategy: a spec and local shards in, the attention of this rank's queries out.
 
-A strategy is a package with
-
-- ``HANDLES``: the features (``request.features``) that it or its kernel handles. A request for any other is refused;
-- ``IN_PLACE_OF_A_KERNEL``: those of them that its kernel need not handle, because the strategy does;
-- ``kernel_problem(problem) -> Problem``: what it asks of its kernel: the lengths, heads and features of the calls that it makes;
-- ``OWN_PLATFORM``: None for a strategy that runs the chosen kernel, else the platform of the strategy's own kernel;
-- ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot do this with these parameters;
-- ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses if the caller gives none; its kernel completes them;
-- ``forward(spec, operands) -> (out, lse)``: attention of the local queries over the whole sequence. ``out [batch, q_length, heads,
-  value_dim]`` in the query's dtype; ``lse [batch, heads, q_length]``, natural log, float32 (float64 for float64 inputs), ``-inf``
-  where a row saw neither key nor sink (its ``out`` is 0);
-- ``backward(spec, operands, out, lse, dout, dlse=None) -> Operands``: the gradients of ``operands``, each in its operand's shape
-  and dtype; None for integer operands. ``out``, ``lse`` are the results of ``forward``; ``dout``, ``dlse`` (may be None) their
-  cotangents. The gradient of an operand that ranks share (sinks, slopes) is this rank's part of the sum.
+A strategy is an object of a class derived from :class:`Strategy`, whose defaults are those of a strategy around a kernel.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Kernel, Problem, Residuals, Scores
+from jax_core.kernels.contract import Extras, Kernel, Problem, Residuals, Scores
 from jax_core.masks.layout import Layout
+from jax_core.strategies.traffic import Traffic
+
+LAYOUTS_AND_SINKS = frozenset("softmax_aux contiguous zigzag striped".split())
+AROUND_A_KERNEL = LAYOUTS_AND_SINKS | frozenset(
+    "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
+    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
+    "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
+)
+
+
+class Keys(NamedTuple):
+    """Keys and values that are here, with their ids: what travels between ranks."""
+
+    key: Array
+    value: Array
+    segment_ids: Array | None
+    position_ids: Array | None
 
 
 class Operands(NamedTuple):
@@ -55,6 +60,15 @@ class Operands(NamedTuple):
     rank: Array | None = None
     predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...] = ()
 
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.key, self.value, self.kv_segment_ids, self.kv_position_ids)
+
+    @property
+    def extras(self) -> Extras:
+        """What a kernel takes beside the shards, not yet cut to a pair of them."""
+        return Extras(*(getattr(self, name) for name in Extras._fields))
+
 
 @dataclass(frozen=True)
 class RingSpec:
@@ -80,34 +94,57 @@ class RingSpec:
     lse_gradient: bool = True
 
 
-class Strategy(Protocol):
-    """What a strategy's module, or an object, provides."""
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """How to attend to a sharded sequence; equal objects do the same."""
+
+    # The features (``request.features``) that it or its kernel handles. A request for any other is refused.
+    HANDLES: ClassVar[frozenset[str]] = AROUND_A_KERNEL
+    # Those of them that its kernel need not handle, because the strategy does.
+    IN_PLACE_OF_A_KERNEL: ClassVar[frozenset[str]] = LAYOUTS_AND_SINKS
+    # None for a strategy that runs the chosen kernel, else the platform of the strategy's own kernel.
+    OWN_PLATFORM: ClassVar[str | None] = None
+    # Are the queries the same on all ranks?
+    SHARED_QUERIES: ClassVar[bool] = False
 
     @property
-    def HANDLES(self) -> frozenset[str]: ...
+    def axes(self) -> tuple[str, ...]:
+        """The names of mesh axes, in order, for which "auto" tries it first."""
+        return ()
 
-    @property
-    def IN_PLACE_OF_A_KERNEL(self) -> frozenset[str]: ...
+    def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+        """None, or in words why it cannot do this with these parameters."""
+        return None
 
-    @property
-    def OWN_PLATFORM(self) -> str | None: ...
+    def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]:
+        """What it uses if the caller gives none; its kernel completes them."""
+        return FwdParams(), BwdParams()
 
-    def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None: ...
+    def kernel_problem(self, problem: Problem) -> Problem:
+        """What it asks of its kernel: the lengths, heads and features of the calls that it makes."""
+        return problem
 
-    def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]: ...
+    def only_near(self, problem: Problem) -> bool:
+        """Does it send no more than what lies beside a rank's queries, as the mask shows them no more?"""
+        return False
 
-    def kernel_problem(self, problem: Problem) -> Problem: ...
+    @abstractmethod
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        """What a pass sends and holds."""
 
-    def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]: ...
+    @abstractmethod
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+        """``(out, lse)``: attention of the local queries over the whole sequence. ``out [batch, q_length, heads, value_dim]`` in
+        the query's dtype; ``lse [batch, heads, q_length]``, natural log, float32 (float64 for float64 inputs), ``-inf`` where a row
+        saw neither key nor sink (its ``out`` is 0)."""
 
+    @abstractmethod
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
-    ) -> Operands: ...
-
-
-def same_problem(problem: Problem) -> Problem:
-    """``kernel_problem`` of strategies whose kernel gets pairs of shards as they are."""
-    return problem
+    ) -> Operands:
+        """The gradients of ``operands``, each in its operand's shape and dtype; None for integer operands. ``out``, ``lse`` are the
+        results of ``forward``; ``dout``, ``dlse`` (may be None) their cotangents. The gradient of an operand that ranks share
+        (sinks, slopes) is this rank's part of the sum."""
 
 
 def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:

@@ -11,63 +11,37 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Grads, Kernel, Partial, Residuals, accumulation_dtype
+from jax_core.kernels.contract import Grads, Kernel, Pair, Partial, Residuals, Runs, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient
-from jax_core.masks.layout import Run, runs
+from jax_core.masks.layout import runs
 from jax_core.strategies.columns import put_columns, take_columns
-from jax_core.strategies.contract import Operands, RingSpec, make_residuals
+from jax_core.strategies.contract import Keys, Operands, RingSpec, make_residuals
 from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
 from jax_core.strategies.shapes import SmallOperands, in_full_shape
 from jax_core.varying import vary, varying_axes
 
 
-class Keys(NamedTuple):
-    """Keys and values that are here, with their ids: what travels between ranks."""
-
-    key: Array
-    value: Array
-    segment_ids: Array | None
-    position_ids: Array | None
-
-
-def own_keys(operands: Operands) -> Keys:
-    return Keys(operands.key, operands.value, operands.kv_segment_ids, operands.kv_position_ids)
-
-
-def rank_of(spec: RingSpec, operands: Operands):
+def rank_of(spec: RingSpec, operands: Operands) -> Any:
     """This device's rank: a number without a ring, else a value on the device."""
     if spec.size == 1:
         return 0
     return lax.axis_index(spec.axis_name) if operands.rank is None else operands.rank[0]
 
 
-def query_runs(spec: RingSpec, operands: Operands) -> tuple[Run, ...]:
+def query_runs(spec: RingSpec, operands: Operands) -> Runs:
     return runs(spec.layout, rank_of(spec, operands), spec.size, operands.query.shape[1])
 
 
-class Pair(NamedTuple):
-    """The arguments of a kernel for one pair."""
-
-    shards: tuple[Array, Array, Array, tuple[Run, ...], tuple[Run, ...]]
-    extras: Extras
-
-
-def make_pair(operands: Operands, q_runs: tuple[Run, ...], keys: Keys, k_runs: tuple[Run, ...]) -> Pair:
+def make_pair(spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_runs: Runs, diagonal: bool = False) -> Pair:
     """Of the queries and ``keys``, whose places in the sequence are ``k_runs``."""
-    extras = Extras(
+    extras = operands.extras._replace(
         bias=None if operands.bias is None else take_columns(operands.bias, k_runs),
         mask=None if operands.mask is None else take_columns(operands.mask, k_runs),
-        q_segment_ids=operands.q_segment_ids,
         kv_segment_ids=keys.segment_ids,
-        q_position_ids=operands.q_position_ids,
         kv_position_ids=keys.position_ids,
-        alibi_slopes=operands.alibi_slopes,
-        dropout_seed=operands.dropout_seed,
-        origin=operands.origin,
-        predicate_arrays=operands.predicate_arrays,
     )
     key, value = (clear_hidden(x, extras.mask) for x in (keys.key, keys.value))
-    return Pair((operands.query, key, value, q_runs, k_runs), extras)
+    return Pair(operands.query, key, value, q_runs, k_runs, spec.scores, extras, diagonal)
 
 
 class Forward(NamedTuple):
@@ -78,16 +52,8 @@ class Forward(NamedTuple):
     wide: jnp.dtype
     last_dtype: jnp.dtype
 
-    def attend(self, pair: Pair, carry: Partial | None, diagonal: bool, last: bool) -> Partial:
-        return kernel_of(self.spec).forward(
-            *pair.shards,
-            diagonal=diagonal,
-            scores=self.spec.scores,
-            extras=pair.extras,
-            carry=carry,
-            out_dtype=self.last_dtype if last else self.wide,
-            config=self.spec.fwd_params,
-        )
+    def attend(self, pair: Pair, carry: Partial | None, last: bool) -> Partial:
+        return kernel_of(self.spec).forward(pair, carry, self.last_dtype if last else self.wide, self.spec.fwd_params)
 
     def close(self, result: Partial) -> tuple[Array, Array]:
         """``out`` and ``lse`` as the contract says, from the partial result over all keys."""
@@ -127,23 +93,9 @@ class Backward:
         zeros = jnp.zeros(self.operands.bias.shape, self.lse.dtype)
         return LocalGradients(None, vary(zeros, varying_axes(self.operands)), None)
 
-    def differentiate(self, pair: Pair, dq: Any, diagonal: bool) -> Grads:
-        q, k, v, q_runs, k_runs = pair.shards
-        return kernel_of(self.spec).backward(
-            q,
-            k,
-            v,
-            self.residuals,
-            q_runs,
-            k_runs,
-            diagonal=diagonal,
-            scores=self.spec.scores,
-            extras=pair.extras,
-            dq=dq,
-            fused=self.spec.fused_backward,
-            deterministic=self.spec.deterministic,
-            config=self.spec.bwd_params,
-        )
+    def differentiate(self, pair: Pair, dq: Any) -> Grads:
+        settings = dict(fused=self.spec.fused_backward, deterministic=self.spec.deterministic)
+        return kernel_of(self.spec).backward(pair, self.residuals, dq, self.spec.bwd_params, **settings)
 
     def close(self, dkv: tuple[Any, Any], sums: LocalGradients, send_home: Callable[..., tuple[Array, Array]]) -> Operands:
         """The gradients as the contract says, from the sums over all pairs; ``dkv`` in the kernel's form, of the shard that came
@@ -157,7 +109,7 @@ class Backward:
         found = grads.dq, grads.dk, grads.dv
         if all(isinstance(x, Array) for x in found):
             return found
-        return kernel_of(self.spec).finish(pair.shards[:3], found, self.spec.scores)
+        return kernel_of(self.spec).finish(pair.shards, found, pair.scores)
 
     def gradients(self, grads: tuple[Array, Array, Array], sums: LocalGradients) -> Operands:
         """The gradients as the contract says, from those of query, key and value in any dtype."""
@@ -176,12 +128,12 @@ def open_backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, do
     return Backward(spec, operands, residuals, lse, to_given_shape)
 
 
-def accumulate(sums: LocalGradients, grads: Grads, k_runs: tuple[Run, ...]) -> LocalGradients:
+def accumulate(sums: LocalGradients, grads: Grads, k_runs: Runs) -> LocalGradients:
     dbias = None if sums.dbias is None else put_columns(sums.dbias, grads.dbias, k_runs)
     return LocalGradients(grads.dq, dbias, add(sums.dalibi_slopes, grads.dalibi_slopes))
 
 
-def add(total, share):
+def add(total: Any, share: Any) -> Any:
     return share if total is None else jax.tree.map(jnp.add, total, share)
 
 

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
-from jax_core.kernels.contract import Extras, Problem
+from jax_core.kernels.contract import Extras, Pair, Problem, Scores
 from jax_core.masks.layout import Run
 
 DOCUMENTS = 8  # in a shard with segment ids
@@ -20,12 +21,12 @@ class Inputs(NamedTuple):
     dout: Array
     extras: Extras
 
-    @property
-    def runs(self) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    def pair(self, scores: Scores) -> Pair:
         """One shard with its own keys, as on one device and as in the first step of a ring."""
-        return (Run(0, 1, self.q.shape[1]),), (Run(0, 1, self.k.shape[1]),)
+        q_run, k_run = (Run(0, 1, x.shape[1]) for x in (self.q, self.k))
+        return Pair(self.q, self.k, self.v, (q_run,), (k_run,), scores, self.extras, diagonal=True)
 
-    def astype(self, dtype) -> "Inputs":
+    def astype(self, dtype: DTypeLike) -> "Inputs":
         """Its floating arrays, but the slopes, which are never narrow."""
         bias = None if self.extras.bias is None else self.extras.bias.astype(dtype)
         q, k, v, dout = (x.astype(dtype) for x in (self.q, self.k, self.v, self.dout))

@@ -84,32 +84,12 @@ def _pairs(problem: Problem) -> float:
 
 def _forward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals | None) -> Results:
     del residuals  # a backward's
-    partial_result = kernel.forward(
-        *inputs[:3],
-        *inputs.runs,
-        diagonal=True,
-        scores=problem.scores,
-        extras=inputs.extras,
-        carry=None,
-        out_dtype=inputs.q.dtype,
-        config=params,
-    )
-    return partial_result._asdict()
+    return kernel.forward(inputs.pair(problem.scores), None, inputs.q.dtype, params)._asdict()
 
 
 def _backward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals) -> Results:
-    grads = kernel.backward(
-        *inputs[:3],
-        residuals,
-        *inputs.runs,
-        diagonal=True,
-        scores=problem.scores,
-        extras=inputs.extras,
-        dq=None,
-        fused="fused_backward" in problem.features,
-        deterministic="deterministic" in problem.features,
-        config=params,
-    )
+    settings = dict(fused="fused_backward" in problem.features, deterministic="deterministic" in problem.features)
+    grads = kernel.backward(inputs.pair(problem.scores), residuals, None, params, **settings)
     dq, dk, dv = kernel.finish(inputs[:3], (grads.dq, grads.dk, grads.dv), problem.scores)
     grads = grads._replace(dq=dq, dk=dk, dv=dv)
     return {name: array for name, array in grads._asdict().items() if array is not None}

@@ -1,5 +1,5 @@
-"""Times programs side by side, as benchmarks/timing.py does: they take turns, each sample begins on a rested GPU, and every other
-round goes backwards, so that changes of the clocks affect all of them alike."""
+"""Times programs side by side, as benchmarks/harness/timing.py does: they take turns, each sample begins on a rested GPU, and every
+other round goes backwards, so that changes of the clocks affect all of them alike."""
 
 import statistics
 import time

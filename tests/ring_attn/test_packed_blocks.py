@@ -9,7 +9,7 @@ from packed_mixes import mixes
 from jax_core.config import FwdParams
 from jax_core.kernels import blocks
 from jax_core.kernels.blocks import block_layout, block_sparsity
-from jax_core.kernels.contract import Extras, Scores
+from jax_core.kernels.contract import Extras, Pair, Scores
 from jax_core.kernels.xla import blocks as xla
 from jax_core.masks.layout import LAYOUTS, Run, runs
 from jax_core.masks.static import Mask, make_mask
@@ -49,16 +49,19 @@ def counts(visited, q, k, q_at, k_at):
     return int(visited.sum()), int(seen.sum()), int((visited & ~shared).sum())
 
 
+def make_pair(q_runs, k_runs, mask, extras, batch=1):
+    q, k = (jnp.zeros((batch, sum(run.length for run in held), 1, 1)) for held in (q_runs, k_runs))
+    return Pair(q, k, k, q_runs, k_runs, Scores(mask, 1.0), extras)
+
+
 def visited_by_lists(q_runs, k_runs, mask, extras):
     """By the Triton and the TPU kernel, whose lists come from here."""
     layouts = block_layout(q_runs, BLOCK), block_layout(k_runs, BLOCK)
-    return block_sparsity(*layouts, q_runs, k_runs, Scores(mask, 1.0), extras).visible[0]
+    return block_sparsity(*layouts, make_pair(q_runs, k_runs, mask, extras)).visible[0]
 
 
 def visited_by_xla(q_runs, k_runs, mask, extras):
-    length = sum(run.length for run in q_runs)
-    q, k = jnp.zeros((1, length, 1, 1)), jnp.zeros((1, length, 1, 1))
-    _, _, tiles, _ = xla.cut(q, k, k, q_runs, k_runs, Scores(mask, 1.0), extras, FwdParams(BLOCK, BLOCK))
+    _, _, tiles, _ = xla.cut(make_pair(q_runs, k_runs, mask, extras), FwdParams(BLOCK, BLOCK))
     return tiles.needed
 
 
@@ -132,6 +135,5 @@ def test_the_xla_kernel_judges_every_batch_entry_by_itself():
     q, k = np.array([[0] * BLOCK, [1] * BLOCK]), np.array([[1] * BLOCK, [0] * BLOCK])
     extras = Extras(q_segment_ids=jnp.asarray(q), kv_segment_ids=jnp.asarray(k))
     held = (Run(0, 1, BLOCK),)
-    queries = jnp.zeros((2, BLOCK, 1, 1))
-    _, _, tiles, _ = xla.cut(queries, queries, queries, held, held, Scores(make_mask(), 1.0), extras, FwdParams(BLOCK, BLOCK))
+    _, _, tiles, _ = xla.cut(make_pair(held, held, make_mask(), extras, batch=2), FwdParams(BLOCK, BLOCK))
     assert not tiles.needed.any()

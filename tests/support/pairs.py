@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import contract, xla
-from jax_core.kernels.contract import Extras, Grads, Partial, Residuals, Scores
+from jax_core.kernels.contract import Grads, Pair, Partial, Residuals, Scores
 from jax_core.kernels.merge import join
 from jax_core.masks.layout import Layout, runs
 from jax_core.masks.plan import Plan
@@ -89,22 +89,15 @@ def run(kernel, pair: ShardPair, params: tuple[FwdParams, BwdParams], dtype: str
         q_runs, k_runs = (
             runs(pair.layout, rank, pair.size, length) for rank, length in zip(places, (pair.queries, pair.keys), strict=True)
         )
-        settings: dict[str, Any] = dict(diagonal=diagonal, scores=pair.scores, extras=Extras())
-        result = kernel.forward(
-            *qkv,
-            q_runs,
-            k_runs,
-            **settings,
-            carry=carry if pair.carry and kernel.CONTINUES else None,
-            out_dtype=qkv[0].dtype if pair.last else wide,
-            config=params[0],
-        )
+        shards = Pair(*qkv, q_runs, k_runs, pair.scores, diagonal=diagonal)
+        carried = carry if pair.carry and kernel.CONTINUES else None
+        result = kernel.forward(shards, carried, qkv[0].dtype if pair.last else wide, params[0])
         if not kernel.CONTINUES:
             result = join([carry, result] if pair.carry else [result], wide)
         residuals = residuals or make_residuals(result.out, result.lse, dout, None)
-        settings |= dict(fused=pair.fused, deterministic=pair.deterministic, config=params[1])
+        settings = dict(fused=pair.fused, deterministic=pair.deterministic)
         plain = kernel.finish is contract.finish
-        grads = kernel.backward(*qkv, residuals, q_runs, k_runs, dq=dq if pair.carry and plain else None, **settings)
+        grads = kernel.backward(shards, residuals, dq if pair.carry and plain else None, params[1], **settings)
         if not plain:
             found = kernel.finish(qkv, (grads.dq, grads.dk, grads.dv), pair.scores)
             grads = Grads(found[0].astype(wide) + (dq if pair.carry else 0), *found[1:], None, None)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Grads, Partial, Problem, Scores, finish
+from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Scores, finish
 from jax_core.masks.static import Mask
 from jax_core.tune.table import Found
 
@@ -26,22 +26,24 @@ def found(params: FwdParams = FORWARD, ms: float = 1.0, **changed: Any) -> Found
     return Found(**(dict(params=params, ms=ms) | settings | changed))
 
 
-def _logits(q, k, scores, extras):
+def _logits(pair: Pair):
     """Of a plain attention, causal or not, with a bias or not."""
+    (q, k, _), scores, extras = pair.shards, pair.scores, pair.extras
     x = scores.scale * jnp.einsum("bqhd,bkhd->bhqk", q, jnp.repeat(k, q.shape[2] // k.shape[2], 2))
     x = x if extras.bias is None else x + extras.bias
     return jnp.where(jnp.tri(q.shape[1], dtype=bool), x, -jnp.inf) if scores.mask.causal else x
 
 
-def dense_forward(q, k, v, q_runs, k_runs, *, scores, extras, out_dtype, config, **settings) -> Partial:
-    x = _logits(q, k, scores, extras)
-    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), jnp.repeat(v, q.shape[2] // v.shape[2], 2))
+def dense_forward(pair: Pair, carry, out_dtype, config) -> Partial:
+    x = _logits(pair)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), jnp.repeat(pair.v, pair.q.shape[2] // pair.v.shape[2], 2))
     return Partial(out.astype(out_dtype), jax.nn.logsumexp(x, -1))
 
 
-def dense_backward(q, k, v, residuals, q_runs, k_runs, *, scores, extras, config, **settings) -> Grads:
+def dense_backward(pair: Pair, residuals, dq, config, **settings) -> Grads:
+    (q, k, v), scores, extras = pair.shards, pair.scores, pair.extras
     group = q.shape[2] // k.shape[2]
-    weights = jnp.exp(_logits(q, k, scores, extras) - residuals.lse[..., None])
+    weights = jnp.exp(_logits(pair) - residuals.lse[..., None])
     dweights = jnp.einsum("bqhd,bkhd->bhqk", residuals.dout, jnp.repeat(v, group, 2))
     dx = weights * (dweights - residuals.delta[..., None])
     dk, dv = jnp.einsum("bhqk,bqhd->bkhd", dx, q) * scores.scale, jnp.einsum("bhqk,bqhd->bkhd", weights, residuals.dout)

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores
+from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals, Scores
 from jax_core.kernels.cudnn import calls, tiles
 from jax_core.kernels.merge import join
 
@@ -99,64 +99,36 @@ def _dim_reason(problem: Problem) -> str | None:
     return None
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    carry: Partial | None,
-    out_dtype: DTypeLike,
-    config: FwdParams,
-) -> Partial:
-    del extras, config  # unsupported() refuses any
-    before = _before(q_runs, k_runs)
-    if diagonal or not scores.mask.causal:
-        found = [Partial(*calls.forward(q, k, v, **_settings(scores, q.shape[1])))]
-    elif len(q_runs) == 1:
-        out, lse = calls.forward(q, k, v, scale=scores.scale)
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
+    del config  # unsupported() refuses any, as it does extras
+    (q, k, v), scale, before = pair.shards, pair.scores.scale, _before(pair)
+    if pair.diagonal or not pair.scores.mask.causal:
+        found = [Partial(*calls.forward(q, k, v, **_settings(pair)))]
+    elif len(pair.q_runs) == 1:
+        out, lse = calls.forward(q, k, v, scale=scale)
         found = [Partial(out, jnp.where(before, lse, -jnp.inf))]
     else:
         q, carry = lax.optimization_barrier((q, carry))  # or the tiles of all steps would be gathered first
         pieces = tiles.query_tiles(q, before), tiles.key_tiles(k, before), tiles.key_tiles(v, before)
-        found = tiles.partials(*calls.forward(*pieces, scale=scores.scale), before)
+        found = tiles.partials(*calls.forward(*pieces, scale=scale), before)
     if carry is None:  # the first pair is the diagonal step
         return found[0]._replace(out=found[0].out.astype(out_dtype))
     return join([carry, *found], out_dtype)
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    residuals: Residuals,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    dq: Array | None,
-    fused: bool,
-    deterministic: bool,
-    config: BwdParams,
-) -> Grads:
-    del extras, fused, deterministic, config  # one sweep in any case
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
+    del fused, deterministic, config  # one sweep in any case
     # Every row sees a key, so the LSE is never +inf.
-    operands = _Operands(q, k, v, residuals.out, residuals.dout, residuals.lse)
-    before = _before(q_runs, k_runs)
-    pair: Callable[[_Operands], tuple[Array, ...]]
-    if diagonal or not scores.mask.causal:
-        pair = partial(_whole, **_settings(scores, q.shape[1]))
-    elif len(q_runs) == 1:
-        pair = partial(_whole_or_nothing, before, scale=scores.scale)
+    operands = _Operands(*pair.shards, residuals.out, residuals.dout, residuals.lse)
+    scale, before = pair.scores.scale, _before(pair)
+    share: Callable[[_Operands], tuple[Array, ...]]
+    if pair.diagonal or not pair.scores.mask.causal:
+        share = partial(_whole, **_settings(pair))
+    elif len(pair.q_runs) == 1:
+        share = partial(_whole_or_nothing, before, scale=scale)
     else:
-        pair = partial(_two_tiles, before, scale=scores.scale)
-    dq, dk, dv = pair(operands) if dq is None else _by_heads(pair, operands, dq, _head_groups(q, k))
+        share = partial(_two_tiles, before, scale=scale)
+    dq, dk, dv = share(operands) if dq is None else _by_heads(share, operands, dq, _head_groups(pair.q, pair.k))
     return Grads(dq, dk, dv, None, None)
 
 
@@ -171,23 +143,25 @@ class _Operands(NamedTuple):
     lse: Any
 
 
-def _whole(operands: _Operands, **settings) -> tuple[Array, ...]:
+def _whole(operands: _Operands, **settings: Any) -> tuple[Array, ...]:
     return tuple(grad.astype(jnp.float32) for grad in calls.backward(*operands, **settings))
 
 
-def _whole_or_nothing(before, operands: _Operands, **settings) -> tuple[Array, ...]:
+def _whole_or_nothing(before: Array, operands: _Operands, **settings: Any) -> tuple[Array, ...]:
     # A select, not a product with 0: the weights of hidden keys may be infinite, since the LSE does not include them.
     return tuple(jnp.where(before, grad, 0) for grad in _whole(operands, **settings))
 
 
-def _two_tiles(before, operands: _Operands, **settings) -> tuple[Array, ...]:
+def _two_tiles(before: Array, operands: _Operands, **settings: Any) -> tuple[Array, ...]:
     queries, out, dout = (tiles.query_tiles(x, before) for x in (operands.q, operands.out, operands.dout))
     keys, values = (tiles.key_tiles(x, before) for x in (operands.k, operands.v))
     dq, dk, dv = calls.backward(queries, keys, values, out, dout, tiles.row_tiles(operands.lse, before), **settings)
     return tiles.query_gradient(dq, before), tiles.key_gradient(dk, before), tiles.key_gradient(dv, before)
 
 
-def _by_heads(pair, operands: _Operands, dq: Array, groups: int) -> tuple[Array, Array, Array]:
+def _by_heads(
+    pair: Callable[[_Operands], tuple[Array, ...]], operands: _Operands, dq: Array, groups: int
+) -> tuple[Array, Array, Array]:
     """``dq`` with the pair's share, and the pair's ``dk`` and ``dv``, computed for one group of heads after the other: the gathered
     tiles, cuDNN's results and its scratch memory are then those of one group (docs/gpu.md has their sizes)."""
     found: list[tuple[Array, ...]] = []
@@ -217,14 +191,15 @@ def _head_groups(q: Array, k: Array) -> int:
     return max((groups for groups in range(1, most + 1) if k.shape[2] % groups == 0), default=1)
 
 
-def _before(q_runs, k_runs):
+def _before(pair: Pair) -> Any:
     """Do the keys come before the queries in the sequence? (The first runs decide it in both layouts.)"""
-    return k_runs[0].start < q_runs[0].start
+    return pair.k_runs[0].start < pair.q_runs[0].start
 
 
-def _settings(scores: Scores, q_length: int) -> dict[str, Any]:
+def _settings(pair: Pair) -> dict[str, Any]:
     """The settings of a call over whole shards: a rank's own, or two that are fully visible to each other."""
-    return dict(scale=scores.scale, causal=scores.mask.causal, window=_window(scores.mask.left, q_length))
+    scores: Scores = pair.scores
+    return dict(scale=scores.scale, causal=scores.mask.causal, window=_window(scores.mask.left, pair.q.shape[1]))
 
 
 def _window(left: int | None, q_length: int) -> int | None:

@@ -23,6 +23,7 @@ from jax import Array
 
 from jax_core.caches import cache_folder, write_whole
 from jax_core.kernels.contract import capability
+from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks import static
 from jax_core.varying import vary, varying_axes
 
@@ -57,7 +58,7 @@ def call(
     register()
     aliases = {len(arrays) - len(in_place) + i: i for i in range(len(in_place))}
 
-    def run(*arrays):
+    def run(*arrays: Array) -> tuple[Array, ...]:
         made = jax.ffi.ffi_call(_TARGET, types, input_output_aliases=aliases)
         return tuple(made(*arrays, module=code, key=hashlib.sha256(code).digest()))
 
@@ -65,7 +66,7 @@ def call(
     return vary(jax.custom_batching.sequential_vmap(run)(*arrays), varying_axes(arrays))
 
 
-def _is_shaped(x) -> bool:
+def _is_shaped(x: object) -> bool:
     return isinstance(x, Shaped)
 
 
@@ -84,7 +85,7 @@ def _canonical(operand: Shaped) -> _Type:
 
 
 @cache
-def _code(name: str, settings: Any, types, in_place: int, architecture: str, folder: Path | None) -> bytes:
+def _code(name: str, settings: Any, types: Any, in_place: int, architecture: str, folder: Path | None) -> bytes:
     """The compiled object, from its file if there is one."""
     if folder is None:
         return _compile(name, settings, types, in_place)
@@ -121,20 +122,20 @@ def _write(path: Path, code: bytes) -> None:
         write_whole(path, code + hashlib.sha256(code).digest())
 
 
-def _compile(name: str, settings: Any, types, in_place: int) -> bytes:
+def _compile(name: str, settings: Any, types: Any, in_place: int) -> bytes:
     """2 to 10 s. ``types``: of the inputs, of which the last ``in_place`` are changed, and of the results."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what flash-attn-4 uses of the DSL is deprecated there
         return _compiled(name, settings, types, in_place)
 
 
-def _compiled(name: str, settings: Any, types, in_place: int) -> bytes:
+def _compiled(name: str, settings: Any, types: Any, in_place: int) -> bytes:
     from cutlass.jax import compile as dsl
     from cutlass.jax.types import default_tensor_spec
 
     from jax_core.kernels.cute import programs
 
-    def arguments(kinds):
+    def arguments(kinds: Sequence[_Type]) -> tuple[Any, ...]:
         return tuple(dsl.Arg(i, x.units, jnp.dtype(x.dtype), default_tensor_spec(x.units)) for i, x in enumerate(kinds))
 
     inputs, results = (jax.tree.leaves(part, is_leaf=_is_type) for part in types)
@@ -155,7 +156,7 @@ def _compiled(name: str, settings: Any, types, in_place: int) -> bytes:
     return dsl.get_or_compile_kernel(getattr(programs, name), spec, compile_key=(name, repr(settings), repr(types))).module
 
 
-def _is_type(x) -> bool:
+def _is_type(x: object) -> bool:
     return isinstance(x, _Type)
 
 
@@ -195,8 +196,9 @@ def missing() -> str | None:
     """Why flash-attn-4's kernels cannot be called here, in words, or None."""
     if jax.default_backend() != "gpu":
         return f'flash-attn-4 needs an NVIDIA GPU, and this program runs on "{jax.default_backend()}"'
+    known = " and ".join(str(number / 10) for number in TILES)
     return changed() or (
-        None if capability() == 90 else f"the cute kernel is for compute capability 9.0 (Hopper), this GPU has {capability() / 10}"
+        None if capability() in TILES else f"the cute kernel is for compute capability {known}, this GPU has {capability() / 10}"
     )
 
 

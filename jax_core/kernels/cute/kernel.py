@@ -16,13 +16,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores
-from jax_core.kernels.cute import pairs
+from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals, Scores
+from jax_core.kernels.cute import calls, pairs
 from jax_core.kernels.cute.calls import Shaped, call
 from jax_core.kernels.cute.lists import Lists, make_lists
 from jax_core.kernels.cute.settings import Settings
 from jax_core.kernels.cute.sums import Sums, converted, rows_of, zeros
-from jax_core.kernels.cute.tiles import BackwardTile, ForwardTile, backward_tile, forward_tile
+from jax_core.kernels.cute.tiles import TILES, BackwardTile, ForwardTile
 from jax_core.masks.static import Mask
 
 CONTINUES = False
@@ -33,77 +33,49 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     return FwdParams(), BwdParams()
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    carry: Partial | None,
-    out_dtype: DTypeLike,
-    config: FwdParams,
-) -> Partial:
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
     """``out`` is in the query's dtype, whatever ``out_dtype``; a row that sees no key of the pair has LSE -inf and any output."""
     assert carry is None
     del out_dtype, config
-    listed = _listed(q, k, q_runs, k_runs, scores, extras)
-    tile = forward_tile(q.shape[3], v.shape[3], diagonal and scores.mask != Mask(), listed)
-    pair = _make_pair((q, k, v), q_runs, k_runs, diagonal, scores, extras, tile, listed)
+    (q, k, v), listed = pair.shards, _listed(pair)
+    tile = TILES[calls.capability()].forward(q.shape[3], v.shape[3], pair.diagonal and pair.scores.mask != Mask(), listed)
+    plan = _make_plan(pair, tile, listed)
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
-    lse = jax.ShapeDtypeStruct((heads, batch * length) if pair.packed else (batch, heads, length), jnp.float32)
+    lse = jax.ShapeDtypeStruct((heads, batch * length) if plan.packed else (batch, heads, length), jnp.float32)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
-    inputs = [pair.rows(q, group), pair.rows(k), pair.rows(v), *pair.extras]
-    results = [pair.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
-    made, sums = call("forward", pair.settings, inputs, [], results)
-    if pair.packed:
+    inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), *plan.extras]
+    results = [plan.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
+    made, sums = call("forward", plan.settings, inputs, [], results)
+    if plan.packed:
         sums = jnp.swapaxes(sums.reshape(heads, batch, length), 0, 1)
-    if pair.area is not None:
-        sums = jnp.where(jnp.arange(length) >= pair.area.q_first, sums, -jnp.inf)
+    if plan.area is not None:
+        sums = jnp.where(jnp.arange(length) >= plan.area.q_first, sums, -jnp.inf)
     return Partial(made.reshape(out.shape), sums)
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    residuals: Residuals,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    dq: Sums | None,
-    fused: bool,
-    deterministic: bool,
-    config: BwdParams,
-) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Sums | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
     del fused, config  # one sweep in any case
-    listed = _listed(q, k, q_runs, k_runs, scores, extras)
-    tile = backward_tile(q.shape[3], v.shape[3], scores.mask != Mask(), listed)
-    pair = _make_pair((q, k, v), q_runs, k_runs, diagonal, scores, extras, tile, listed)
-    settings, group = replace(pair.settings, deterministic=deterministic), q.shape[2] // k.shape[2]
+    (q, k, v), listed = pair.shards, _listed(pair)
+    tile = TILES[calls.capability()].backward(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
+    plan = _make_plan(pair, tile, listed)
+    settings, group = replace(plan.settings, deterministic=deterministic), q.shape[2] // k.shape[2]
     statistics = [(residuals.lse / math.log(2), math.inf), (residuals.delta, 0)]
-    inputs = [pair.rows(q, group), pair.rows(k), pair.rows(v), pair.rows(residuals.dout.astype(q.dtype), group)]
-    inputs += [_statistics(x, fill, tile.tile_m, group, pair) for x, fill in statistics]
-    packed = pairs.packs(scores, listed, q_runs, q.shape[0])
+    inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), plan.rows(residuals.dout.astype(q.dtype), group)]
+    inputs += [_statistics(x, fill, tile.tile_m, group, plan) for x, fill in statistics]
+    packed = pairs.packs(pair, listed)
     sums = [zeros(q, "query", tile, packed) if dq is None else dq]
     if group > 1:
         # Of two equal arrays that are to be changed XLA would make one and copy it: dV starts from negative zeros.
         sums += [zeros(x, "key", tile, packed, after=dq, zero=zero) for x, zero in ((k, 0.0), (v, -0.0))]
     in_place = _locks(q, k, tile) if deterministic else []
-    in_place += [x.shaped(pair.packed, group if x is sums[0] else 1) for x in sums]
-    results = [] if group > 1 else [pair.rows(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)]
-    found = call("backward", settings, [*inputs, *pair.extras], in_place, results)[-3:]
+    in_place += [x.shaped(plan.packed, group if x is sums[0] else 1) for x in sums]
+    results = [] if group > 1 else [plan.rows(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)]
+    found = call("backward", settings, [*inputs, *plan.extras], in_place, results)[-3:]
     if group > 1:
         made = [x.filled(values) for x, values in zip(sums, found, strict=True)]
         return Grads(made[0], made[1], made[2], None, None)
-    dk, dv = (_covered(values.reshape(x.shape), pair) for values, x in zip(found[1:], (k, v), strict=True))
+    dk, dv = (_covered(values.reshape(x.shape), plan) for values, x in zip(found[1:], (k, v), strict=True))
     return Grads(sums[0].filled(found[0]), dk, dv, None, None)
 
 
@@ -118,7 +90,7 @@ def finish(operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], sc
     return dq, dk, dv
 
 
-class _Pair(NamedTuple):
+class _Plan(NamedTuple):
     """How a pair of shards is computed. ``packed``: batch entries follow one another, and ``where`` says which rows are covered
     (``area``: the same as numbers; None: all)."""
 
@@ -139,18 +111,10 @@ class _Pair(NamedTuple):
         return where, *((None, None) if self.lists is None else (self.lists.blocks, self.lists.arrays))
 
 
-def _make_pair(
-    shards: tuple[Array, Array, Array],
-    q_runs: Runs,
-    k_runs: Runs,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    tile: ForwardTile | BackwardTile,
-    listed: bool,
-) -> _Pair:
-    q, k, v = shards
+def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool) -> _Plan:
+    (q, k, v), scores = pair.shards, pair.scores
     settings = Settings(
+        capability=calls.capability(),
         dtype=str(q.dtype),
         dim=q.shape[3],
         value_dim=v.shape[3],
@@ -160,20 +124,19 @@ def _make_pair(
         softcap=scores.softcap,
     )
     if listed:
-        lists = make_lists(shards, q_runs, k_runs, scores, extras, tile.tile_n, isinstance(tile, BackwardTile))
-        return _Pair(False, pairs.WHOLE, None, lists, replace(settings, listed=lists.listed))
+        lists = make_lists(pair, tile.tile_n, isinstance(tile, BackwardTile))
+        return _Plan(False, pairs.WHOLE, None, lists, replace(settings, listed=lists.listed))
     if pairs.is_within(scores.mask):
-        area = pairs.within(scores.mask, q_runs, k_runs)
-        where = pairs.where_of(area, q.shape[0], q.shape[1], k.shape[1])
-        return _Pair(True, where, area, None, _with_mask(settings, scores.mask))
-    if not diagonal and scores.mask.causal:
-        area = pairs.rectangle(q_runs, k_runs, q.shape[1], k.shape[1])
-        return _Pair(True, pairs.where_of(area, q.shape[0], q.shape[1], k.shape[1]), area, None, settings)
+        area = pairs.within(pair)
+        return _Plan(True, pairs.where_of(area, pair), area, None, _with_mask(settings, scores.mask))
+    if not pair.diagonal and scores.mask.causal:
+        area = pairs.rectangle(pair)
+        return _Plan(True, pairs.where_of(area, pair), area, None, settings)
     settings = _with_mask(settings, scores.mask)
-    if pairs.packs(scores, listed, q_runs, q.shape[0]):
+    if pairs.packs(pair, listed):
         where = pairs.offsets(q.shape[0], q.shape[1]), None, pairs.offsets(k.shape[0], k.shape[1]), None
-        return _Pair(True, where, None, None, settings)
-    return _Pair(False, pairs.WHOLE, None, None, settings)
+        return _Plan(True, where, None, None, settings)
+    return _Plan(False, pairs.WHOLE, None, None, settings)
 
 
 def _with_mask(settings: Settings, mask: Mask) -> Settings:
@@ -183,18 +146,18 @@ def _with_mask(settings: Settings, mask: Mask) -> Settings:
     return replace(settings, local=True, left=mask.left, right=0 if mask.causal else mask.right)
 
 
-def _listed(q: Array, k: Array, q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras) -> bool:
-    has_data = any(x is not None for x in (extras.mask, extras.q_segment_ids, extras.q_position_ids))
-    scattered = max(len(q_runs), len(k_runs)) > 2
-    return pairs.needs_lists(scores, has_data, pairs.is_static(q_runs), q.shape[1] == k.shape[1], scattered)
+def _listed(pair: Pair) -> bool:
+    has_data = any(x is not None for x in (pair.extras.mask, pair.extras.q_segment_ids, pair.extras.q_position_ids))
+    scattered, same_length = max(len(pair.q_runs), len(pair.k_runs)) > 2, pair.q.shape[1] == pair.k.shape[1]
+    return pairs.needs_lists(pair.scores, has_data, pairs.is_static(pair.q_runs), same_length, scattered)
 
 
-def _statistics(x: Array, fill: float, tile_m: int, group: int, pair: _Pair) -> Shaped:
+def _statistics(x: Array, fill: float, tile_m: int, group: int, plan: _Plan) -> Shaped:
     """``[batch, heads, length]`` as the backward reads it: rows in whole tiles, between packed batch entries a tile of padding."""
     batch, heads, length = x.shape
-    padding = -length % tile_m if batch == 1 or not pair.packed else tile_m
+    padding = -length % tile_m if batch == 1 or not plan.packed else tile_m
     x = jnp.pad(x, [(0, 0), (0, 0), (0, padding)], constant_values=fill)
-    if pair.packed:
+    if plan.packed:
         x = jnp.swapaxes(x, 0, 1).reshape(heads, -1)
     return Shaped(x, (*(1,) * (x.ndim - 2), group, tile_m))
 
@@ -208,11 +171,11 @@ def _locks(q: Array, k: Array, tile: BackwardTile) -> list[Shaped]:
     return [Shaped(jnp.zeros(shape, jnp.int32), (1, 1, 1, shape[3])) for shape in shapes]
 
 
-def _covered(gradient: Array, pair: _Pair) -> Array:
+def _covered(gradient: Array, plan: _Plan) -> Array:
     """In float32, 0 in the rows that the call left as they were."""
     gradient = gradient.astype(jnp.float32)
-    if pair.area is None:
+    if plan.area is None:
         return gradient
     rows = jnp.arange(gradient.shape[1])
-    covered = (rows >= pair.area.k_first) & (rows < pair.area.k_end)
+    covered = (rows >= plan.area.k_first) & (rows < plan.area.k_end)
     return jnp.where(covered[:, None, None], gradient, 0)

@@ -7,7 +7,7 @@ from jax_core.kernels.contract import Problem
 from jax_core.kernels.cute import calls
 from jax_core.kernels.cute.lists import QUERY_BLOCK
 from jax_core.kernels.cute.pairs import is_within, needs_lists
-from jax_core.kernels.cute.tiles import backward_tile, forward_tile
+from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import run_length
 
 HANDLES = frozenset(
@@ -20,8 +20,8 @@ _DATA = frozenset("mask q_segment_ids kv_segment_ids q_position_ids kv_position_
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
     if any(number is not None for params in (forward, backward) for number in vars(params).values()):
         return "flash-attn-4's tiles are chosen by head dim; leave fwd_params and bwd_params without numbers"
-    checks = (_dim_reason, _scores_reason, _list_reason, _length_reason)
-    return next((reason for check in checks if (reason := check(problem))), None) or calls.missing()
+    checks = (_dim_reason, _scores_reason, _list_reason, lambda _: calls.missing(), _length_reason)
+    return next((reason for check in checks if (reason := check(problem))), None)
 
 
 def listed(problem: Problem) -> bool:
@@ -69,13 +69,14 @@ def _length_reason(problem: Problem) -> str | None:
     """Blocks and tiles must not span two runs of a shard."""
     if problem.size == 1 or not (problem.scores.mask.causal or listed(problem)):
         return None
-    backward = backward_tile(problem.dim, problem.value_dim, True, listed(problem))
+    tiles = TILES[calls.capability()]
+    backward = tiles.backward(problem.dim, problem.value_dim, True, listed(problem))
     if is_within(problem.scores.mask) and not listed(problem):
         more = problem.k_length - problem.q_length
         reason = f"flash-attn-4 needs a multiple of {backward.tile_n} keys beside those of the queries here, got {more}"
         return reason if more % backward.tile_n else None
     if listed(problem):
-        forward = forward_tile(problem.dim, problem.value_dim, True, True)
+        forward = tiles.forward(problem.dim, problem.value_dim, True, True)
         multiple = math.lcm(QUERY_BLOCK, forward.tile_n, backward.tile_n)
     else:
         multiple = backward.tile_m

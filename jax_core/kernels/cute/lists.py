@@ -17,7 +17,7 @@ from jax_core.kernels.blocks import (
     packed_bits,
     same_rows,
 )
-from jax_core.kernels.contract import Extras, Runs, Scores
+from jax_core.kernels.contract import Pair, Runs
 from jax_core.kernels.cute.calls import Shaped
 from jax_core.kernels.cute.settings import Listed
 from jax_core.masks.static import Mask
@@ -33,30 +33,21 @@ class Lists(NamedTuple):
     listed: Listed
 
 
-def make_lists(
-    shards: tuple[Array, Array, Array],
-    q_runs: Runs,
-    k_runs: Runs,
-    scores: Scores,
-    extras: Extras,
-    key_block: int,
-    of_queries: bool,
-) -> Lists:
+def make_lists(pair: Pair, key_block: int, of_queries: bool) -> Lists:
     """``of_queries``: lists of query blocks, one for each key block, else of key blocks, one for each query block."""
-    q, k = block_layout(q_runs, QUERY_BLOCK), block_layout(k_runs, key_block)
-    visible, whole = (table[:, None] for table in block_sparsity(q, k, q_runs, k_runs, scores, extras))
-    predicates = list(zip(scores.predicates, extras.predicate_arrays, strict=True))
-    seen = dense_mask(shards, q_runs, k_runs, predicates, extras)
+    q, k = block_layout(pair.q_runs, QUERY_BLOCK), block_layout(pair.k_runs, key_block)
+    visible, whole = (table[:, None] for table in block_sparsity(q, k, pair))
+    seen = dense_mask(pair, pair.predicates)
     if seen is not None:
         tiles = _tiles(seen, q, k)
         # One list for all heads: a block that some head sees is visited, and looked at closely unless all see all of it.
         visible = visible & tiles.any((3, 5)).any(1, keepdims=True)
         whole = whole & tiles.all((3, 5)).all(1, keepdims=True)
     visible, whole = (jnp.swapaxes(x, 2, 3)[:, 0] if of_queries else x[:, 0] for x in (visible, whole))
-    arrays = _arrays(q_runs, k_runs, extras, seen)
+    arrays, mask = _arrays(pair, seen), pair.scores.mask
     listed = Listed(
-        mask=scores.mask,
-        static=scores.mask != Mask(any_position=scores.mask.any_position),
+        mask=mask,
+        static=mask != Mask(any_position=mask.any_position),
         arrays=tuple(arrays),
         list_batch=1 if visible.shape[0] == 1 else 0,
         segment_batch=_rows(arrays, "q_segments"),
@@ -75,13 +66,14 @@ def _ordered(chosen: Array) -> tuple[Array, Array]:
     return chosen.sum(-1, dtype=jnp.int32), jnp.sort(which, axis=-1) % columns
 
 
-def _arrays(q_runs: Runs, k_runs: Runs, extras: Extras, seen: Array | None) -> dict[str, Array]:
+def _arrays(pair: Pair, seen: Array | None) -> dict[str, Array]:
+    q_runs, k_runs, extras = pair.q_runs, pair.k_runs, pair.extras
     arrays = {"starts": jnp.stack([_start(q_runs), _start(k_runs)])}
     positions = extras.q_position_ids, extras.kv_position_ids
     if positions[0] is None and max(len(q_runs), len(k_runs)) > 2:
         positions = index(q_runs)[None], index(k_runs)[None]
-    for name, pair in (("segments", (extras.q_segment_ids, extras.kv_segment_ids)), ("positions", positions)):
-        q_ids, k_ids = same_rows(*pair)
+    for name, ids in (("segments", (extras.q_segment_ids, extras.kv_segment_ids)), ("positions", positions)):
+        q_ids, k_ids = same_rows(*ids)
         if q_ids is not None and k_ids is not None:
             arrays |= {f"q_{name}": q_ids, f"k_{name}": k_ids}
     return arrays if seen is None else arrays | {"bits": _bits(seen, q_runs)}

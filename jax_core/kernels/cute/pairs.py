@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.kernels.contract import Runs, Scores
+from jax_core.kernels.contract import Pair, Runs, Scores
 from jax_core.masks.static import Mask
 
 Where = tuple[Array | None, Array | None, Array | None, Array | None]  # offsets and lengths of queries, offsets and lengths of keys
@@ -31,10 +31,10 @@ class Rectangle(NamedTuple):
     k_first: Any = 0
 
 
-def rectangle(q_runs: Runs, k_runs: Runs, q_length: int, k_length: int) -> Rectangle:
+def rectangle(pair: Pair) -> Rectangle:
     """Of two different ranks' shards in a causal ring."""
-    before = k_runs[0].start < q_runs[0].start
-    if len(q_runs) == 1:
+    before, q_length, k_length = pair.k_runs[0].start < pair.q_runs[0].start, pair.q.shape[1], pair.k.shape[1]
+    if len(pair.q_runs) == 1:
         return Rectangle(jnp.where(before, 0, q_length), jnp.where(before, k_length, 0))
     return Rectangle(jnp.where(before, 0, q_length // 2), jnp.where(before, k_length // 2, k_length))
 
@@ -45,16 +45,16 @@ def is_within(mask: Mask) -> bool:
     return mask.keys is not None and mask.causal and mask.chunk is None and not mask.any_position
 
 
-def within(mask: Mask, q_runs: Runs, k_runs: Runs) -> Rectangle:
+def within(pair: Pair) -> Rectangle:
     """All queries, and of the keys those that exist, up to the last query's own."""
-    assert mask.keys is not None
-    (q_run,), (k_run,) = q_runs, k_runs
+    (q_run,), (k_run,) = pair.q_runs, pair.k_runs
     first, end = (jnp.clip(at - k_run.start, 0, k_run.length) for at in (0, q_run.start + q_run.length))
     return Rectangle(jnp.int32(0), end, first)
 
 
-def where_of(area: Rectangle, batch: int, q_length: int, k_length: int) -> Where:
+def where_of(area: Rectangle, pair: Pair) -> Where:
     """As flash-attn-4 reads it, for operands whose batch entries follow one another: ``[batch * length, heads, dim]``."""
+    batch, q_length, k_length = *pair.q.shape[:2], pair.k.shape[1]
     if batch == 1:
         ends = jnp.stack([area.q_first, q_length]), jnp.stack([area.k_first, area.k_end])
         return ends[0].astype(jnp.int32), None, ends[1].astype(jnp.int32), None
@@ -91,6 +91,6 @@ def needs_lists(scores: Scores, has_data: bool, alone: bool, same_length: bool, 
     return (windowed and not alone) or ((windowed or mask.causal) and not same_length)
 
 
-def packs(scores: Scores, listed: bool, q_runs: Runs, batch: int) -> bool:
+def packs(pair: Pair, listed: bool) -> bool:
     """Are all pairs of this pass packed, and so the sums of its gradients? With one batch entry there is no difference."""
-    return batch > 1 and scores.mask.causal and not listed and not is_static(q_runs)
+    return pair.q.shape[0] > 1 and pair.scores.mask.causal and not listed and not is_static(pair.q_runs)

@@ -22,7 +22,7 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 @cute.jit
 def forward(stream, q, k, v, where, lists, mask_arrays, o, lse, *, settings):
     """``where``: offsets and lengths of query and key rows (cu_seqlens, seqused), or Nones."""
-    kernel = _forward_kernel(settings)
+    kernel = CLASSES[settings.capability].forward(settings)
     kernel(
         q, k, v, o, lse, cutlass.Float32(settings.scale), where[0], where[2], where[1], where[3], None,
         _bound(settings.left), _bound(settings.right), None, _listed(lists, q, settings), _aux(mask_arrays), None, None, stream,
@@ -34,7 +34,7 @@ def backward(stream, q, k, v, dout, lse, delta, where, lists, mask_arrays, *chan
     """``changed``: the locks of a deterministic backward, dQ, dK, dV. Adds to dQ (float32, in the kernel's own order of elements),
     and to dK and dV likewise if heads share K/V; otherwise writes those. ``lse``: to the base 2."""
     (dq, dk, dv), locks = changed[-3:], (*changed[:-3], None, None, None)
-    kernel = _backward_kernel(settings)
+    kernel = CLASSES[settings.capability].backward(settings)
     kernel(
         q, k, v, dout, lse, delta, dq, dk, dv, cutlass.Float32(settings.scale), where[0], where[2], where[1], where[3],
         _bound(settings.left), _bound(settings.right), locks[0], locks[1], locks[2], _aux(mask_arrays),
@@ -45,60 +45,69 @@ def backward(stream, q, k, v, dout, lse, delta, where, lists, mask_arrays, *chan
 @cute.jit
 def convert(stream, sums, where, gradient, *, settings):
     """float32 sums in the backward's own order of elements -> a gradient."""
-    kernel = _convert_kernel(settings)
+    kernel = CLASSES[settings.capability].convert(settings)
     kernel(sums, gradient, cutlass.Float32(settings.scale), where[0], where[1], None, None, stream)
 
 
-def _forward_kernel(settings):
-    return FlashAttentionForwardSm90(
-        DTYPES[settings.dtype],
-        settings.dim,
-        settings.value_dim,
-        settings.group,
-        is_causal=settings.causal,
-        is_local=settings.local,
-        pack_gqa=False,
-        tile_m=settings.tile.tile_m,
-        tile_n=settings.tile.tile_n,
-        num_stages=2,
-        num_threads=384,
-        Q_in_regs=False,
-        mma_pv_is_rs=settings.tile.weights_in_registers,
-        score_mod=_capped(settings.softcap),
-        mask_mod=_mask_mod(settings.listed),
-        has_aux_tensors=settings.listed is not None,
-    )
+class Hopper:
+    """flash-attn-4's classes for compute capability 9.0, with the arguments of its own interface."""
+
+    @staticmethod
+    def forward(settings):
+        return FlashAttentionForwardSm90(
+            DTYPES[settings.dtype],
+            settings.dim,
+            settings.value_dim,
+            settings.group,
+            is_causal=settings.causal,
+            is_local=settings.local,
+            pack_gqa=False,
+            tile_m=settings.tile.tile_m,
+            tile_n=settings.tile.tile_n,
+            num_stages=2,
+            num_threads=384,
+            Q_in_regs=False,
+            mma_pv_is_rs=settings.tile.weights_in_registers,
+            score_mod=_capped(settings.softcap),
+            mask_mod=_mask_mod(settings.listed),
+            has_aux_tensors=settings.listed is not None,
+        )
+
+    @staticmethod
+    def backward(settings):
+        tile = settings.tile
+        return FlashAttentionBackwardSm90(
+            DTYPES[settings.dtype],
+            # Padded as the accumulators are: flash-attn-4 pads them otherwise where a dim is 16 modulo 32, and dQ is then wrong.
+            tile.padded(settings.dim),
+            tile.padded(settings.value_dim),
+            settings.group,
+            settings.causal,
+            is_local=settings.local,
+            deterministic=settings.deterministic,
+            AtomLayoutMSdP=1,
+            num_threads=384,
+            score_mod=_capped(settings.softcap),
+            score_mod_bwd=_capped_gradient(settings.softcap),
+            mask_mod=_mask_mod(settings.listed),
+            has_aux_tensors=settings.listed is not None,
+            q_subtile_factor=128 // tile.tile_m if settings.listed is not None else 1,
+            **asdict(tile),
+        )
+
+    @staticmethod
+    def convert(settings):
+        tile = settings.tile
+        if settings.of == "query":
+            of_tile = tile.tile_m, 128 if tile.dQ_single_wg else 256, tile.AtomLayoutMdQ, tile.dQ_swapAB
+        else:
+            of_tile = tile.tile_n, 256, tile.AtomLayoutNdKV, tile.dKV_swapAB
+        return FlashAttentionBackwardPostprocess(
+            DTYPES[settings.dtype], settings.dim, settings.capability, *of_tile, hdim_multiple_of=tile.multiple
+        )
 
 
-def _backward_kernel(settings):
-    tile = settings.tile
-    return FlashAttentionBackwardSm90(
-        DTYPES[settings.dtype],
-        # Padded here as the accumulators are: flash-attn-4 pads them differently where a dim is 16 modulo 32, and dQ is then wrong.
-        tile.padded(settings.dim),
-        tile.padded(settings.value_dim),
-        settings.group,
-        settings.causal,
-        is_local=settings.local,
-        deterministic=settings.deterministic,
-        AtomLayoutMSdP=1,
-        num_threads=384,
-        score_mod=_capped(settings.softcap),
-        score_mod_bwd=_capped_gradient(settings.softcap),
-        mask_mod=_mask_mod(settings.listed),
-        has_aux_tensors=settings.listed is not None,
-        q_subtile_factor=128 // tile.tile_m if settings.listed is not None else 1,
-        **asdict(tile),
-    )
-
-
-def _convert_kernel(settings):
-    tile = settings.tile
-    if settings.of == "query":
-        of_tile = tile.tile_m, 128 if tile.dQ_single_wg else 256, tile.AtomLayoutMdQ, tile.dQ_swapAB
-    else:
-        of_tile = tile.tile_n, 256, tile.AtomLayoutNdKV, tile.dKV_swapAB
-    return FlashAttentionBackwardPostprocess(DTYPES[settings.dtype], settings.dim, 90, *of_tile, hdim_multiple_of=tile.multiple)
+CLASSES = {90: Hopper}  # by compute capability, as tiles.TILES
 
 
 def _capped(cap):

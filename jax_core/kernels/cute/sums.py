@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.cute import pairs
+from jax_core.kernels.cute import calls, pairs
 from jax_core.kernels.cute.calls import Shaped, call
 from jax_core.kernels.cute.settings import ConvertSettings
 from jax_core.kernels.cute.tiles import BackwardTile
@@ -54,7 +54,7 @@ def zeros(x: Array, of: str, tile: BackwardTile, packed: bool, after: Sums | Non
 def converted(sums: Sums, operand: Array, factor: float) -> Array:
     """The gradient of ``operand``: ``factor`` times the sums, in its dtype."""
     batch, length, _, dim = operand.shape
-    settings = ConvertSettings(sums.of, str(operand.dtype), dim, factor, sums.tile)
+    settings = ConvertSettings(calls.capability(), sums.of, str(operand.dtype), dim, factor, sums.tile)
     where = (Shaped(pairs.offsets(batch, length), (1,)) if sums.packed else None, None)
     result = rows_of(jax.ShapeDtypeStruct(operand.shape, operand.dtype), 1, sums.packed)
     (made,) = call("convert", settings, [sums.shaped(sums.packed, 1), where], [], [result])

@@ -1,8 +1,11 @@
-"""Tiles of flash-attn-4's kernels for compute capability 9.0, by head dim: what its own interface chooses, as data, so that nothing
-has to be imported to know it.
+"""Tiles of flash-attn-4's kernels, by generation of GPUs and head dim: what its own interface chooses, as data, so that nothing has
+to be imported to know it. docs/contributing/a-kernel.md says what else a further generation needs.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class BackwardTile:
         return -(-dim // self.multiple) * self.multiple
 
 
-def forward_tile(dim: int, value_dim: int, diagonal: bool, listed: bool) -> ForwardTile:
+def _hopper_forward(dim: int, value_dim: int, diagonal: bool, listed: bool) -> ForwardTile:
     """``diagonal``: causal or a window; ``listed``: with lists of blocks, whose query blocks are 128 long."""
     widest = max(dim, value_dim)
     if widest <= 64:
@@ -53,7 +56,7 @@ def forward_tile(dim: int, value_dim: int, diagonal: bool, listed: bool) -> Forw
     return ForwardTile(128, 80)
 
 
-def backward_tile(dim: int, value_dim: int, diagonal: bool, listed: bool) -> BackwardTile:
+def _hopper_backward(dim: int, value_dim: int, diagonal: bool, listed: bool) -> BackwardTile:
     """One for a whole ring: the layout of the gradient of the queries depends on ``tile_m``."""
     widest = max(dim, value_dim)
     if widest <= 64:
@@ -68,3 +71,14 @@ def backward_tile(dim: int, value_dim: int, diagonal: bool, listed: bool) -> Bac
     if listed:
         return BackwardTile(64, 64, Q_stage=1, dO_stage=1, PdS_stage=1, SdP_swapAB=False, AtomLayoutNdKV=1)
     return BackwardTile(64, 48, dO_stage=1, PdS_stage=1, SdP_swapAB=False, dKV_swapAB=True, AtomLayoutNdKV=1)
+
+
+class Tiles(NamedTuple):
+    """Of a generation: functions of ``(dim, value_dim, diagonal, listed)``."""
+
+    forward: Callable[[int, int, bool, bool], ForwardTile]
+    backward: Callable[[int, int, bool, bool], BackwardTile]
+
+
+# By compute capability: a row here, and a class in programs.py.
+TILES: Mapping[int, Tiles] = MappingProxyType({90: Tiles(_hopper_forward, _hopper_backward)})

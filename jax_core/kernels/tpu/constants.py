@@ -4,15 +4,14 @@ Arrays are ``[batch, heads, length, dim]``, with every run padded to whole block
 ``[batch|1, (heads|1,) 1, length]``.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.blocks import BlockLayout, Runs, block_layout, dense_mask, in_blocks, same_rows, starts
-from jax_core.kernels.contract import Extras, Scores
+from jax_core.kernels.blocks import BlockLayout, block_layout, dense_mask, in_blocks, same_rows, starts
+from jax_core.kernels.contract import Pair, Scores
 from jax_core.masks.functions import Predicate
 
 
@@ -67,19 +66,18 @@ class BlockedExtras(NamedTuple, Generic[T]):
     slopes: T | None
 
 
-def make_constants(shards: Sequence[Array], q_runs: Runs, k_runs: Runs, scores: Scores, blocks: tuple[int, int]) -> TileConstants:
-    q, k, v = shards
-    in_kernel = tuple(predicate for predicate in scores.predicates if predicate.elementwise)
+def make_constants(pair: Pair, blocks: tuple[int, int]) -> TileConstants:
+    (q, k, v), scores = pair.shards, pair.scores
     return TileConstants(
-        q=block_layout(q_runs, blocks[0]),
-        k=block_layout(k_runs, blocks[1]),
+        q=block_layout(pair.q_runs, blocks[0]),
+        k=block_layout(pair.k_runs, blocks[1]),
         batch=q.shape[0],
         heads=q.shape[2],
         kv_heads=k.shape[2],
         dim=q.shape[3],
         value_dim=v.shape[3],
         scores=scores,
-        in_kernel=in_kernel,
+        in_kernel=tuple(predicate for predicate in scores.predicates if predicate.elementwise),
     )
 
 
@@ -93,12 +91,11 @@ def blocked_statistics(x: Array, layout: BlockLayout, fill: float = 0) -> Array:
     return in_blocks(x, 2, layout, fill)[:, :, None]
 
 
-def block_extras(const: TileConstants, shards: Sequence[Array], q_runs: Runs, k_runs: Runs, extras: Extras) -> BlockedExtras[Array]:
+def block_extras(const: TileConstants, pair: Pair) -> BlockedExtras[Array]:
+    extras = pair.extras
     segments = same_rows(extras.q_segment_ids, extras.kv_segment_ids)
     positions = same_rows(extras.q_position_ids, extras.kv_position_ids)
-    given = zip(const.scores.predicates, extras.predicate_arrays, strict=True)
-    outside = [(predicate, arrays) for predicate, arrays in given if not predicate.elementwise]
-    mask = dense_mask(shards, q_runs, k_runs, outside, extras)
+    mask = dense_mask(pair, [(predicate, arrays) for predicate, arrays in pair.predicates if not predicate.elementwise])
     slopes = extras.alibi_slopes
     return BlockedExtras(
         _ids(segments[0], const.q),
@@ -132,11 +129,11 @@ def _mask_tiles(mask: Array | None, const: TileConstants) -> Array | None:
     return None if tiles is None else tiles.astype(jnp.int8)
 
 
-def make_scalars(q_runs: Runs, k_runs: Runs, extras: Extras) -> Array:
+def make_scalars(pair: Pair) -> Array:
     """int32 ``[q runs + k runs + 4]``: the first positions of the runs, the first batch entry and head, the dropout seed."""
-    seed = jnp.zeros(2, jnp.uint32) if extras.dropout_seed is None else extras.dropout_seed
+    seed = jnp.zeros(2, jnp.uint32) if pair.extras.dropout_seed is None else pair.extras.dropout_seed
     words = lax.bitcast_convert_type(seed.astype(jnp.uint32), jnp.int32)
-    return jnp.concatenate([starts(q_runs, k_runs, extras), words])
+    return jnp.concatenate([starts(pair), words])
 
 
 def quotient(x: Array, by: int) -> Array:

@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.blocks import BlockSparsity, Runs, out_of_blocks
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Scores
+from jax_core.kernels.blocks import BlockSparsity, out_of_blocks
+from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals
 from jax_core.kernels.tpu import costs, launch, limits, params
 from jax_core.kernels.tpu.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from jax_core.kernels.tpu.constants import (
@@ -75,24 +75,10 @@ def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, .
     return params.configs(problem)
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    carry: Partial | None,
-    out_dtype: DTypeLike,
-    config: FwdParams,
-) -> Partial:
-    del diagonal  # the runs show it
-    const = make_constants((q, k, v), q_runs, k_runs, scores, _fitting(config, q_runs, k_runs))
-    blocked = block_extras(const, (q, k, v), q_runs, k_runs, extras)
-    visits = list_visits(pairs_to_visit(const, q_runs, k_runs, extras, blocked))
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
+    const = make_constants(pair, _fitting(config, pair))
+    blocked = block_extras(const, pair)
+    visits = list_visits(pairs_to_visit(const, pair, blocked))
     before = None if carry is None else (blocked_rows(carry.out, const.q), blocked_statistics(carry.lse, const.q))
     specs = Specs(const, _place(const, visits))
     size = const.q.block
@@ -101,10 +87,10 @@ def forward(
         jax.ShapeDtypeStruct((const.batch, const.heads, 1, const.q.blocks * size), jnp.float32),
     )
     result_specs = specs.query(const.value_dim), specs.query_statistics()
-    inputs = _shards(const, q, k, v), blocked, before
+    inputs = _shards(const, pair), blocked, before
     out, lse = launch.launch(
         partial(forward_kernel, const, visits.size),
-        (visits.words, make_scalars(q_runs, k_runs, extras)),
+        (visits.words, make_scalars(pair)),
         inputs,
         (specs.shards(), specs.extras(blocked), None if carry is None else result_specs),
         results,
@@ -112,37 +98,22 @@ def forward(
         grid=(const.batch, const.heads, visits.longest),
         scratch=[pltpu.VMEM((size, columns), jnp.float32) for columns in (1, 1, const.value_dim)],
         aliases=_in_place(inputs, before, results),
-        cost=costs.forward(const, q.dtype),
+        cost=costs.forward(const, pair.q.dtype),
     )
     return Partial(_from_rows(out, const), _from_statistics(lse, const))
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    residuals: Residuals,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    dq: Array | None,
-    fused: bool,
-    deterministic: bool,
-    config: BwdParams,
-) -> Grads:
-    del diagonal
-    const = make_constants((q, k, v), q_runs, k_runs, scores, _fitting(config, q_runs, k_runs))
-    blocked = block_extras(const, (q, k, v), q_runs, k_runs, extras)
-    pairs = pairs_to_visit(const, q_runs, k_runs, extras, blocked)
-    shards = _shards(const, q, k, v)._replace(
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
+    del deterministic  # it is in any case
+    const = make_constants(pair, _fitting(config, pair))
+    blocked, extras = block_extras(const, pair), pair.extras
+    pairs = pairs_to_visit(const, pair, blocked)
+    shards = _shards(const, pair)._replace(
         dout=blocked_rows(residuals.dout, const.q),
         lse=blocked_statistics(residuals.lse, const.q, jnp.inf),  # padding rows also have weights exp(-inf) = 0
         delta=blocked_statistics(residuals.delta, const.q),
     )
-    run = _Backward(const, shards, blocked, pairs, make_scalars(q_runs, k_runs, extras))
+    run = _Backward(const, shards, blocked, pairs, make_scalars(pair))
     before = None if dq is None else blocked_rows(dq, const.q)
     if fused:
         dk, dv, dslopes, found = run.keys(jnp.zeros(shards.q.shape, jnp.float32) if before is None else before)
@@ -280,8 +251,8 @@ def _place_of_tile(inner: list[int], batch: Array, head: Array, q: Array, k: Arr
     return batch + further[0], head + further[1], q + further[2], k
 
 
-def _shards(const: TileConstants, q: Array, k: Array, v: Array) -> Shards[Array]:
-    return Shards(blocked_rows(q, const.q), blocked_rows(k, const.k), blocked_rows(v, const.k))
+def _shards(const: TileConstants, pair: Pair) -> Shards[Array]:
+    return Shards(blocked_rows(pair.q, const.q), blocked_rows(pair.k, const.k), blocked_rows(pair.v, const.k))
 
 
 def _from_rows(x: Array, const: TileConstants, of_keys: bool = False) -> Array:
@@ -306,7 +277,7 @@ def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
     return dslopes if slopes.shape[0] == dslopes.shape[0] else dslopes.sum(0, keepdims=True)
 
 
-def _fitting(config: FwdParams, q_runs: Runs, k_runs: Runs) -> tuple[int, int]:
+def _fitting(config: FwdParams, pair: Pair) -> tuple[int, int]:
     """The block sizes, no longer than the runs need."""
     q, k = limits.block_sizes(config)
-    return limits.fitting(q, q_runs[0].length), limits.fitting(k, k_runs[0].length)
+    return limits.fitting(q, pair.q_runs[0].length), limits.fitting(k, pair.k_runs[0].length)

@@ -13,8 +13,8 @@ from jax import Array, Ref
 from jax.experimental import pallas as pl
 
 from jax_core.kernels.blocks import BlockSparsity, block_sparsity
-from jax_core.kernels.contract import Extras
-from jax_core.kernels.tpu.constants import BlockedExtras, Runs, TileConstants, quotient, remainder
+from jax_core.kernels.contract import Pair
+from jax_core.kernels.tpu.constants import BlockedExtras, TileConstants, quotient, remainder
 
 FIRST, LAST, RUNS, MASKED = 1, 2, 4, 8  # flags: the pair is first in its row, last in its row, has visible pairs, needs its mask
 _FLAGS = 16
@@ -29,11 +29,9 @@ class Visits(NamedTuple):
     size: tuple[int, int]
 
 
-def pairs_to_visit(
-    const: TileConstants, q_runs: Runs, k_runs: Runs, extras: Extras, blocked: BlockedExtras[Array]
-) -> BlockSparsity:
+def pairs_to_visit(const: TileConstants, pair: Pair, blocked: BlockedExtras[Array]) -> BlockSparsity:
     """Which pairs of blocks have something to compute, and which of them are fully visible, so that they need no mask."""
-    pairs = block_sparsity(const.q, const.k, q_runs, k_runs, const.scores, extras)
+    pairs = block_sparsity(const.q, const.k, pair)
     if const.in_kernel:
         pairs = pairs._replace(whole=jnp.zeros_like(pairs.whole))
     if blocked.mask is None:
@@ -85,5 +83,5 @@ def update_if_visible(flags: Array, update: Callable[[bool], None]) -> None:
     for masked in (False, True):
 
         @pl.when((flags & (RUNS | MASKED)) == (RUNS | MASKED if masked else RUNS))
-        def run(masked=masked):
+        def run(masked: bool = masked) -> None:
             update(masked)

@@ -1,8 +1,9 @@
 """The Triton kernels under the kernel contract: what they take, and their launches."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import same_rows, starts
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores
+from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals
 from jax_core.kernels.triton import launch, params
 from jax_core.kernels.triton.plan import LaunchConstants, make_plan
 from jax_core.kernels.triton.tables import Tables, make_tables
@@ -67,26 +68,11 @@ def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, .
     return params.configs(problem)
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    carry: Partial | None,
-    out_dtype: DTypeLike,
-    config: FwdParams,
-) -> Partial:
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
     from jax_core.kernels.triton.forward_kernel import forward_kernel  # loads Triton
 
-    del diagonal  # the runs show it
-
-    extras, blocks = _prepared(extras), _blocks(config)
-    tables = make_tables((q, k, v), q_runs, k_runs, scores, extras, blocks)
+    pair, blocks = _prepared(pair), _blocks(config)
+    (q, k, v), tables = pair.shards, make_tables(pair, blocks)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     # The output and the LSE overwrite the carry; if the last pair's output has another dtype, only the LSE does.
@@ -95,38 +81,21 @@ def forward(
     outputs = [lse, out] if carry is None else []
     if carry is not None and carry.out.dtype != out_dtype:
         before, in_place, outputs = [carry.out], [carry.lse], [out]
-    plan = make_plan(
-        (q, k, v), q_runs, k_runs, scores, extras, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings
-    )
-    inputs = [q, k, v, *_positional(q_runs, k_runs, extras), tables.bits, *tables.lists(of_keys=True), *before]
+    plan = make_plan(pair, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings)
+    inputs = [q, k, v, *_positional(pair), tables.bits, *tables.lists(of_keys=True), *before]
     grid = plan.q.blocks, plan.heads, plan.batch
     found = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, params=config)
     return Partial(*(found if len(in_place) == 2 else found[::-1]))
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    residuals: Residuals,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    dq: Array | None,
-    fused: bool,
-    deterministic: bool,
-    config: BwdParams,
-) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
     from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 
-    del diagonal, deterministic  # two sweeps are, one is refused
-
-    extras = _prepared(extras)
-    arrays = [q, k, v, residuals.dout, residuals.lse, residuals.delta, *_positional(q_runs, k_runs, extras)]
-    over_queries = _make_pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config))
+    del deterministic  # two sweeps are, one is refused
+    pair = _prepared(pair)
+    (q, k, v), extras = pair.shards, pair.extras
+    arrays = [q, k, v, residuals.dout, residuals.lse, residuals.delta, *_positional(pair)]
+    over_queries = _make_pass(pair, arrays, config, _blocks(config))
 
     before = dq
     dq = jnp.zeros(q.shape, jnp.float32) if fused and dq is None else dq
@@ -137,7 +106,7 @@ def backward(
         dq, dslopes, dk, dv = launched(keys_kernel, [], [dq], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
     else:
         dslopes, dk, dv = launched(keys_kernel, [None, None], [], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
-        turned = _make_pass((q, k, v), q_runs, k_runs, scores, extras, arrays, config, _blocks(config)[::-1])
+        turned = _make_pass(pair, arrays, config, _blocks(config)[::-1])
         plan, launched = turned.plan(of_keys=True, carry=before is not None)
         grid = plan.q.blocks, plan.heads, plan.batch
         if before is None:
@@ -160,32 +129,28 @@ class _Pass(NamedTuple):
     arrays: list[Array | None]
     params: BwdParams
 
-    def plan(self, of_keys: bool | None, **settings):
+    def plan(self, of_keys: bool | None, **settings: Any) -> tuple[LaunchConstants, Callable[..., Any]]:
         """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
         whether key blocks are visited (True) or query blocks (False); None: all pairs."""
         plan = self.make_plan(**settings)
         lists = (None, None) if of_keys is None else self.tables.lists(of_keys)
         inputs = [*self.arrays, self.tables.bits, *lists]
 
-        def launched(kernel, more, in_place, outputs, grid):
+        def launched(
+            kernel: Any,
+            more: list[Array | None],
+            in_place: list[Array],
+            outputs: list[jax.ShapeDtypeStruct],
+            grid: tuple[int, ...],
+        ) -> Any:
             return launch.launch(kernel, inputs + more, in_place, outputs, plan=plan, grid=grid, params=self.params)
 
         return plan, launched
 
 
-def _make_pass(
-    shards: tuple[Array, Array, Array],
-    q_runs: Runs,
-    k_runs: Runs,
-    scores: Scores,
-    extras: Extras,
-    arrays: list[Array | None],
-    params: BwdParams,
-    blocks: tuple[int, int],
-) -> _Pass:
-    pair = shards, q_runs, k_runs, scores, extras, blocks
-    tables = make_tables(*pair)
-    return _Pass(partial(make_plan, *pair, **tables.settings), tables, arrays, params)
+def _make_pass(pair: Pair, arrays: list[Array | None], params: BwdParams, blocks: tuple[int, int]) -> _Pass:
+    tables = make_tables(pair, blocks)
+    return _Pass(partial(make_plan, pair, blocks, **tables.settings), tables, arrays, params)
 
 
 def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
@@ -197,15 +162,17 @@ def _blocks(config: FwdParams) -> tuple[int, int]:
     return config.q_blocksize, config.kv_blocksize  # type: ignore[return-value]  # complete by now
 
 
-def _positional(q_runs: Runs, k_runs: Runs, extras: Extras) -> list[Array | None]:
+def _positional(pair: Pair) -> list[Array | None]:
     """The middle arguments of the kernels: the shards' starts, ids, bias, slopes, seed."""
+    extras = pair.extras
     ids = extras.q_segment_ids, extras.kv_segment_ids, extras.q_position_ids, extras.kv_position_ids
-    return [starts(q_runs, k_runs, extras), *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
+    return [starts(pair), *ids, extras.bias, extras.alibi_slopes, extras.dropout_seed]
 
 
-def _prepared(extras: Extras) -> Extras:
+def _prepared(pair: Pair) -> Pair:
     """With the same number of rows of ids on both sides, as the kernels expect."""
+    extras = pair.extras
     q_segments, kv_segments = same_rows(extras.q_segment_ids, extras.kv_segment_ids)
     q_positions, kv_positions = same_rows(extras.q_position_ids, extras.kv_position_ids)
     extras = extras._replace(q_segment_ids=q_segments, kv_segment_ids=kv_segments)
-    return extras._replace(q_position_ids=q_positions, kv_position_ids=kv_positions)
+    return replace(pair, extras=extras._replace(q_position_ids=q_positions, kv_position_ids=kv_positions))

@@ -4,11 +4,10 @@ The kernels read it as ``plan.name``; its fields are numbers, strings, None or f
 """
 
 from dataclasses import dataclass, replace
-
-from jax import Array
+from typing import Any
 
 from jax_core.kernels.blocks import BlockLayout, block_layout
-from jax_core.kernels.contract import Extras, Runs, Scores
+from jax_core.kernels.contract import Pair, Scores
 from jax_core.masks.dropout import threshold
 from jax_core.masks.static import Mask
 
@@ -52,22 +51,13 @@ class LaunchConstants:
     fused: bool = False
 
 
-def make_plan(
-    arrays: tuple[Array, Array, Array],
-    q_runs: Runs,
-    k_runs: Runs,
-    scores: Scores,
-    extras: Extras,
-    blocks: tuple[int, int],
-    /,
-    **more,
-) -> LaunchConstants:
-    """``arrays``: q, k, v. ``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
-    q, k, v = arrays
+def make_plan(pair: Pair, blocks: tuple[int, int], /, **more: Any) -> LaunchConstants:
+    """``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
+    (q, k, v), scores, extras = pair.shards, pair.scores, pair.extras
     bias, rows = extras.bias, (lambda x: 0 if x is None else x.shape[0])
     return LaunchConstants(
-        q=block_layout(q_runs, blocks[0]),
-        k=block_layout(k_runs, blocks[1]),
+        q=block_layout(pair.q_runs, blocks[0]),
+        k=block_layout(pair.k_runs, blocks[1]),
         batch=q.shape[0],
         heads=q.shape[2],
         kv_heads=k.shape[2],

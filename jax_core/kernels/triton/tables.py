@@ -14,7 +14,7 @@ from jax import Array
 
 from jax_core.config import FwdParams
 from jax_core.kernels.blocks import WORD, BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks, packed_bits
-from jax_core.kernels.contract import Extras, Runs, Scores
+from jax_core.kernels.contract import Pair
 from jax_core.kernels.triton import launch
 
 
@@ -65,17 +65,14 @@ def list_blocks(kinds: Array) -> tuple[Array, Array]:
     return order, counts
 
 
-def make_tables(
-    shards: tuple[Array, Array, Array], q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras, blocks: tuple[int, int]
-) -> Tables:
-    """``shards``: q, k, v. ``blocks``: the block sizes of queries and keys."""
-    data = extras.q_segment_ids, extras.q_position_ids, extras.mask
-    if all(x is None for x in data) and not scores.predicates and max(len(q_runs), len(k_runs)) <= 2:
+def make_tables(pair: Pair, blocks: tuple[int, int]) -> Tables:
+    """``blocks``: the block sizes of queries and keys."""
+    data = pair.extras.q_segment_ids, pair.extras.q_position_ids, pair.extras.mask
+    if all(x is None for x in data) and not pair.scores.predicates and max(len(pair.q_runs), len(pair.k_runs)) <= 2:
         return Tables(None, None, None)
-    q, k = block_layout(q_runs, blocks[0]), block_layout(k_runs, blocks[1])
-    visible, whole = (table[:, None] for table in block_sparsity(q, k, q_runs, k_runs, scores, extras))
-    predicates = list(zip(scores.predicates, extras.predicate_arrays, strict=True))
-    seen = dense_mask(shards, q_runs, k_runs, predicates, extras)
+    q, k = block_layout(pair.q_runs, blocks[0]), block_layout(pair.k_runs, blocks[1])
+    visible, whole = (table[:, None] for table in block_sparsity(q, k, pair))
+    seen = dense_mask(pair, pair.predicates)
     if seen is None:
         return Tables(None, visible, whole)
     bits = _bits(seen, q, k)

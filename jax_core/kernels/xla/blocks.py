@@ -11,8 +11,8 @@ from jax import Array
 
 from jax_core.config import FwdParams
 from jax_core.kernels.blocks import Side, any_visible, index
-from jax_core.kernels.contract import Extras, Runs, Scores
-from jax_core.varying import vary, varying_axes
+from jax_core.kernels.contract import Pair, Runs, Scores
+from jax_core.varying import vary
 
 
 class BlockPositions(NamedTuple):
@@ -53,18 +53,15 @@ class Uncut(NamedTuple):
     predicate_arrays: tuple[tuple[Array, ...], ...]
 
 
-def cut(
-    q: Array, k: Array, v: Array, q_runs: Runs, k_runs: Runs, scores: Scores, extras: Extras, config: FwdParams
-) -> tuple[Queries, Keys, Tiles, Uncut]:
+def cut(pair: Pair, config: FwdParams) -> tuple[Queries, Keys, Tiles, Uncut]:
+    (q, k, v), q_runs, k_runs, extras = pair.shards, pair.q_runs, pair.k_runs, pair.extras
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     q_size, k_size = _block_size(q_runs, config.q_blocksize), _block_size(k_runs, config.kv_blocksize)
-    # Every value gets the same type under shard_map's check_vma, so that loops and branches agree.
-    axes = varying_axes(q, k, v, extras, [run.start for run in (*q_runs, *k_runs)])
     q_at = _positions(q_runs, q_size, extras.q_position_ids, extras.q_segment_ids)
     k_at = _positions(k_runs, k_size, extras.kv_position_ids, extras.kv_segment_ids)
     blocks = q_at.place.shape[0]
     tiles = Tiles(
-        ~_empty(scores, q_at, k_at),
+        ~_empty(pair.scores, q_at, k_at),
         split_tiles(extras.bias, kv_heads, group, q_size, k_size, blocks),
         split_tiles(extras.mask, kv_heads, group, q_size, k_size, blocks),
     )
@@ -79,7 +76,8 @@ def cut(
     )
     queries = Queries(split_rows(q, kv_heads, q_size), q_at)
     keys = Keys(split_keys(k, k_size), split_keys(v, k_size), k_at)
-    queries, keys, tiles, uncut = vary((queries, keys, tiles, uncut), axes)
+    # Every value gets the same type under shard_map's check_vma, so that loops and branches agree.
+    queries, keys, tiles, uncut = vary((queries, keys, tiles, uncut), pair.axes)
     return queries, keys, tiles, uncut._replace(predicate_arrays=extras.predicate_arrays)
 
 

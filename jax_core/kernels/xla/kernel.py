@@ -8,7 +8,7 @@ in a block, d dim.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Grads, Partial, Problem, Residuals, Runs, Scores, accumulation_dtype
+from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals, Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import (
     Keys,
     Queries,
     Tiles,
+    Uncut,
     cut,
     join_heads,
     join_keys,
@@ -68,48 +69,37 @@ class _State(NamedTuple):
     denominator: Array
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    carry: Partial | None,
-    out_dtype: DTypeLike,
-    config: FwdParams,
-) -> Partial:
-    del diagonal  # the runs show it
-    queries, keys, tiles, uncut = cut(q, k, v, q_runs, k_runs, scores, extras, config)
-    carry = vary(_nothing_seen(q, v), varying_axes(queries, keys)) if carry is None else carry
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
+    queries, keys, tiles, uncut = cut(pair, config)
+    carry = vary(_nothing_seen(pair.q, pair.v), varying_axes(queries, keys)) if carry is None else carry
     start = _start(carry, queries.q.shape[2], queries.q.shape[4])
 
-    def query_block(_, block):
+    def query_block(_: None, block: tuple[Queries, Tiles, _State]) -> tuple[None, tuple[Array, Array]]:
         query, row, state = block
-        state, _ = lax.scan(partial(_update_unless_empty, scores, uncut, query), state, (keys, row))
+        state, _ = lax.scan(partial(_update_unless_empty, pair.scores, uncut, query), state, (keys, row))
         return None, _finish(state)
 
     _, (out, lse) = lax.scan(query_block, None, (queries, tiles, start))
-    return Partial(join_rows(out, q.shape[1]).astype(out_dtype), join_heads(lse, q.shape[1]))
+    length = pair.q.shape[1]
+    return Partial(join_rows(out, length).astype(out_dtype), join_heads(lse, length))
 
 
-def _nothing_seen(q, v) -> Partial:
+def _nothing_seen(q: Array, v: Array) -> Partial:
     batch, length, heads, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
     out = jnp.zeros((batch, length, heads, v.shape[-1]), dtype)
     return Partial(out, jnp.full((batch, heads, length), -jnp.inf, dtype))
 
 
-def _update_unless_empty(scores, uncut, query, state, block):
+def _update_unless_empty(
+    scores: Scores, uncut: Uncut, query: Queries, state: _State, block: tuple[Keys, Tiles]
+) -> tuple[_State, None]:
     key, tile = block
     update = partial(_update, scores, uncut, query, key, tile)
     return lax.cond(tile.needed, update, lambda state: state, state), None
 
 
-def _update(scores, uncut, query: Queries, key: Keys, tile: Tiles, state: _State) -> _State:
+def _update(scores: Scores, uncut: Uncut, query: Queries, key: Keys, tile: Tiles, state: _State) -> _State:
     x, _ = logits(scores, uncut, query, key, tile)
     maximum = jnp.maximum(state.maximum, x.max(-1))
     finite = jnp.where(jnp.isneginf(maximum), 0, maximum)
@@ -127,7 +117,7 @@ def _start(carry: Partial, kv_heads: int, size: int) -> _State:
     return _State(split_rows(carry.out, kv_heads, size), lse, jnp.where(jnp.isneginf(lse), 0, jnp.ones_like(lse)))
 
 
-def _finish(state: _State) -> tuple:
+def _finish(state: _State) -> tuple[Array, Array]:
     some = state.denominator > 0
     denominator = jnp.where(some, state.denominator, 1)
     maximum = jnp.where(some, state.maximum, 0)
@@ -152,39 +142,24 @@ class _Shares(NamedTuple):
     dalibi_slopes: Array | None
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    residuals: Residuals,
-    q_runs: Runs,
-    k_runs: Runs,
-    *,
-    diagonal: bool,
-    scores: Scores,
-    extras: Extras,
-    dq: Array | None,
-    fused: bool,
-    deterministic: bool,
-    config: BwdParams,
-) -> Grads:
-    del diagonal, fused  # the runs show it; always fused
-    queries, keys, tiles, uncut = cut(q, k, v, q_runs, k_runs, scores, extras, config)
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
+    del fused, deterministic  # it is both in any case
+    queries, keys, tiles, uncut = cut(pair, config)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
     in_blocks = partial(split_heads, kv_heads=kv_heads, size=size)
     # A row that pads a block has an infinite LSE, like one that saw no key: exp(x - inf) is 0.
     lse, delta = in_blocks(residuals.lse, fill=jnp.inf), in_blocks(residuals.delta, fill=0)
     block_rows = _BlockResiduals(split_rows(residuals.dout, kv_heads, size), lse, delta)
     columns = jax.tree.map(lambda tile: jnp.swapaxes(tile, 0, 1), tiles)
-    dtype = accumulation_dtype(q.dtype)
+    dtype = accumulation_dtype(pair.q.dtype)
     zero = partial(_zero_shares, queries, keys, tiles, uncut, dtype)
 
-    def key_block(totals, block):
+    def key_block(totals: Any, block: tuple[Keys, Tiles]) -> tuple[Any, Any]:
         key, column = block
 
-        def query_block(totals, block):
+        def query_block(totals: Any, block: tuple[Array, Queries, _BlockResiduals, Tiles]) -> tuple[Any, Array | None]:
             number, query, row, tile = block
-            share = partial(_shares, scores, uncut, query, row, key, tile)
+            share = partial(_shares, pair.scores, uncut, query, row, key, tile)
             share = lax.cond(tile.needed, lambda _: share(), lambda _: zero(), None)
             dq, dk, dv, dslopes = totals
             totals = dq.at[number].add(share.dq), dk + share.dk, dv + share.dv, _add(dslopes, share.dalibi_slopes)
@@ -201,28 +176,29 @@ def backward(
     dq = jnp.zeros(queries.q.shape, dtype) if dq is None else split_rows(dq, kv_heads, size)
     dq = vary(dq, varying_axes(queries, keys))
     (dq, dslopes), (dk, dv, dbias) = lax.scan(key_block, (dq, zero().dalibi_slopes), (keys, columns))
+    extras, q_length, k_length = pair.extras, pair.q.shape[1], pair.k.shape[1]
     return Grads(
-        join_rows(dq, q.shape[1]),
-        join_keys(dk, k.shape[1]),
-        join_keys(dv, k.shape[1]),
+        join_rows(dq, q_length),
+        join_keys(dk, k_length),
+        join_keys(dv, k_length),
         None if extras.bias is None else join_tiles(dbias, extras.bias.shape),
         None if dslopes is None or extras.alibi_slopes is None else dslopes.reshape(extras.alibi_slopes.shape),
     )
 
 
-def _zero_shares(queries, keys, tiles, uncut, dtype) -> _Shares:
-    def zeros(array, leading):
+def _zero_shares(queries: Queries, keys: Keys, tiles: Tiles, uncut: Uncut, dtype: jnp.dtype) -> _Shares:
+    def zeros(array: Array | None, leading: int) -> Any:
         return None if array is None else jnp.zeros(array.shape[leading:], dtype)
 
     shares = _Shares(zeros(queries.q, 1), zeros(keys.k, 1), zeros(keys.v, 1), zeros(tiles.bias, 2), zeros(uncut.slopes, 0))
     return vary(shares, varying_axes(queries, keys))
 
 
-def _add(total, share):
-    return None if total is None else total + share
+def _add(total: Array | None, share: Array | None) -> Array | None:
+    return None if total is None or share is None else total + share
 
 
-def _shares(scores: Scores, uncut, query: Queries, row: _BlockResiduals, key: Keys, tile: Tiles) -> _Shares:
+def _shares(scores: Scores, uncut: Uncut, query: Queries, row: _BlockResiduals, key: Keys, tile: Tiles) -> _Shares:
     x, tanh = logits(scores, uncut, query, key, tile)
     weights = jnp.exp(x - row.lse[..., None])
     factor = dropout_factor(scores, uncut, query, key, weights.dtype)

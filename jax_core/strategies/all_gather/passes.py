@@ -11,54 +11,93 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.kernels.contract import Partial, Residuals
+from jax_core.kernels.contract import Pair, Partial, Problem, Residuals
 from jax_core.masks.layout import Run
+from jax_core.masks.static import Mask
 from jax_core.strategies.all_gather.edges import returned, widened
 from jax_core.strategies.all_gather.reach import Reach, bounded, reach
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
 from jax_core.strategies.exchange import all_to_all, gather, in_sequence_order, in_shards
 from jax_core.strategies.local import (
     Backward,
-    Keys,
-    Pair,
     accumulate,
     add,
     kernel_of,
     make_pair,
     open_backward,
     open_forward,
-    own_keys,
     query_runs,
 )
+from jax_core.strategies.traffic import Traffic, sizes
 from jax_core.strategies.transfer import tree_after
 
-
-def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
-    """As the contract says."""
-    near = _reach(spec, operands)
-    opened = open_forward(_bounded(spec, operands), operands)
-    pairs = _pairs(spec, opened.operands, own_keys(opened.operands), near)
-    results = [opened.attend(pair, None, diagonal=True, last=True) for pair in pairs]
-    out, lse = (jnp.concatenate(parts, axis) for parts, axis in zip(zip(*results, strict=True), (1, 2), strict=True))
-    return opened.close(Partial(out, lse))
+_WHOLE = frozenset("bias mask q_position_ids predicates".split())  # with these, keys are taken from the whole sequence
 
 
-def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
-    """As the contract says."""
-    near = _reach(spec, operands)
-    opened = open_backward(_bounded(spec, operands), operands, out, lse, dout, dlse)
-    # K/V are gathered once more, and not before the forward is over: otherwise they would be kept from there until here.
-    keys = tree_after(spec, own_keys(opened.operands), opened.residuals.delta)
-    pairs = _pairs(spec, opened.operands, keys, near)
-    sums, found = opened.no_gradients(), []
-    for i, pair in enumerate(pairs):
-        grads = _of_run(opened, i, len(pairs)).differentiate(pair, None, diagonal=True)
-        found.append(opened.as_arrays(pair, grads))
-        sums = accumulate(sums, grads, pair.shards[-1])
-    dq = jnp.concatenate([query for query, *_ in found], 1)
-    dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in found]
-    dk, dv = _summed(spec, reduce(add, dkv)) if near is None else returned(spec, dkv, near)
-    return opened.gradients((dq, dk, dv), sums)
+class AllGather(Strategy):
+    """Every rank gets the keys that its queries may see, at once."""
+
+    def kernel_problem(self, problem: Problem) -> Problem:
+        """A shard of queries over all keys, or one run of queries over the keys in its window's reach."""
+        lengths = problem.q_length, problem.k_length
+        mask, features = bounded(problem.scores.mask, problem.size, lengths), problem.features
+        if mask.keys is not None:
+            features |= {"keys"}
+        elif mask != Mask() and not mask.any_position and problem.q_length == problem.size * problem.k_length:
+            features |= {"apart"}  # or a kernel that goes by lengths would take the keys for those at the queries' own positions
+        asked = replace(problem, scores=replace(problem.scores, mask=mask), features=features)
+        near = _reach_of(problem)
+        if near is None:
+            return replace(asked, k_length=problem.size * problem.k_length)
+        return replace(
+            asked,
+            features=features - {problem.layout} | {"contiguous"},
+            layout="contiguous",
+            q_length=near.run,
+            k_length=near.left + near.run + near.right,
+        )
+
+    def only_near(self, problem: Problem) -> bool:
+        return self.kernel_problem(problem).k_length < problem.size * problem.k_length
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        near, found = _reach_of(problem), sizes(problem)
+        each = found.keys + (found.sums if backward else 0)
+        if near is None:
+            return Traffic((problem.size - 1) * each, problem.size * each)
+        edges = each * (near.left + near.right) // near.run
+        return Traffic(edges, each + edges)
+
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+        near = _reach(spec, operands)
+        opened = open_forward(_bounded(spec, operands), operands)
+        pairs = _pairs(opened.spec, opened.operands, opened.operands.keys, near)
+        results = [opened.attend(pair, None, last=True) for pair in pairs]
+        out, lse = (jnp.concatenate(parts, axis) for parts, axis in zip(zip(*results, strict=True), (1, 2), strict=True))
+        return opened.close(Partial(out, lse))
+
+    def backward(
+        self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
+    ) -> Operands:
+        near = _reach(spec, operands)
+        opened = open_backward(_bounded(spec, operands), operands, out, lse, dout, dlse)
+        # K/V are gathered once more, and not before the forward is over: otherwise they would be kept from there until here.
+        keys = tree_after(spec, opened.operands.keys, opened.residuals.delta)
+        pairs = _pairs(opened.spec, opened.operands, keys, near)
+        sums, found = opened.no_gradients(), []
+        for i, pair in enumerate(pairs):
+            grads = _of_run(opened, i, len(pairs)).differentiate(pair, None)
+            found.append(opened.as_arrays(pair, grads))
+            sums = accumulate(sums, grads, pair.k_runs)
+        dq = jnp.concatenate([query for query, *_ in found], 1)
+        dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in found]
+        dk, dv = _summed(spec, reduce(add, dkv)) if near is None else returned(spec, dkv, near)
+        return opened.gradients((dq, dk, dv), sums)
+
+
+def _reach_of(problem: Problem) -> Reach | None:
+    lengths, plain = (problem.q_length, problem.k_length), not problem.features & _WHOLE
+    return reach(problem.scores.mask, problem.layout, problem.size, lengths, plain)
 
 
 def _reach(spec: RingSpec, operands: Operands) -> Reach | None:
@@ -78,12 +117,12 @@ def _pairs(spec: RingSpec, operands: Operands, keys: Keys, near: Reach | None) -
     if near is not None:
         beside = widened(spec, keys, near)
         k_runs = [Run(run.start - near.left, 1, near.left + near.run + near.right) for run in q_runs]
-        return [_of_queries(operands, i, *pair) for i, pair in enumerate(zip(q_runs, beside, k_runs, strict=True))]
+        return [_of_queries(spec, operands, i, *pair) for i, pair in enumerate(zip(q_runs, beside, k_runs, strict=True))]
     keys = jax.tree.map(lambda x: in_sequence_order(x, spec.layout), gather(spec, keys))
     whole = Run(0, 1, keys.key.shape[1])
     if _one_by_one(spec, operands):
-        return [_of_queries(operands, i, q_run, keys, whole) for i, q_run in enumerate(q_runs)]
-    return [make_pair(operands, q_runs, keys, (whole,))]
+        return [_of_queries(spec, operands, i, q_run, keys, whole) for i, q_run in enumerate(q_runs)]
+    return [make_pair(spec, operands, q_runs, keys, (whole,), diagonal=True)]
 
 
 def _one_by_one(spec: RingSpec, operands: Operands) -> bool:
@@ -93,11 +132,11 @@ def _one_by_one(spec: RingSpec, operands: Operands) -> bool:
     return not kernel_of(spec).CONTINUES and spec.layout == "zigzag" and all(array is None for array in data)
 
 
-def _of_queries(operands: Operands, i: int, q_run: Run, keys: Keys, k_run: Run) -> Pair:
+def _of_queries(spec: RingSpec, operands: Operands, i: int, q_run: Run, keys: Keys, k_run: Run) -> Pair:
     """The ``i``-th run of queries and some keys; there is no array with a row for each query but the ids."""
     rows, ids = slice(i * q_run.length, (i + 1) * q_run.length), operands.q_segment_ids
     queries = operands._replace(query=operands.query[:, rows], q_segment_ids=None if ids is None else ids[:, rows])
-    return make_pair(queries, (q_run,), keys, (k_run,))
+    return make_pair(spec, queries, (q_run,), keys, (k_run,), diagonal=True)
 
 
 def _of_run(opened: Backward, i: int, count: int) -> Backward:

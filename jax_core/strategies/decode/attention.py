@@ -13,68 +13,99 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.contract import Extras, Partial, accumulation_dtype
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Pair, Partial, Problem, accumulation_dtype
 from jax_core.kernels.merge import join_stacked, sink_gradient
 from jax_core.masks.layout import Run
-from jax_core.strategies.contract import Operands, RingSpec, make_residuals
+from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
 from jax_core.strategies.decode.arrangement import Arrangement, arrangement
-from jax_core.strategies.local import Backward, Forward, Pair, kernel_of
+from jax_core.strategies.local import Backward, Forward, kernel_of
 from jax_core.strategies.padding import clear_cotangents, clear_operands
 from jax_core.strategies.shapes import SmallOperands, in_full_shape
+from jax_core.strategies.traffic import Traffic, sizes
 from jax_core.varying import vary, varying_axes
 
-
-def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
-    """As the contract says."""
-    operands, _ = in_full_shape(spec, operands)
-    arranged = arrangement(spec, operands)
-    wide = accumulation_dtype(operands.query.dtype)
-    opened = Forward(spec, operands, wide, wide)
-    found = opened.attend(_pair(arranged, operands), None, diagonal=False, last=False)
-    if arranged.parts > 1:
-        found = join_stacked(Partial(*map(arranged.stacked, found)), wide)
-    if spec.size > 1:
-        found = _joined_over_ranks(spec, found._replace(out=found.out.astype(wide)))
-    return opened.close(Partial(arranged.out(found.out), arranged.lse(found.lse)))
+_BY_POSITION = frozenset("causal left right chunk alibi_slopes predicates".split())
 
 
-def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
-    """As the contract says."""
-    operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
-    arranged = arrangement(spec, operands)
-    dout, dlse = clear_cotangents(operands, dout, dlse if spec.lse_gradient else None)
-    residuals = make_residuals(out, lse, *_summed_over_ranks(spec, dout, dlse))
-    residuals_of_rows = residuals._replace(
-        out=arranged.rows(residuals.out),
-        dout=arranged.rows(residuals.dout),
-        lse=arranged.statistics(residuals.lse),
-        delta=arranged.statistics(residuals.delta),
+class Decode(Strategy):
+    """It handles what its kernel handles and needs no place of a rank's keys in the sequence."""
+
+    IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous".split())
+    HANDLES = IN_PLACE_OF_A_KERNEL | frozenset(
+        "causal left right chunk any_position softcap predicates precision logits_dtype "
+        "q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes origin "
+        "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
     )
-    pair = _pair(arranged, operands)
-    opened = Backward(spec, operands, residuals_of_rows, lse, to_given_shape)
-    grads = opened.differentiate(pair, None, diagonal=False)
-    query, key, value = kernel_of(spec).finish(pair.shards[:3], (grads.dq, grads.dk, grads.dv), spec.scores)
-    # Every rank has the whole gradient of the sinks, which is to be its part of a sum.
-    dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta) / spec.size
-    small = to_given_shape(SmallOperands(dsinks, None, arranged.slopes_gradient(grads.dalibi_slopes, operands.alibi_slopes)))
-    nothing = jax.tree.map(lambda _: None, operands)
-    query = arranged.out(arranged.stacked(query).sum(0))
-    return nothing._replace(query=query, key=arranged.shard(key), value=arranged.shard(value), **small._asdict())
+    SHARED_QUERIES = True
+
+    def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+        if any(predicate.over == "index" for predicate in problem.scores.predicates):
+            return "a mask_builder goes by the index of a key in the sequence, which a cache does not know; give a mask_mod"
+        if problem.features & _BY_POSITION and "q_position_ids" not in problem.features:
+            return (
+                "the queries are the same on all ranks and the keys in any order, so causal masks, windows, chunks, ALiBi and "
+                "mask_mod need q_position_ids and kv_position_ids"
+            )
+        return None
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        found, size = sizes(problem), problem.size
+        out = found.rows * problem.value_dim
+        if not backward:
+            return Traffic((size - 1) * (out + found.rows), size * (out + found.rows) if size > 1 else 0)
+        cotangents = out + (found.rows if "lse_gradient" in problem.features else 0)
+        return Traffic(2 * (size - 1) * cotangents // size, cotangents if size > 1 else 0)
+
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+        operands, _ = in_full_shape(spec, operands)
+        arranged = arrangement(spec, operands)
+        wide = accumulation_dtype(operands.query.dtype)
+        opened = Forward(spec, operands, wide, wide)
+        found = opened.attend(_pair(spec, arranged, operands), None, last=False)
+        if arranged.parts > 1:
+            found = join_stacked(Partial(*map(arranged.stacked, found)), wide)
+        if spec.size > 1:
+            found = _joined_over_ranks(spec, found._replace(out=found.out.astype(wide)))
+        return opened.close(Partial(arranged.out(found.out), arranged.lse(found.lse)))
+
+    def backward(
+        self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
+    ) -> Operands:
+        operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
+        arranged = arrangement(spec, operands)
+        dout, dlse = clear_cotangents(operands, dout, dlse if spec.lse_gradient else None)
+        residuals = make_residuals(out, lse, *_summed_over_ranks(spec, dout, dlse))
+        residuals_of_rows = residuals._replace(
+            out=arranged.rows(residuals.out),
+            dout=arranged.rows(residuals.dout),
+            lse=arranged.statistics(residuals.lse),
+            delta=arranged.statistics(residuals.delta),
+        )
+        pair = _pair(spec, arranged, operands)
+        opened = Backward(spec, operands, residuals_of_rows, lse, to_given_shape)
+        grads = opened.differentiate(pair, None)
+        query, key, value = kernel_of(spec).finish(pair.shards, (grads.dq, grads.dk, grads.dv), spec.scores)
+        # Every rank has the whole gradient of the sinks, which is to be its part of a sum.
+        dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta) / spec.size
+        small = to_given_shape(SmallOperands(dsinks, None, arranged.slopes_gradient(grads.dalibi_slopes, operands.alibi_slopes)))
+        nothing = jax.tree.map(lambda _: None, operands)
+        query = arranged.out(arranged.stacked(query).sum(0))
+        return nothing._replace(query=query, key=arranged.shard(key), value=arranged.shard(value), **small._asdict())
 
 
-def _pair(arranged: Arrangement, operands: Operands) -> Pair:
+def _pair(spec: RingSpec, arranged: Arrangement, operands: Operands) -> Pair:
     """Nothing reads the runs as positions: without position ids no mask depends on positions."""
     q, k, v = arranged.rows(operands.query), arranged.keys(operands.key), arranged.keys(operands.value)
-    extras = Extras(
+    extras = operands.extras._replace(
         q_segment_ids=arranged.row_ids(operands.q_segment_ids),
         kv_segment_ids=arranged.key_ids(operands.kv_segment_ids),
         q_position_ids=arranged.row_ids(operands.q_position_ids),
         kv_position_ids=arranged.key_ids(operands.kv_position_ids),
         alibi_slopes=arranged.of_entries(operands.alibi_slopes),
-        origin=operands.origin,
-        predicate_arrays=operands.predicate_arrays,
+        dropout_seed=None,
     )
-    return Pair((q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),)), extras)
+    return Pair(q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),), spec.scores, extras)
 
 
 def _joined_over_ranks(spec: RingSpec, found: Partial) -> Partial:

@@ -4,43 +4,79 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.config import FwdParams
-from jax_core.kernels.contract import Partial
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Partial, Problem
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
-from jax_core.kernels.tpu.limits import block_sizes
-from jax_core.strategies.contract import Operands, RingSpec, make_residuals
+from jax_core.kernels.tpu import launch
+from jax_core.kernels.tpu.limits import block_sizes, fitting, params_reason, problem_reason
+from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
 from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
 from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
 from jax_core.strategies.padding import clear_cotangents, clear_operands, clear_values
+from jax_core.strategies.traffic import Traffic, sizes
 
 
-def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
-    """As the contract says."""
-    operands = clear_values(operands)
-    const = make_constants(spec, operands, spec.fwd_params)
-    out, lse = forward_kernel.forward(const, _rank(spec), _shards(const, operands))
-    found = Partial(_whole(const.q, out).transpose(0, 3, 1, 2), _whole(const.q, lse)[:, :, 0])
-    if operands.softmax_aux is not None:
-        found = join_sinks(found, sinks_per_head(operands.softmax_aux, const.heads))
-    return found.out.astype(operands.query.dtype), found.lse
+class FusedRing(Strategy):
+    """The ring fused into one Pallas kernel, for TPUs."""
 
-
-def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
-    """As the contract says."""
-    operands, (dout, dlse) = clear_operands(operands), clear_cotangents(operands, dout, dlse)
-    const = make_constants(spec, operands, spec.bwd_params)
-    residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
-    blocked = backward_kernel.BlockedResiduals(
-        _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
-        _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that pad a block have weights exp(-inf) = 0
-        _in_blocks(const.q, residuals.delta[:, :, None], 3),
+    OWN_PLATFORM = "pallas"
+    HANDLES = frozenset(
+        "causal left right chunk softcap precision q_segment_ids kv_segment_ids softmax_aux lse_gradient bfloat16 float32 "
+        "contiguous zigzag striped".split()
     )
-    found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
-    dquery = spec.scores.scale * _whole(const.q, found.query).transpose(0, 3, 1, 2)
-    dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.scores.scale * found.key, found.value))
-    query, key, value = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
-    nothing = jax.tree.map(lambda _: None, operands)
-    return nothing._replace(query=query, key=key, value=value, softmax_aux=_dsinks(operands, lse, residuals.delta))
+    IN_PLACE_OF_A_KERNEL = HANDLES
+
+    def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]:
+        """Tiles of 512 x 512 and, in the backward, 256 x 512; smaller where half a shard is shorter."""
+        q, k = -(-problem.q_length // 2), -(-problem.k_length // 2)
+        return FwdParams(fitting(512, q), fitting(512, k)), BwdParams(fitting(256, q), fitting(512, k))
+
+    def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+        reason = _ring_reason(problem) or problem_reason(problem) or launch.missing(problem.backend)
+        return reason or params_reason("fwd_params", forward) or params_reason("bwd_params", backward)
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        """Both slots of K/V; in the backward those of their sums, and room for what comes home."""
+        found, lengths = sizes(problem), (problem.q_length, problem.k_length)
+        _, hops = route(problem.scores.mask, problem.layout, problem.size, *lengths)
+        sums = (hops + 1, 3) if backward else (0, 0)
+        return Traffic(hops * found.keys + sums[0] * found.sums, 2 * found.keys + sums[1] * found.sums)
+
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+        operands = clear_values(operands)
+        const = make_constants(spec, operands, spec.fwd_params)
+        out, lse = forward_kernel.forward(const, _rank(spec), _shards(const, operands))
+        found = Partial(_whole(const.q, out).transpose(0, 3, 1, 2), _whole(const.q, lse)[:, :, 0])
+        if operands.softmax_aux is not None:
+            found = join_sinks(found, sinks_per_head(operands.softmax_aux, const.heads))
+        return found.out.astype(operands.query.dtype), found.lse
+
+    def backward(
+        self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
+    ) -> Operands:
+        operands, (dout, dlse) = clear_operands(operands), clear_cotangents(operands, dout, dlse)
+        const = make_constants(spec, operands, spec.bwd_params)
+        residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
+        blocked = backward_kernel.BlockedResiduals(
+            _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
+            _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that pad a block have weights exp(-inf) = 0
+            _in_blocks(const.q, residuals.delta[:, :, None], 3),
+        )
+        found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
+        dquery = spec.scores.scale * _whole(const.q, found.query).transpose(0, 3, 1, 2)
+        dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.scores.scale * found.key, found.value))
+        query, key, value = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
+        nothing = jax.tree.map(lambda _: None, operands)
+        return nothing._replace(query=query, key=key, value=value, softmax_aux=_dsinks(operands, lse, residuals.delta))
+
+
+def _ring_reason(problem: Problem) -> str | None:
+    if problem.size == 1:
+        return "a ring of one rank sends nothing"
+    if jax.dtypes.canonicalize_dtype("int64") == "int64":
+        return "it counts in 32 bits, also segment ids, and JAX's 64-bit mode is on; leave jax_enable_x64 off"
+    _, hops = route(problem.scores.mask, problem.layout, problem.size, problem.q_length, problem.k_length)
+    return None if hops else "no rank sees another's keys under this mask, so there is nothing to send"
 
 
 def _rank(spec: RingSpec) -> Array:

@@ -48,13 +48,14 @@ def host_steps(shifts: tuple[Shift, ...]) -> list[HostStep]:
 
 
 def visible_shifts(mask: Mask, layout: Layout, sizes: tuple[int, int], q_length: int, k_length: int) -> tuple[Shift, ...]:
-    """The shifts at which some rank may see a key, ascending, and ``(0, 0)``. ``q_length``, ``k_length``: lengths of a shard."""
+    """The shifts at which some rank may see a key, ascending, and ``(0, 0)``; all if positions are data. ``q_length``,
+    ``k_length``: lengths of a shard."""
     sees = Sight(mask, layout, sizes[0] * sizes[1], q_length, k_length)
     ranks = np.arange(sizes[0] * sizes[1]).reshape(sizes)
     return tuple(
         shift
         for shift in product(range(sizes[0]), range(sizes[1]))
-        if shift == (0, 0) or sees.any_rank(np.roll(ranks, shift, axis=(0, 1)).reshape(-1))
+        if shift == (0, 0) or mask.any_position or sees.any_rank(np.roll(ranks, shift, axis=(0, 1)).reshape(-1))
     )
 
 

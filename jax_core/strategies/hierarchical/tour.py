@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_core.kernels.contract import Pair
 from jax_core.masks.layout import runs
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_piece
 from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, visible_shifts, way_home
-from jax_core.strategies.local import Pair, add, make_pair, own_keys, query_runs, rank_of
+from jax_core.strategies.local import add, make_pair, query_runs, rank_of
 from jax_core.strategies.steps import Step, run_steps
 from jax_core.strategies.transfer import (
     Transfer,
@@ -35,10 +36,9 @@ from jax_core.strategies.transfer import (
 
 
 class Visit(NamedTuple):
-    """A pair, and whether it is the first, that of the rank's own shard, or the last."""
+    """A pair, and whether it is the last."""
 
     pair: Pair
-    diagonal: bool
     last: bool
 
 
@@ -89,7 +89,7 @@ class Tour:
     def make(self, result: Any, after: Array | None = None) -> tuple[Any, Any, Callable[[Any], Any]]:
         """The result of all visits; the sums of dK/dV of the keys that came last, and what sends such to the rank that owns the
         keys. Nothing is sent before ``after`` is computed."""
-        shifts, keys = self._shifts(), own_keys(self.operands)
+        shifts, keys = self._shifts(), self.operands.keys
         if after is not None and len(shifts) > 1:
             keys = tree_after(self.spec, keys, after)
         hosts = host_steps(shifts)
@@ -127,8 +127,8 @@ class Tour:
             "sums": (take_piece(sums.sent, number, count), host.hop_in) if host.hop_in and sums else None,
         }
         sent = {name: way for name, way in ways.items() if way is not None}
-        diagonal, last = not (host.hop_in or step.hop_in), not (host.hop_out or step.hop_out)
-        visit = Visit(self._pair(held, (host_shift, shift)), diagonal, last)
+        pair = self._pair(held, (host_shift, shift), diagonal=not (host.hop_in or step.hop_in))
+        visit = Visit(pair, last=not (host.hop_out or step.hop_out))
         # What is sent on later waits for this step: all its pieces might leave at once otherwise.
         arrived, before, (found, keys, sums) = self._exchange(
             list(sent.values()), before, lambda: (self.visit(result, visit), keys, sums)
@@ -158,20 +158,18 @@ class Tour:
         before = None if self._word is None else arriving[-1][:1]
         return [unpack(buffer, tree) for buffer, (tree, _) in zip(arrived, sent, strict=True)], before, result
 
-    def _pair(self, keys: Any, shift: tuple[Array, Array]) -> Pair:
+    def _pair(self, keys: Any, shift: tuple[Array, Array], diagonal: bool) -> Pair:
         """The queries and the keys from ``shift`` before this rank."""
         hosts, ranks = self._sizes
         rank = rank_of(self.spec, self.operands)
         owner = (rank // ranks - shift[0]) % hosts * ranks + (rank - shift[1]) % ranks
         k_runs = runs(self.spec.layout, owner, self.spec.size, keys.key.shape[1])
-        return make_pair(self.operands, query_runs(self.spec, self.operands), keys, k_runs)
+        return make_pair(self.spec, self.operands, query_runs(self.spec, self.operands), keys, k_runs, diagonal)
 
     def _settled(self, state: Any) -> Any:
         return state._replace(result=self.settle(state.result))
 
     def _shifts(self) -> tuple[Shift, ...]:
-        if self.operands.q_position_ids is not None:
-            return tuple((host, rank) for host in range(self._sizes[0]) for rank in range(self._sizes[1]))  # any may be seen
         lengths = self.operands.query.shape[1], self.operands.key.shape[1]
         return visible_shifts(self.spec.scores.mask, self.spec.layout, self._sizes, *lengths)
 
@@ -182,4 +180,4 @@ class Tour:
 
     @property
     def _word(self) -> type | None:
-        return word_of(self.spec, own_keys(self.operands))
+        return word_of(self.spec, self.operands.keys)

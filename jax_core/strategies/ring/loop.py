@@ -8,99 +8,115 @@ step behind until they are back at the rank that owns the shard.
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from jax_core.masks.layout import runs
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.kernels.contract import Pair, Problem
+from jax_core.masks.layout import Layout, runs
+from jax_core.masks.static import Mask
+from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
 from jax_core.strategies.local import (
-    Keys,
-    Pair,
     accumulate,
     add,
     kernel_of,
     make_pair,
     open_backward,
     open_forward,
-    own_keys,
     query_runs,
     rank_of,
 )
 from jax_core.strategies.partials import MOST_APART, Found, joined, only
-from jax_core.strategies.ring.schedule import visible_shifts
+from jax_core.strategies.sight import Sight
 from jax_core.strategies.steps import Step, run_steps, steps
+from jax_core.strategies.traffic import Traffic, rotated
 from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
 
 
-def forward(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
-    """As the contract says."""
-    opened, kernel = open_forward(spec, operands), kernel_of(spec)
-    operands, wide = opened.operands, opened.wide
-    local_keys, plan = own_keys(operands), _plan(spec, operands)
+class Ring(Strategy):
+    """K/V travel from rank to rank between kernel calls."""
 
-    def run_step(state, step: Step):
-        buffer, shift, (carry, apart) = state
-        transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
-        arriving = start_transfers(transfers, spec.axis_name, spec.size)
-        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift)
-        carried = carry if kernel.CONTINUES else None
-        result = opened.attend(pair, carried, diagonal=not step.hop_in, last=not step.hop_out)
-        if transfers:
-            arriving, result = lax.optimization_barrier((arriving, result))
-        found = Found(result, ()) if kernel.CONTINUES else joined(Found(carry, (*apart, result)), wide, MOST_APART)
-        return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, found
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        shifts = visible_shifts(problem.scores.mask, problem.layout, problem.size, problem.q_length, problem.k_length)
+        return rotated(problem, len(shifts) - 1, backward)
 
-    def settle(state):
-        buffer, shift, found = state
-        return buffer, shift, joined(found, wide)
+    def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+        opened, kernel = open_forward(spec, operands), kernel_of(spec)
+        operands, wide = opened.operands, opened.wide
+        local_keys, plan = operands.keys, _plan(spec, operands)
 
-    buffer = pack(local_keys, word_of(spec, local_keys)) if len(plan) > 1 else None
-    *_, found = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), Found(None, ())), plan)
-    return opened.close(only(joined(found, opened.last_dtype)))
+        def run_step(state: Any, step: Step) -> Any:
+            buffer, shift, (carry, apart) = state
+            transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
+            arriving = start_transfers(transfers, spec.axis_name, spec.size)
+            pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+            result = opened.attend(pair, carry if kernel.CONTINUES else None, last=not step.hop_out)
+            if transfers:
+                arriving, result = lax.optimization_barrier((arriving, result))
+            found = Found(result, ()) if kernel.CONTINUES else joined(Found(carry, (*apart, result)), wide, MOST_APART)
+            return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, found
+
+        def settle(state: Any) -> Any:
+            buffer, shift, found = state
+            return buffer, shift, joined(found, wide)
+
+        buffer = pack(local_keys, word_of(spec, local_keys)) if len(plan) > 1 else None
+        *_, found = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), Found(None, ())), plan)
+        return opened.close(only(joined(found, opened.last_dtype)))
+
+    def backward(
+        self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
+    ) -> Operands:
+        opened = open_backward(spec, operands, out, lse, dout, dlse)
+        operands = opened.operands
+        local_keys, plan = operands.keys, _plan(spec, operands)
+        word = word_of(spec, local_keys)
+
+        def run_step(state: Any, step: Step) -> Any:
+            buffer, shift, dkv, sums = state
+            # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
+            transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
+            transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
+            arriving = start_transfers(transfers, spec.axis_name, spec.size)
+            pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+            grads = opened.differentiate(pair, sums.dq)
+            if transfers:
+                arriving, grads = lax.optimization_barrier((arriving, grads))
+            arrived = finish_transfers(arriving, transfers)
+            dkv = add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
+            return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, pair.k_runs)
+
+        # The first rotation must neither run beside the forward's nor be merged with it, which would keep its result until now.
+        buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
+        state: Any = buffer, jnp.int32(0), None, opened.no_gradients()
+        _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, plan)
+        sent = sum(step.hop_out for step in plan)
+        return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
 
 
-def backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None) -> Operands:
-    """As the contract says."""
-    opened = open_backward(spec, operands, out, lse, dout, dlse)
-    operands = opened.operands
-    local_keys, plan = own_keys(operands), _plan(spec, operands)
-    word = word_of(spec, local_keys)
-
-    def run_step(state, step: Step):
-        buffer, shift, dkv, sums = state
-        # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
-        transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
-        transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
-        arriving = start_transfers(transfers, spec.axis_name, spec.size)
-        pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift)
-        grads = opened.differentiate(pair, sums.dq, diagonal=not step.hop_in)
-        if transfers:
-            arriving, grads = lax.optimization_barrier((arriving, grads))
-        arrived = finish_transfers(arriving, transfers)
-        dkv = add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
-        k_runs = pair.shards[-1]
-        return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, k_runs)
-
-    # The first rotation must not run alongside the forward's, nor be merged with it, which would keep its result alive until now.
-    buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
-    state: Any = buffer, jnp.int32(0), None, opened.no_gradients()
-    _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, plan)
-    sent = sum(step.hop_out for step in plan)
-    return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
-
-
-def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift) -> Pair:
+def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool) -> Pair:
     """The queries and the keys from ``shift`` ranks before this one."""
     owner = (rank_of(spec, operands) - shift) % spec.size
-    return make_pair(operands, query_runs(spec, operands), keys, runs(spec.layout, owner, spec.size, keys.key.shape[1]))
+    q_runs, k_runs = query_runs(spec, operands), runs(spec.layout, owner, spec.size, keys.key.shape[1])
+    return make_pair(spec, operands, q_runs, keys, k_runs, diagonal)
+
+
+def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
+    """The shifts to visit, ascending from 0: at shift ``s`` rank ``r`` has the K/V of rank ``(r - s) % size``.
+
+    A shift at which no rank has a visible pair is left out, and the rotation jumps over it (a sliding window that reaches one shard
+    back needs two shifts, whatever the ring's size), unless positions are data. ``q_length``, ``k_length``: lengths of a shard.
+    """
+    if mask.any_position:
+        return tuple(range(size))
+    sees = Sight(mask, layout, size, q_length, k_length)
+    return tuple(shift for shift in range(size) if shift == 0 or sees.any_rank((np.arange(size) - shift) % size))
 
 
 def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
-    if operands.q_position_ids is not None:
-        return steps(tuple(range(spec.size)))  # positions are data: any shard may be seen
     return steps(visible_shifts(spec.scores.mask, spec.layout, spec.size, operands.query.shape[1], operands.key.shape[1]))
 
 
-def _return_to_owner(spec: RingSpec, dkv, word: type | None, sent: int):
+def _return_to_owner(spec: RingSpec, dkv: Any, word: type | None, sent: int) -> Any:
     """dK and dV of this rank's own shard, which are ``size - sent`` hops away from it."""
     if not sent:
         return dkv

@@ -30,7 +30,7 @@ def ulysses_axis(spec: RingSpec, axis: int | None, rank: Any) -> UlyssesAxis:
 def unsupported(problem: Problem, axis: int | None) -> str | None:
     if axis is not None and len(problem.sizes) != 2:
         return f"it needs two mesh axes, one for the heads and one for the ring; got {len(problem.sizes)}"
-    size = _size(problem.size, problem.sizes, axis)
+    size = exchanged_over(problem, axis)
     if problem.heads % size:
         return f"it splits the heads evenly: their number must be a multiple of the {size} ranks; got {problem.heads} heads"
     if axis is not None and not isinstance(problem.layout, str):
@@ -43,12 +43,13 @@ def kv_heads_sent(kv_heads: int, size: int) -> int:
     return lcm(kv_heads, size)
 
 
-def _size(size: int, sizes: tuple[int, ...], axis: int | None) -> int:
-    return size if axis is None else sizes[axis]
+def exchanged_over(ring: Problem | RingSpec, axis: int | None) -> int:
+    """How many ranks exchange heads for positions."""
+    return ring.size if axis is None else ring.sizes[axis]
 
 
 def problem_inside(problem: Problem, axis: int | None) -> Problem:
-    size = _size(problem.size, problem.sizes, axis)
+    size = exchanged_over(problem, axis)
     if problem.heads % size:
         return problem  # refused for it
     layout, ring = _layout_inside(problem.layout, problem.sizes, axis), problem.size // size
@@ -67,7 +68,7 @@ def problem_inside(problem: Problem, axis: int | None) -> Problem:
 
 
 def spec_inside(spec: RingSpec, inner: Strategy, axis: int | None) -> RingSpec:
-    ring = spec.size // _size(spec.size, spec.sizes, axis)
+    ring = spec.size // exchanged_over(spec, axis)
     name = None if axis is None else spec.axis_name[1 - axis]  # type: ignore[index]
     layout = _layout_inside(spec.layout, spec.sizes, axis)
     return replace(spec, strategy=inner, layout=layout, axis_name=name, size=ring, sizes=(ring,))

@@ -5,7 +5,6 @@ left to another strategy, over the remaining axis.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jax import Array
 
@@ -14,26 +13,22 @@ from jax_core.kernels.contract import Problem
 from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
 from jax_core.strategies.local import rank_of
 from jax_core.strategies.shapes import SmallOperands, in_full_shape
+from jax_core.strategies.traffic import Traffic, sizes
 from jax_core.strategies.ulysses.heads import Exchange
-from jax_core.strategies.ulysses.inside import problem_inside, spec_inside, ulysses_axis, unsupported
+from jax_core.strategies.ulysses.inside import exchanged_over, problem_inside, spec_inside, ulysses_axis, unsupported
 
 
 @dataclass(frozen=True)
-class Ulysses:
+class Ulysses(Strategy):
     """``inner``: the strategy for what the exchange leaves. ``axis``: the place of the exchange's axis among the two of the ring;
     None: the exchange is over all axes."""
 
     inner: Strategy
     axis: int | None = None
-    OWN_PLATFORM: ClassVar[None] = None
 
     @property
-    def HANDLES(self) -> frozenset[str]:
-        return self.inner.HANDLES
-
-    @property
-    def IN_PLACE_OF_A_KERNEL(self) -> frozenset[str]:
-        return self.inner.IN_PLACE_OF_A_KERNEL
+    def axes(self) -> tuple[str, ...]:
+        return () if self.axis is None else ("ulysses", "ring")[:: 1 if self.axis == 0 else -1]
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
         reason = unsupported(problem, self.axis)
@@ -45,6 +40,17 @@ class Ulysses:
 
     def kernel_problem(self, problem: Problem) -> Problem:
         return self.inner.kernel_problem(problem_inside(problem, self.axis))
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic:
+        """Of both exchanges, and of the inner strategy."""
+        inside, size = problem_inside(problem, self.axis), exchanged_over(problem, self.axis)
+        found = sizes(inside)  # as much as of all heads of a rank's shard, but for K/V heads that are repeated
+        there, back = found.queries + found.keys, found.out + found.rows
+        if backward:
+            statistics = found.rows * (2 if "lse_gradient" in problem.features else 1)
+            there, back = there + 2 * found.out + statistics, there
+        sent, held = self.inner.traffic(inside, backward)
+        return Traffic(sent + (there + back) * (size - 1) // size, held + there + back)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         operands, _ = in_full_shape(spec, operands)

@@ -1,6 +1,7 @@
 """Shards in blocks, and the block sparsity map, against every pair of positions."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from jax_core.kernels.blocks import (
     same_rows,
     starts,
 )
-from jax_core.kernels.contract import Extras, Scores
+from jax_core.kernels.contract import Extras, Pair, Runs, Scores
 from jax_core.masks.functions import Predicate
 from jax_core.masks.layout import LAYOUTS, Layout, Run, runs
 from jax_core.masks.plan import Plan
@@ -43,8 +44,8 @@ def test_every_run_is_filled_up_to_whole_blocks():
 
 def test_index_and_starts():
     np.testing.assert_array_equal(index(ZIGZAG), [6, 7, 8, 15, 16, 17])
-    np.testing.assert_array_equal(starts(ZIGZAG, (Run(1, 4, 6),), Extras()), [6, 15, 1, 0, 0])
-    np.testing.assert_array_equal(starts(ZIGZAG, ZIGZAG, Extras(origin=jnp.array([2, 3]))), [6, 15, 6, 15, 2, 3])
+    np.testing.assert_array_equal(starts(make_pair(ZIGZAG, (Run(1, 4, 6),))), [6, 15, 1, 0, 0])
+    np.testing.assert_array_equal(starts(make_pair(ZIGZAG, ZIGZAG, Extras(origin=jnp.array([2, 3])))), [6, 15, 6, 15, 2, 3])
 
 
 def test_same_rows():
@@ -59,6 +60,7 @@ def test_distance():
     np.testing.assert_array_equal(distance(Mask(), jnp.array([5]), jnp.array([7]), jnp.float32), [2])
 
 
+NO_EXTRAS, NO_MASK = Extras(), make_mask()
 IDS = {
     "": {},
     "segments": {"q_segment_ids": [[0, 0, 0, 1, 1, 1, 1, -1]], "kv_segment_ids": [[0, 0, 0, 0, 1, 1, -1, -1], [1] * 8]},
@@ -77,7 +79,7 @@ def test_the_block_sparsity_map(mask: Mask, layout: Layout, ids: str):
     for source in range(2):
         q_runs, k_runs = runs(layout, 1, 2, 8), runs(layout, source, 2, 8)
         q, k = block_layout(q_runs, 3), block_layout(k_runs, 3)
-        visible, whole = (np.asarray(x) for x in block_sparsity(q, k, q_runs, k_runs, Scores(mask, 1.0), extras))
+        visible, whole = (np.asarray(x) for x in block_sparsity(q, k, make_pair(q_runs, k_runs, extras, mask)))
         tiles = in_tiles(in_tiles(seen_pairs(mask, q_runs, k_runs, extras), q, 1), k, 2)
         tiles = tiles.reshape(-1, q.blocks, 3, k.blocks, 3)
         some, every = tiles.any((2, 4)), tiles.all((2, 4))
@@ -86,6 +88,12 @@ def test_the_block_sparsity_map(mask: Mask, layout: Layout, ids: str):
         if not ids and layout != "striped":
             np.testing.assert_array_equal(visible, some)
             np.testing.assert_array_equal(whole, every)
+
+
+def make_pair(q_runs: Runs, k_runs: Runs, extras: Extras = NO_EXTRAS, mask: Mask = NO_MASK) -> Pair:
+    """Of two batch entries, four heads of queries and two of keys."""
+    q, k = (jnp.zeros((2, sum(run.length for run in held), heads, 8)) for held, heads in ((q_runs, 4), (k_runs, 2)))
+    return Pair(q, k, k, q_runs, k_runs, Scores(mask, 1.0), extras)
 
 
 def in_tiles(x: np.ndarray, where: BlockLayout, axis: int) -> np.ndarray:
@@ -111,16 +119,15 @@ def seen_pairs(mask: Mask, q_runs, k_runs, extras: Extras) -> np.ndarray:
 
 def test_a_dense_mask_of_a_mask_and_a_mask_function():
     """By place or by position; batch entries and heads only where the function tells them apart."""
-    shards = (jnp.zeros((2, 3, 4, 8)), jnp.zeros((2, 3, 2, 8)), jnp.zeros((2, 3, 2, 8)))
-    held = (Run(3, 1, 3),)
+    pair = partial(make_pair, (Run(3, 1, 3),), (Run(3, 1, 3),))
     places, ids = np.arange(3, 6), jnp.array([[0, 1, 2]])
     mask = jnp.array([True, False, True]).reshape(1, 1, 1, 3)
-    assert dense_mask(shards, held, held, [], Extras()) is None
-    np.testing.assert_array_equal(dense_mask(shards, held, held, [], Extras(mask=mask)), mask)
+    assert dense_mask(pair(Extras()), []) is None
+    np.testing.assert_array_equal(dense_mask(pair(Extras(mask=mask)), []), mask)
     by_place = Predicate("places", "index", lambda arrays, b, h, q, k: q + k < arrays[0])
     wanted = (places[:, None] + places < 9) & np.asarray(mask)
-    found = dense_mask(shards, held, held, [(by_place, (9,))], Extras(mask=mask, q_position_ids=ids, kv_position_ids=ids))
+    found = dense_mask(pair(Extras(mask=mask, q_position_ids=ids, kv_position_ids=ids)), [(by_place, (9,))])
     np.testing.assert_array_equal(found, wanted)
     by_head = Predicate("heads", "position", lambda arrays, b, h, q, k: q + k < h)
-    found = dense_mask(shards, held, held, [(by_head, ())], Extras(q_position_ids=ids, kv_position_ids=ids))
+    found = dense_mask(pair(Extras(q_position_ids=ids, kv_position_ids=ids)), [(by_head, ())])
     np.testing.assert_array_equal(found, np.add.outer(range(3), range(3))[None, None] < np.arange(4).reshape(1, 4, 1, 1))

@@ -1,11 +1,13 @@
 """platform="cute": what it refuses and why, which rows and blocks a call covers, the files of compiled programs, and the ring over
 flash-attn-4's programs, which a stand-in in plain JAX replaces here (cute_stand_in.py)."""
 
+import ast
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import cute_stand_in
@@ -34,17 +36,24 @@ import jax_core
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import cute
 from jax_core.kernels.blocks import index
-from jax_core.kernels.contract import Extras, Problem, Scores
+from jax_core.kernels.contract import Extras, Pair, Problem, Scores
 from jax_core.kernels.cute import calls, kernel, pairs, sums
 from jax_core.kernels.cute.lists import make_lists
+from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import runs
 from jax_core.masks.plan import Plan
 from jax_core.masks.static import make_mask, visible
 from jax_core.request.choice import KERNELS
 from jax_core.request.features import refusal
+from jax_core.request.measured import ON_GPUS
 
 FULL, WINDOW, CHUNKS = Scores(make_mask(), 0.2), Scores(make_mask(True, 37), 0.2), Scores(make_mask(True, None, 50), 0.2)
 PROBLEM = Problem(Scores(make_mask(True), 0.125), "bfloat16", 2, 256, 256, 8, 2, 128, 128, backend="gpu")
+
+
+def on_hopper(monkeypatch) -> None:
+    monkeypatch.setattr(calls, "missing", lambda: None)
+    monkeypatch.setattr(calls, "capability", lambda: 90)
 
 
 @pytest.fixture
@@ -52,7 +61,7 @@ def stand_in(monkeypatch) -> Iterator[None]:
     """In any dtype: in float32 nothing is rounded, and what surrounds the programs is all that can be wrong."""
     monkeypatch.setattr(kernel, "call", cute_stand_in.call)
     monkeypatch.setattr(sums, "call", cute_stand_in.call)
-    monkeypatch.setattr(calls, "missing", lambda: None)
+    on_hopper(monkeypatch)
     monkeypatch.setattr(cute, "HANDLES", cute.HANDLES | {"float32"})
     with quick_compiles():
         yield
@@ -235,13 +244,13 @@ def _reason(problem: Problem) -> str | None:
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_takes(monkeypatch, name: str):
-    monkeypatch.setattr(calls, "missing", lambda: None)
+    on_hopper(monkeypatch)
     assert _reason(TAKEN[name]) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_and_says_why(monkeypatch, name: str):
-    monkeypatch.setattr(calls, "missing", lambda: None)
+    on_hopper(monkeypatch)
     problem, words = REFUSED[name]
     assert words in (_reason(problem) or "")
 
@@ -249,6 +258,23 @@ def test_refuses_and_says_why(monkeypatch, name: str):
 def test_refuses_tiles_and_other_machines():
     assert "tiles are chosen by head dim" in (cute.unsupported(PROBLEM, FwdParams(q_blocksize=128), BwdParams()) or "")
     assert 'runs on "cpu"' in (_reason(PROBLEM) or "")
+
+
+def test_a_generation_has_tiles_a_class_and_a_place_in_the_order(monkeypatch):
+    """What docs/contributing/a-kernel.md lists; the class is read from the source, since nothing here can import it."""
+    (classes,) = (
+        node.value
+        for node in ast.parse(Path(calls.__file__).with_name("programs.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CLASSES"
+    )
+    assert isinstance(classes, ast.Dict)
+    assert {ast.literal_eval(key) for key in classes.keys if key} == set(TILES)
+    tried = {gpus.capabilities for gpus in ON_GPUS if any("cute" in row.order for row in gpus.kernels)}
+    assert frozenset().union(*tried) == set(TILES)
+    monkeypatch.setattr(calls.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(calls, "changed", lambda: None)
+    monkeypatch.setattr(calls, "capability", lambda: 80)
+    assert calls.missing() == "the cute kernel is for compute capability 9.0, this GPU has 8.0"
 
 
 @pytest.fixture
@@ -293,10 +319,12 @@ def test_rectangles(layout: str, batch: int):
     for rank, source in itertools.permutations(range(size), 2):
         q_runs, k_runs = (runs(layout, jnp.int32(x), size, length) for x in (rank, source))
         seen = np.asarray(index(q_runs)[:, None] >= index(k_runs))
-        area = pairs.rectangle(q_runs, k_runs, length, length)
+        shard = jnp.zeros((batch, length, 1, 8))
+        pair = Pair(shard, shard, shard, q_runs, k_runs, Scores(make_mask(True), 1.0))
+        area = pairs.rectangle(pair)
         i, j = np.arange(length)[:, None], np.arange(length)
         np.testing.assert_array_equal(seen, (i >= area.q_first) & (j < area.k_end))
-        q_ends, q_used, k_ends, k_used = pairs.where_of(area, batch, length, length)
+        q_ends, q_used, k_ends, k_used = pairs.where_of(area, pair)
         assert q_ends is not None and k_ends is not None
         covered = np.zeros((batch, length, batch, length), bool)
         for b in range(batch):
@@ -327,7 +355,7 @@ def test_lists(mask, of_queries: bool):
     ids = jnp.where(ids == 2, -1, ids).astype(jnp.int32)
     extras = Extras() if mask != make_mask() else Extras(q_segment_ids=ids, kv_segment_ids=ids[:, :420])
     shards = jnp.zeros((2, 500, 1, 8)), jnp.zeros((2, 420, 1, 8)), jnp.zeros((2, 420, 1, 8))
-    lists = make_lists(shards, q_runs, k_runs, Scores(mask, 1.0), extras, 96, of_queries)
+    lists = make_lists(Pair(*shards, q_runs, k_runs, Scores(mask, 1.0), extras), 96, of_queries)
     seen = np.asarray(visible(mask, jnp.arange(500)[:, None], jnp.arange(420)))[None]
     if extras.q_segment_ids is not None:
         seen = seen & np.asarray((ids[:, :, None] == ids[:, None, :420]) & (ids[:, :, None] >= 0))
@@ -405,8 +433,7 @@ def test_without_files(compiled, tmp_path):
 def test_lowers_for_a_gpu(compiled, monkeypatch, mapped: bool):
     """The real call with an object that is none, in a ring of two, as far as a machine without a GPU can go; under vmap it is
     called for one entry after another."""
-    monkeypatch.setattr(calls, "missing", lambda: None)
-    monkeypatch.setattr(calls, "capability", lambda: 90)
+    on_hopper(monkeypatch)
     monkeypatch.setattr(calls, "register", lambda: None)
     rows = P(None, None, "ring") if mapped else P(None, "ring")
 

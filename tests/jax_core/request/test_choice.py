@@ -1,15 +1,16 @@
-"""Which strategy and which kernel do it; and that a new strategy is a module and a line in the registry."""
+"""Which strategy and which kernel do it; and that a new strategy is a class and a line in the registry."""
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-import all_gather_strategy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from all_gather_strategy import Toy
 from attention_cases import CAUSAL, Case, make_cotangents, make_inputs, ring_mesh, ring_results
 from oracle_assertions import assert_like_the_oracle
 
@@ -20,9 +21,10 @@ from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.static import Mask
 from jax_core.request import choice
 from jax_core.request.choice import choose, named_platform
-from jax_core.request.measured import ON_GPU, STRATEGIES_ON_GPU, preferred_kernels, preferred_strategies
+from jax_core.request.measured import ON_GPUS, preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
-from jax_core.strategies import fused_ring, ring
+from jax_core.strategies.fused_ring import FusedRing
+from jax_core.strategies.ring import Ring
 
 PLAIN = frozenset({"contiguous", "float32"})
 
@@ -38,7 +40,7 @@ def problem(backend: str = "cpu", asked: frozenset[str] = PLAIN, **changed: Any)
 
 def test_auto_ends_at_the_ring_around_plain_xla():
     chosen = choose(Options(), problem())
-    assert (chosen.strategy, chosen.kernel) == (ring, xla)
+    assert (chosen.strategy, chosen.kernel) == (Ring(), xla)
     assert chosen.fwd_params == xla.default_params(problem())[0]
 
 
@@ -53,11 +55,11 @@ def test_what_is_given_stands_and_the_kernel_completes_it():
 def test_on_tpus_that_are_a_ring_auto_takes_the_fused_one_if_it_can():
     """And no platform is named: the fused ring has a kernel of its own."""
     tpus = problem("tpu")
-    assert choose(Options(), tpus, torus=True).strategy is fused_ring
-    assert choose(Options(), tpus).strategy is ring
-    assert choose(Options(), problem("tpu", PLAIN | {"bias"}), torus=True).strategy is ring
+    assert choose(Options(), tpus, torus=True).strategy == FusedRing()
+    assert choose(Options(), tpus).strategy == Ring()
+    assert choose(Options(), problem("tpu", PLAIN | {"bias"}), torus=True).strategy == Ring()
     chosen = choose(Options(platform="pallas"), tpus, torus=True)
-    assert (chosen.strategy, chosen.kernel) == (ring, tpu)
+    assert (chosen.strategy, chosen.kernel) == (Ring(), tpu)
 
 
 def test_what_is_named_runs_or_says_why_not():
@@ -87,11 +89,17 @@ def test_two_platforms_that_differ():
 
 
 def test_measured_choices_cover_every_length_and_end_at_xla():
-    assert [row.q_length for row in ON_GPU] == sorted((row.q_length for row in ON_GPU), reverse=True)
-    for row in ON_GPU:
-        assert preferred_kernels(problem("gpu", q_length=max(row.q_length, 1))) == row.order
-        assert sorted(row.order) == ["cuda", "cute", "triton", "xla"] and row.order[-1] == "xla"
-    assert ON_GPU[-1].q_length == 0
+    for gpus in ON_GPUS:
+        assert [row.q_length for row in gpus.kernels] == sorted((row.q_length for row in gpus.kernels), reverse=True)
+        for row, capability in product(gpus.kernels, gpus.capabilities):
+            assert preferred_kernels(problem("gpu", q_length=max(row.q_length, 1), capability=capability)) == row.order
+            assert {"cuda", "triton", "xla"} <= set(row.order) and row.order[-1] == "xla" and row.reason
+        assert gpus.kernels[-1].q_length == gpus.strategies[-1].q_length == 0
+    assert all(sorted(row.order) == ["cuda", "cute", "triton", "xla"] for row in ON_GPUS[0].kernels)
+    assert [gpus.measured for gpus in ON_GPUS] == ["H200", None, None]
+    assert preferred_kernels(problem("gpu")) == preferred_kernels(problem("gpu", capability=90))  # not known: what was measured
+    every = [capability for gpus in ON_GPUS for capability in gpus.capabilities]
+    assert len(every) == len(set(every))
     assert preferred_kernels(problem("gpu", q_length=1))[0] == "triton"  # a token of generation: what was measured
     assert [preferred_kernels(problem(backend))[-1] for backend in ("cpu", "tpu")] == ["xla"] * 2
 
@@ -99,16 +107,15 @@ def test_measured_choices_cover_every_length_and_end_at_xla():
 def test_the_order_of_strategies():
     """All-gather on GPUs for short shards of short sequences and for windows, the ring for the rest, and always last."""
 
-    def order(backend="gpu", near=False, platform="auto", torus=False, **sizes):
+    def order(backend="gpu", near=(), platform="auto", torus=False, **sizes):
         return preferred_strategies(problem(backend, **({"size": 4} | sizes)), platform, torus, near)
 
-    assert [row.q_length for row in STRATEGIES_ON_GPU][-1] == 0
     assert order(q_length=2048, k_length=2048) == ("all_gather", "ring")
     assert order(q_length=8192, k_length=8192) == ("ring",)
-    assert order(q_length=65536, k_length=65536, near=True) == ("all_gather", "ring")
+    assert order(q_length=65536, k_length=65536, near=("all_gather",)) == ("all_gather", "ring")
     assert order(q_length=2048, k_length=2048, size=64) == ("ring",)
     assert order(q_length=2048, k_length=2048, size=1) == ("ring",)
-    assert order("cpu", near=True) == order("tpu") == order("tpu", platform="xla", torus=True) == ("ring",)
+    assert order("cpu", near=("all_gather",)) == order("tpu") == order("tpu", platform="xla", torus=True) == ("ring",)
     assert order("tpu", torus=True) == ("fused", "ring")
 
 
@@ -117,9 +124,19 @@ def test_axes_that_are_named_as_a_strategy():
     two_axes = replace(asked, sizes=(2, 2))
     for axes in (("ulysses", "ring"), ("ring", "ulysses")):
         assert choose(Options(), two_axes, axes=axes).strategy is choice.STRATEGIES["_".join(axes)]
-    assert choose(Options(), two_axes, axes=("a", "b")).strategy is ring
-    assert choose(Options(), replace(two_axes, heads=3, kv_heads=1), axes=("ulysses", "ring")).strategy is ring
-    assert choose(Options(strategy="ring"), two_axes, axes=("ulysses", "ring")).strategy is ring
+    assert choose(Options(), two_axes, axes=("a", "b")).strategy == Ring()
+    assert choose(Options(), replace(two_axes, heads=3, kv_heads=1), axes=("ulysses", "ring")).strategy == Ring()
+    assert choose(Options(strategy="ring"), two_axes, axes=("ulysses", "ring")).strategy == Ring()
+
+
+def test_what_a_strategy_says_of_itself():
+    """That its queries are shared, that axes of these names mean it, and that a window lets it send its edges alone."""
+    assert {name for name in choice.STRATEGIES if name in choice.SHARED_QUERIES} == {"decode"}
+    axes = {name: strategy.axes for name, strategy in choice.STRATEGIES.items() if strategy.axes}
+    assert axes == {"ulysses_ring": ("ulysses", "ring"), "ring_ulysses": ("ring", "ulysses")}
+    window = problem("gpu", PLAIN | {"causal", "left"}, scores=Scores(Mask(causal=True, left=100), 1.0))
+    assert {name for name, strategy in choice.STRATEGIES.items() if strategy.only_near(window)} == {"all_gather"}
+    assert not any(strategy.only_near(problem()) for strategy in choice.STRATEGIES.values())
 
 
 # ---------------------------------------------------------------------------------------------------------- a new strategy
@@ -128,7 +145,7 @@ def test_axes_that_are_named_as_a_strategy():
 @pytest.fixture
 def registered(monkeypatch):
     """The one line that a new strategy needs, under which it has its name."""
-    monkeypatch.setattr(choice, "STRATEGIES", MappingProxyType({**choice.STRATEGIES, "toy": all_gather_strategy}))
+    monkeypatch.setattr(choice, "STRATEGIES", MappingProxyType({**choice.STRATEGIES, "toy": Toy()}))
 
 
 @pytest.mark.usefixtures("registered")

@@ -15,8 +15,8 @@ from jax_core.masks.static import Mask
 from jax_core.request import spec
 from jax_core.request.choice import KERNELS, STRATEGIES
 from jax_core.request.options import Options
-from jax_core.strategies import ring
 from jax_core.strategies.contract import Operands
+from jax_core.strategies.ring import Ring
 
 X = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
 
@@ -61,7 +61,7 @@ def test_every_strategy_refuses_what_it_does_not_declare(monkeypatch, name: str,
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_refuses_what_it_does_not_declare(monkeypatch, name: str, ask: Callable):
     """In a ring that declares it."""
-    monkeypatch.setattr(ring, "HANDLES", ring.HANDLES | {"spin"})
+    monkeypatch.setattr(Ring, "HANDLES", Ring.HANDLES | {"spin"})
     with pytest.raises(NotImplementedError, match=f'platform="{name}": it does not handle (.*, )?spin;'):
         ask(monkeypatch, 3, platform=name)
 

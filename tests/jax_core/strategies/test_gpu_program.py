@@ -91,6 +91,7 @@ def hopper() -> Iterator[None]:
             (calls, "capability", 90),
             (calls._private(), "check_cudnn_version", 91900),
             (cute_calls, "missing", None),
+            (cute_calls, "capability", 90),
         ):
             stack.enter_context(patch.object(module, name, lambda answer=answer: answer))
         stack.enter_context(patch.dict(os.environ, CUTE_DSL_ARCH="sm_90a"))

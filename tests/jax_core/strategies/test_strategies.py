@@ -30,7 +30,7 @@ from jax_core.kernels import cudnn, cute, triton
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.static import Mask
 from jax_core.request.choice import STRATEGIES
-from jax_core.strategies import all_gather
+from jax_core.strategies.all_gather import AllGather
 
 ALL = len(os.sched_getaffinity(0)) >= 8
 SHARING = ("all_gather", "ulysses", "ulysses_ring", "ring_ulysses", "hierarchical")
@@ -111,7 +111,7 @@ def test_kernels_that_go_by_lengths_are_not_asked_for_other_keys():
     """A quarter as many keys: gathered they are as many as a rank's queries, but not those at their positions."""
     lengths = dict(batch=1, q_length=512, k_length=128, heads=4, kv_heads=4, dim=128, value_dim=128, size=4)
     asked = frozenset({"causal", "contiguous", "bfloat16"})
-    cross = all_gather.kernel_problem(Problem(Scores(Mask(causal=True), 1.0), "bfloat16", features=asked, **lengths))  # type: ignore[arg-type]
+    cross = AllGather().kernel_problem(Problem(Scores(Mask(causal=True), 1.0), "bfloat16", features=asked, **lengths))  # type: ignore[arg-type]
     new = cross.features - asked
     assert cross.q_length == cross.k_length
     assert not new <= cute.HANDLES and not new <= cudnn.HANDLES and new <= triton.HANDLES

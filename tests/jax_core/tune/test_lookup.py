@@ -12,6 +12,7 @@ from tuning import BACKWARD, FORWARD, dense_forward, found, kernel, problem
 import jax_core
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.kernels import cudnn, xla
+from jax_core.kernels.contract import Pair
 from jax_core.masks.static import Mask
 from jax_core.request.choice import choose
 from jax_core.request.options import Options
@@ -227,6 +228,5 @@ def test_autotune_is_true_or_false():
 def test_the_small_kernel_is_attention():
     """So that these tests search with something that is right."""
     q, k, v = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 1, 8)), jnp.arange(4.0).reshape(1, 4, 1, 1)
-    settings = dict(scores=PROBLEM.scores, extras=jax_core.kernels.contract.Extras(), out_dtype="float32", config=None)
-    out = dense_forward(q, k, v, (), (), **settings).out
+    out = dense_forward(Pair(q, k, v, (), (), PROBLEM.scores), None, "float32", None).out
     np.testing.assert_allclose(out[0, :, 0, 0], [0, 0.5, 1, 1.5], rtol=1e-6)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jax_core.masks.layout import shard_indices
 from jax_core.masks.static import Mask, make_mask
-from jax_core.strategies.ring.schedule import visible_shifts
+from jax_core.strategies.ring.loop import visible_shifts
 
 
 @brute_force

@@ -8,12 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scaling.costs import (
+    DIRECTIONS,
+    Call,
+    Kernel,
+    Link,
+    Machine,
+    Pass,
+    both,
+    estimate,
+    load,
+    ring_stages,
+    seen,
+    simulate,
+)
 from jax_core.masks.layout import shard_indices
 from jax_core.masks.static import Mask, make_mask, visible
-from jax_core.request.costs import Call, Kernel, Link, Machine, Pass, both, estimate, load, ring_stages, simulate
-from jax_core.request.costs.work import DIRECTIONS, seen
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parent.parent
 RATE = 600e12
 KERNEL = Pass(product=1 / RATE, score=1e-13, edge=64.0, launch=5e-6, joined=16.0, host=1e-4, host_in_ring=3e-4)
 PLAIN = Pass(product=1 / RATE, score=0.0, edge=0.0, launch=0.0, joined=0.0, host=0.0, host_in_ring=0.0)
@@ -199,15 +211,9 @@ def test_shipped_figures_and_what_is_refused():
 
 def test_an_estimate_starts_no_backend():
     code = (
-        "from jax_core.request.costs import Call, both, load\n"
+        "from benchmarks.scaling.costs import Call, both, load\n"
         "both(load()[0], 'cuda', Call(8192, 8))\n"
         "from jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_wheel_brings_the_figures(tmp_path: Path):
-    build = ["build_py", "--build-lib", str(tmp_path), "egg_info", "--egg-base", str(tmp_path)]
-    subprocess.run([sys.executable, "setup.py", "--quiet", *build], cwd=ROOT, check=True, timeout=120)
-    assert (tmp_path / "jax_core" / "request" / "costs" / "h200.json").is_file()
