@@ -2,7 +2,8 @@
 
 import os
 from importlib.util import find_spec
-from zlib import crc32
+
+from effort import ALL, SALT, of_the_day
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -28,13 +29,27 @@ collect_ignore += [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["gpu"]
 # What needs transformers, accelerate, TRL, diffusers, flax, equinox or torchtitan: `make test-integrations` has them all.
 collect_ignore += [] if find_spec("transformers") else ["integrations"]
 
-FEW_CORES = len(os.sched_getaffinity(0)) < 8
+
+def pytest_configure():
+    if find_spec("torch"):
+        from program_cache import keep_programs
+
+        keep_programs()
+
+
+def pytest_report_header():
+    return "wide tables: all cases" if ALL else f"wide tables: a part, chosen by SALT={SALT}; FULL=1 tries all"
 
 
 def pytest_collection_modifyitems(config, items):
-    """On a machine with few cores every second case of the wide tables is tried; asked for by name, any."""
-    if not FEW_CORES or config.option.keyword or any("::" in argument for argument in config.args):
+    """On a machine with few cores half of the cases of the wide tables are tried, and all that have everything in them; asked for
+    by name, any."""
+    if ALL or config.option.keyword or any("::" in argument for argument in config.args):
         return
-    left = [item for item in items if item.get_closest_marker("wide") and crc32(item.nodeid.encode()) % 2]
+    left = [item for item in items if item.get_closest_marker("wide") and _is_left_out(item.nodeid)]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
+
+
+def _is_left_out(name):
+    return "everything" not in name and of_the_day(name, 2) == 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from typing import Any
 from zlib import crc32
 
@@ -191,14 +192,28 @@ class LazyMask:
 
 
 def oracle_results(case: Case, inputs: Arrays, cotangents: Arrays, dtype: str = "float64") -> Arrays:
-    """out, lse and the gradient of every differentiable input, in float64 arrays, computed in ``dtype``."""
+    """out, lse and the gradient of every differentiable input, in float64 arrays, computed in ``dtype``; once in a process for what
+    several kernels, layouts and rings are compared with."""
+    digest = sha256()
+    for name, array in (*inputs.items(), *cotangents.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    key = (dtype, tuple(sorted(case.options.items())), digest.digest())
+    if key not in _ORACLE:
+        _ORACLE[key] = _of_the_oracle(case.options, inputs, cotangents, dtype)
+    return dict(_ORACLE[key])
+
+
+_ORACLE: dict[Any, Arrays] = {}
+
+
+def _of_the_oracle(options: Mapping[str, Any], inputs: Arrays, cotangents: Arrays, dtype: str) -> Arrays:
     with jax.enable_x64(True):
         parameters, rest = _split({name: _widened(array, dtype) for name, array in inputs.items()})
 
         @partial(jax.jit, compiler_options=QUICK_COMPILE)
         def run(parameters: Any, rest: Any, cotangents: Any) -> Any:
             def attend(parameters: Any) -> Any:
-                return tuple(reference_attention(**parameters, **rest, **case.options, dtype=dtype))
+                return tuple(reference_attention(**parameters, **rest, **options, dtype=dtype))
 
             results, transpose = jax.vjp(attend, parameters)
             return results, transpose(cotangents)[0]

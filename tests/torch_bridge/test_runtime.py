@@ -34,14 +34,14 @@ def test_rings_of_a_2d_mesh_run_at_the_same_time_under_torchrun():
 
 @pytest.mark.parametrize("way", [pytest.param("early", marks=pytest.mark.slow), "late"])
 def test_a_clean_end_is_quiet(way):
-    for ended in processes(2, "ends.py", way):
+    for ended in processes(2, "ends.py", way, forked=False):
         assert ended.status == 0, ended.err
         assert not NOISE.search(ended.err), ended.err
 
 
 @pytest.mark.slow
 def test_an_error_of_one_rank_ends_it_at_once_and_leaves_the_others_alone():
-    fine, failed = processes(2, "ends.py", "user_error")
+    fine, failed = processes(2, "ends.py", "user_error", forked=False)
     assert (fine.status, fine.err) == (0, "")
     assert failed.status == 1
     assert failed.err.strip().endswith("ZeroDivisionError: a mistake of the user")
@@ -50,7 +50,7 @@ def test_an_error_of_one_rank_ends_it_at_once_and_leaves_the_others_alone():
 
 @pytest.mark.slow
 def test_a_step_whose_peer_has_left_does_not_hang():
-    left_alone, left = processes(2, "ends.py", "early_exit_status")
+    left_alone, left = processes(2, "ends.py", "early_exit_status", forked=False)
     assert (left.status, left.err) == (5, "")
     assert left_alone.status == 1
     assert re.search(r"PeerFailure: the ring of global ranks \[0, 1\] lost a member in forward step 2", left_alone.err)
@@ -64,7 +64,7 @@ def test_a_step_whose_peer_has_left_does_not_hang():
     ],
 )
 def test_the_death_of_a_peer_ends_the_others_with_the_ring_and_the_step(victim, survivors):
-    ended = processes(4, "killed_peer.py", str(victim), survivors)
+    ended = processes(4, "killed_peer.py", str(victim), survivors, forked=False)
     died = re.search(r"dies at ([\d.]+)", ended[victim].out)
     assert died, ended[victim].err
     for rank, survivor in enumerate(ended):
@@ -91,21 +91,21 @@ def test_the_death_of_a_peer_ends_the_others_with_the_ring_and_the_step(victim, 
     ],
 )
 def test_a_start_that_cannot_work_is_refused(way, message):
-    for rank, ended in enumerate(processes(2, "starts.py", way)):
+    for rank, ended in enumerate(processes(2, "starts.py", way, forked=False)):
         assert ended.status == 0, ended.err
         assert re.search("refused: .*" + message.format(rank=rank), ended.out), ended.out
 
 
 @pytest.mark.slow
 def test_a_world_that_the_program_has_started_rightly_is_used():
-    for ended in processes(2, "starts.py", "right_world"):
+    for ended in processes(2, "starts.py", "right_world", forked=False):
         assert ended.status == 0, ended.err
         assert "started" in ended.out
 
 
 @pytest.mark.slow
 def test_a_death_during_the_start_does_not_hang():
-    survivor, _ = processes(2, "starts.py", "death")
+    survivor, _ = processes(2, "starts.py", "death", forked=False)
     assert survivor.status == runtime.EXIT_PEER_FAILURE, survivor.err
     assert "the ring of global ranks [0, 1] lost a member in start step 1, on global rank 0: global rank 1 (died)" in survivor.err
 

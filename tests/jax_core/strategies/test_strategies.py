@@ -1,9 +1,8 @@
 """Every strategy that shares a sequence, by the ring's own table of cases: against the float64 oracle, forward and every gradient.
 
-A machine with few cores tries each case with one strategy, in turn, and those cases in which everything meets with all of them.
+A machine with few cores tries each case with one strategy, another one each day, and the cases in which everything meets with all.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -24,6 +23,7 @@ from attention_cases import (
     make_inputs,
     ring_results,
 )
+from effort import ALL, of_the_day
 from oracle_assertions import assert_like_the_oracle
 
 from jax_core.kernels import cudnn, cute, triton
@@ -32,7 +32,6 @@ from jax_core.masks.static import Mask
 from jax_core.request.choice import STRATEGIES
 from jax_core.strategies.all_gather import AllGather
 
-ALL = len(os.sched_getaffinity(0)) >= 8
 SHARING = ("all_gather", "ulysses", "ulysses_ring", "ring_ulysses", "hierarchical")
 TWO_AXES = ("ulysses_ring", "ring_ulysses", "hierarchical")
 MEETING = ("everything", "window cut by causal", "bfloat16 with everything")
@@ -54,7 +53,7 @@ def table() -> Iterator[object]:
     shared = [case for case in CASES if case.ring > 1]
     for number, case in enumerate(shared):
         for turn, strategy in enumerate(SHARING):
-            if ALL or case.name in MEETING or number % len(SHARING) == turn:
+            if ALL or case.name in MEETING or of_the_day(case.name, len(SHARING)) == turn:
                 yield pytest.param(case, strategy, id=f"{strategy}: {case.name}", marks=[pytest.mark.slow] * (number > 12))
 
 
