@@ -74,7 +74,7 @@ class RingAttentionFn(RingSettings):
                 ``shard_map`` the key must be the same on all devices of a ring. ``broadcast_dropout`` must be False.
             dtype, promote_dtype: of the computation, as in flax. force_fp32_for_softmax: the softmax is always in float32 or wider;
                 True returns float32, as linen does.
-            precision: of the matrix products; None is the highest.
+            precision: of the matrix products; None is the settings', and without that the highest.
             is_causal: adds to the settings' ``causal``.
             arrays: ``q_segment_ids``, ``kv_segment_ids``, ``q_position_ids``, ``kv_position_ids``, ``softmax_aux``,
                 ``alibi_slopes`` of :func:`jax_core.ring_attention`, for arrays with one batch dim.
@@ -94,7 +94,7 @@ class RingAttentionFn(RingSettings):
             bias=_rows(bias, lead),
             mask=None if mask is None else _rows(jnp.asarray(mask) != 0, lead),
             causal=self.causal or is_causal,
-            precision=precision,
+            precision=self.precision if precision is None else precision,
             **dropout,
             **arrays,
         )

@@ -8,32 +8,17 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_core.api.attention import ring_attention
-from jax_core.config import RingAttentionConfig
-from jax_core.masks.layout import Layout
-from jax_core.masks.static import Window
-from jax_core.request.options import AxisName, MaskBuilder, MaskMod
+from jax_core.request.options import AxisName, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingSettings:
+class RingSettings(Settings):
     """The arguments of :func:`jax_core.ring_attention` that are no arrays: hashable, and equal where they are, so that ``jax.jit``
     finds its programs again."""
 
     mesh: Mesh | None = None
     axis_name: AxisName = None
     in_specs: Sequence[PartitionSpec | None] | None = None
-    layout: Layout = "contiguous"
-    causal: bool = False
-    sliding_window: Window = None
-    chunk_size: int | None = None
-    logits_soft_cap: float | None = None
-    softmax_scale: float | None = None
-    mask_mod: MaskMod | None = None
-    mask_builder: MaskBuilder | None = None
-    platform: str | None = None
-    strategy: str = "auto"
-    fused_backward: bool = False
-    cfg: RingAttentionConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("axis_name", "in_specs", "sliding_window"):

@@ -29,9 +29,10 @@ class MaskInfo(NamedTuple):
     sequence_axis_name: AxisName = None
 
 
-@dataclass(frozen=True)
-class Options:
-    """The static arguments of ``ring_attention``, with the same names; hashable if the mask functions are."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The static arguments of ``ring_attention`` that a layer is told once, of the same names; hashable if the mask functions are.
+    The one list of them: layers of flax and equinox inherit it, and tests compare every signature and table with it."""
 
     causal: bool = False
     bottom_right: bool = False  # the last query is at the last key's position, not the first at the first's
@@ -39,19 +40,25 @@ class Options:
     chunk_size: int | None = None
     logits_soft_cap: float | None = None
     softmax_scale: float | None = None
-    dropout_prob: float = 0.0
     layout: Layout = "contiguous"
     mask_mod: MaskMod | None = None
     mask_builder: MaskBuilder | None = None
     platform: str | None = None
+    strategy: str = "auto"
     cfg: RingAttentionConfig | None = None
-    predicates: tuple[Predicate, ...] = ()  # mask functions already traced, whose arrays are among the operands
     fused_backward: bool = False
     deterministic: bool = False
-    lse_gradient: bool = True  # False: the LSE has no cotangent, and one passed anyway is ignored
     precision: str | Precision | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings):
+    """What a call asks for: its settings, and what is each call's own."""
+
+    dropout_prob: float = 0.0
+    lse_gradient: bool = True  # False: the LSE has no cotangent, and one passed anyway is ignored
+    predicates: tuple[Predicate, ...] = ()  # mask functions already traced, whose arrays are among the operands
     logits_dtype: str | None = None
-    strategy: str = "auto"
 
 
 @dataclass(frozen=True)
