@@ -38,8 +38,8 @@ def wrong_in(blocks: int, what: str):
     """A kernel whose results named ``what`` are wrong at one position with query blocks of this size."""
 
     def spoilt(function):
-        def call(*arguments, config, **settings):
-            results = function(*arguments, config=config, **settings)
+        def call(pair, before, third, config, **settings):
+            results = function(pair, before, third, config, **settings)
             if config.q_blocksize != blocks or what not in results._fields:
                 return results
             array = getattr(results, what)
@@ -105,10 +105,10 @@ def test_nan_is_wrong():
 def test_a_failing_candidate_is_named_and_dropped(monkeypatch):
     times(monkeypatch, {16: 3.0, 32: 1.0, 64: 2.0})
 
-    def forward(*arguments, config, **settings):
+    def forward(pair, carry, out_dtype, config):
         if config.q_blocksize == 32:
             raise RuntimeError("out of registers\nand a long trace")
-        return dense_forward(*arguments, config=config, **settings)
+        return dense_forward(pair, carry, out_dtype, config)
 
     results = search.search(kernel(forward=forward), CAUSAL)
     assert results["forward"].dropped == ("32 x 16: RuntimeError: out of registers",)
@@ -119,9 +119,9 @@ def test_without_the_heuristic_there_is_no_gain(monkeypatch):
     times(monkeypatch, {16: 3.0, 32: 1.0, 64: 2.0})
     unusable = kernel(default_params=lambda _: (FwdParams(64, 32, 7), BwdParams(64, 32, 7)))
 
-    def forward(*arguments, config, **settings):
+    def forward(pair, carry, out_dtype, config):
         assert config.num_stages is None, "no stages"
-        return dense_forward(*arguments, config=config, **settings)
+        return dense_forward(pair, carry, out_dtype, config)
 
     unusable.forward = forward
     result = search.search(unusable, CAUSAL)["forward"]
@@ -195,11 +195,10 @@ def test_calls_in_a_row_are_made_one_after_another():
     made = []
 
     inputs = make_inputs(CAUSAL)
-    settings = dict(scores=CAUSAL.scores, extras=inputs.extras, out_dtype="float32", config=None)
 
     def once(inputs, residuals):
         jax.debug.callback(lambda: made.append(1))
-        return dense_forward(*inputs[:3], *inputs.runs, **settings)._asdict()
+        return dense_forward(inputs.pair(CAUSAL.scores), None, "float32", None)._asdict()
 
     several = jax.jit(lambda inputs: programs._in_a_row(once, 5, inputs, None))(inputs)
     jax.effects_barrier()

@@ -53,9 +53,9 @@ called: set[tuple[int, int]] = set()
 
 
 def noting(function):
-    def noted(*arguments, config, **settings):
+    def noted(pair, before, third, config, **settings):
         called.add((config.q_blocksize, config.kv_blocksize))
-        return function(*arguments, config=config, **settings)
+        return function(pair, before, third, config, **settings)
 
     return noted
 
