@@ -12,7 +12,7 @@ from ring_attn.ring import Ring
 from ring_attn.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss
-from torch_bridge.runtime import PeerFailure, start
+from torch_bridge.job.runtime import PeerFailure, start
 
 __all__ = [
     "BwdParams",

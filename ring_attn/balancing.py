@@ -7,7 +7,7 @@ from torch import Tensor
 from jax_core.masks.balance import balance as plan_for
 from jax_core.masks.plan import Plan
 from ring_attn.ring import Ring
-from torch_bridge.mesh import MeshDim, MeshLike, resolve
+from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
 
 
 def balance(length: int, ranks: "int | Ring | MeshLike" = None, *, mesh_dim: MeshDim = None, **mask: Any) -> Plan:

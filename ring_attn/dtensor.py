@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_bridge.mesh import MeshDim, MeshLike, resolve
+from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
 
 Whole = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Where = tuple[MeshLike, MeshDim]

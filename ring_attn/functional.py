@@ -14,10 +14,10 @@ from ring_attn.checks import check_integers, check_numbers, check_settings, chec
 from ring_attn.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.names import OF_FUNCTION
 from ring_attn.packed.ids import Packing, with_documents, with_positions
-from torch_bridge import repeated
-from torch_bridge.announced import announced
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.mistakes import doubt_swapped_dims
+from torch_bridge.call import call_cache
+from torch_bridge.job.error_propagation import propagates_errors
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.sanity_checks import suspect_swapped_dims
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -107,7 +107,7 @@ def ring_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@announced(_where, OF_FUNCTION)
+@propagates_errors(_where, OF_FUNCTION)
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -261,7 +261,7 @@ def attention(
     key = None
     if not torch.compiler.is_compiling():
         key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)
-        repeat = repeated.find(key)
+        repeat = call_cache.lookup(key)
         if repeat is not None:
             qkv = _autocast({name: batch_first(x, qkv_format) for name, x in qkv.items()}, qkv["query"].device.type)
             return as_given(*repeat({**qkv, **others}), qkv_format)
@@ -273,7 +273,7 @@ def attention(
     check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
     check_settings(options["cfg"], options["mask_builder"])
     qkv = {name: batch_first(x, qkv_format) for name, x in qkv.items()}
-    if qkv_format != "thd" and doubt_swapped_dims(qkv["query"], qkv["key"], qkv_format):
+    if qkv_format != "thd" and suspect_swapped_dims(qkv["query"], qkv["key"], qkv_format):
         key = None  # so that it is objected to each time
     whole = None
     if any(map(is_dtensor, qkv.values())):
@@ -285,14 +285,14 @@ def attention(
     elif options.get("bottom_right"):
         others, options = with_positions(where, qkv, others, options)
     # Imported here so that importing ring_attn does not load JAX.
-    from torch_bridge.autograd import differentiable_attention, repetition
+    from torch_bridge.call.autograd import differentiable_attention, repetition
 
     seed = _seed(options["dropout_prob"], dropout_seed)
     qkv = _autocast(qkv, qkv["query"].device.type)
     tensors, called = {**qkv, **others}, tuple(names.items())
     out, lse = differentiable_attention(where, tensors, seed, called, **options)
     if key is not None:
-        repeated.remember(key, repetition(where, tensors, called, options))
+        call_cache.store(key, repetition(where, tensors, called, options))
     return as_given(*(whole(out, lse) if whole else (out, lse)), qkv_format)
 
 
@@ -319,7 +319,7 @@ def _key(
         return None
     values, window = tuple(options.values()), options["sliding_window"]
     kinds = *map(type, values), *(map(type, window) if isinstance(window, tuple) else ())  # 4.0 equals 4, and is checked
-    return repeated.key(where, (*qkv.values(), *others.values()), qkv_format, values, kinds, *names.items())
+    return call_cache.key(where, (*qkv.values(), *others.values()), qkv_format, values, kinds, *names.items())
 
 
 def _ids_as_they_are(others: dict[str, Tensor | None]) -> bool:

@@ -21,10 +21,10 @@ from ring_attn.names import OF_FORWARD, OF_MODULE
 from ring_attn.projections import repack, rows
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import positions, unshard
-from torch_bridge.announced import announced
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.ring import tensors_per_sequence
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.error_propagation import propagates_errors
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.ring import tensors_per_sequence
 
 # Errors use the module's argument names.
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}
@@ -181,7 +181,7 @@ class RingAttention(nn.MultiheadAttention):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
 
-    @announced(lambda self, *_, **__: (self.mesh, self.mesh_dim), OF_FORWARD)
+    @propagates_errors(lambda self, *_, **__: (self.mesh, self.mesh_dim), OF_FORWARD)
     def forward(
         self,
         query: Tensor,
@@ -387,7 +387,7 @@ class RingAttention(nn.MultiheadAttention):
 
     def _kept(self, q: Tensor, keys: int, seed: Tensor) -> Tensor:
         """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]; its index is one past the ring's last key."""
-        keep_mask = torch.compiler.disable(road_of(q.device).keep_mask)
+        keep_mask = torch.compiler.disable(backend_of(q.device).keep_mask)
         size = self._ring_size(q)
         rows = positions(q.shape[1] * size, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout, device=q.device)
         batch, heads = (torch.arange(count, device=q.device) for count in (q.shape[0], self.num_heads))
@@ -396,4 +396,4 @@ class RingAttention(nn.MultiheadAttention):
 
     def _ring_size(self, shard: Tensor) -> int:
         """How many tensors like ``shard`` make up the whole sequence."""
-        return tensors_per_sequence(road_of(shard.device).resolve(self.mesh, self.mesh_dim))
+        return tensors_per_sequence(backend_of(shard.device).resolve(self.mesh, self.mesh_dim))

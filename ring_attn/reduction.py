@@ -1,4 +1,4 @@
-"""Sums over a ring and gathers from it by torch's collectives, each compared, announced and watched as every ring call is."""
+"""Sums over a ring and gathers from it by torch's collectives, each compared, propagates_errors and watched as every ring call is."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.calls import compare, watch
-from torch_bridge.mesh import Ring
-from torch_bridge.runtime import start
+from torch_bridge.job.mesh import Ring
+from torch_bridge.job.runtime import start
+from torch_bridge.job.watchdog import compare, watch
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 def where(*arguments: object, ring: object = None, mesh: object = None, mesh_dim: object = None, **_: object) -> Any:
-    """Mesh and mesh dimension of a call whose second argument is the mesh, for :func:`torch_bridge.announced.announced`."""
+    """Mesh and mesh dimension of a call whose second argument is the mesh, for :func:`torch_bridge.job.error_propagation.propagates_errors`."""
     mesh = arguments[1] if len(arguments) > 1 else mesh
     return getattr(ring, "mesh", mesh), getattr(ring, "mesh_dim", mesh_dim)
 

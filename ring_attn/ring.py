@@ -11,8 +11,8 @@ from jax_core.masks.layout import Layout, check_layout
 from ring_attn import sequence
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.sequence import ShardedBatch
-from torch_bridge.mesh import MeshDim, MeshLike, resolve
-from torch_bridge.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
+from torch_bridge.job.mesh import Ring as ProcessRing
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length, check_whole_length, padded_length, runs
 from ring_attn.reduction import agree, gather_from_ring, sum_over_ring, where
-from torch_bridge.announced import announced, telling
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.mesh import Ring as ProcessRing
-from torch_bridge.mistakes import note_layout
-from torch_bridge.ring import Ring
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.error_propagation import propagates_errors, propagating
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.ring import Ring
+from torch_bridge.job.sanity_checks import note_layout
 
 _MUST_AGREE = (
     "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring; pad the shards to "
@@ -66,7 +66,7 @@ def shard(
     return ring.split(shards, dim)
 
 
-@announced(where)
+@propagates_errors(where)
 def unshard(
     tensor: Tensor,
     mesh: MeshLike = None,
@@ -102,7 +102,7 @@ def unshard(
 
 @torch.compiler.disable
 def _gathered(tensor: Tensor, dim: int, layout: Layout, length: int | None, ring: ProcessRing) -> Tensor:
-    with telling(ring, tensor.device):  # under torch.compile, unshard does not
+    with propagating(ring, tensor.device):  # under torch.compile, unshard does not
         call = _agreed(tensor, dim, layout, length, ring)
         dim = _checked_dim(tensor, dim)
         check_layout(layout, ring.size)
@@ -225,7 +225,7 @@ def shard_batch(
 
 
 def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> Ring:
-    return road_of(device).resolve(mesh, mesh_dim)
+    return backend_of(device).resolve(mesh, mesh_dim)
 
 
 def _held(layout: Layout, ring: Ring, length: int) -> tuple[Run, ...]:

@@ -218,7 +218,7 @@ def test_a_circle_of_imports_is_seen():
         ("jax_core.api.attention", "from jax_core.testing.oracle import reference_attention"),
         ("jax_core.api.attention", "from jax_core.integrations import flax"),
         ("jax_core.testing.oracle", "from jax_core.masks.static import visible"),
-        ("torch_bridge.mesh", "from ring_attn.functional import ring_attention"),
+        ("torch_bridge.job.mesh", "from ring_attn.functional import ring_attention"),
         ("ring_attn.functional", "def f():\n    import jax"),
         ("jax_core.masks.static", "import numpy"),
         ("jax_core.masks.layout", "from jax_core.kernels import contract"),
@@ -241,8 +241,8 @@ def test_the_rule_sees(module, source):
     ("module", "source"),
     [
         ("jax_core.api.attention", "import jax\nfrom jax_core.strategies import ring\nfrom jax_core.kernels import xla"),
-        ("torch_bridge.autograd", "import jax, torch\nfrom jax_core.strategies.contract import Operands"),
-        ("ring_attn.sequence", "import torch\nfrom jax_core.masks.layout import runs\nfrom torch_bridge.mesh import resolve"),
+        ("torch_bridge.call.autograd", "import jax, torch\nfrom jax_core.strategies.contract import Operands"),
+        ("ring_attn.sequence", "import torch\nfrom jax_core.masks.layout import runs\nfrom torch_bridge.job.mesh import resolve"),
         ("jax_core.masks.static", "from typing import NamedTuple\nfrom jax_core.masks.layout import Run"),
         (
             "jax_core.kernels.xla.kernel",
@@ -267,7 +267,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 def test_the_torch_packages_load_no_jax():
-    assert not loaded_after("import ring_attn.sequence, torch_bridge.mesh") & {"jax", "jaxlib"}
+    assert not loaded_after("import ring_attn.sequence, torch_bridge.job.mesh") & {"jax", "jaxlib"}
 
 
 @pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)

@@ -220,7 +220,7 @@ def write_torch(folder: Path) -> None:
 
         return Recorder()
 
-    from torch_bridge.runtime import start
+    from torch_bridge.job.runtime import start
 
     start()
 

@@ -110,7 +110,7 @@ def through_jax(attention: Callable[..., Any], inputs: Inputs) -> Prepared:
     """No torch in the timed part; the backward is compiled separately, with the residuals of a forward as its operands."""
     import jax
 
-    from torch_bridge.dlpack import to_jax, to_torch
+    from torch_bridge.backends.dlpack import to_jax, to_torch
 
     tensors = (*inputs.qkv, inputs.dout)
     arrays = list(map(to_jax, tensors))

@@ -25,8 +25,9 @@ import torch
 import ring_attn
 from benchmarks.harness.team import ON_GPU, Team, hardware, software
 from benchmarks.harness.timing import Timed, by_events, reason
-from torch_bridge import autograd, compiled, crossing
-from torch_bridge.programs import _PROGRAMS
+from torch_bridge.backends import compiled, launch
+from torch_bridge.call import autograd
+from torch_bridge.call.programs import _PROGRAMS
 
 Call = Callable[[], Any]
 DIM, DTYPE = (128, torch.bfloat16) if ON_GPU else (8, torch.float32)
@@ -71,16 +72,16 @@ class Marks:
 @contextmanager
 def marked(marks: Marks, program: Any) -> Iterator[None]:
     """The stages of this program's calls, marked where one ends and the next begins."""
-    way, convert, function = program.crossing, program.crossing.convert, autograd._Attention
+    way, convert, function = program.launcher, program.launcher.convert, autograd._Attention
     crossed = type(way).__call__
     inner = convert._replace(
         to_array=marks.within(convert.to_array, TO_JAX, CROSSING), to_tensor=marks.within(convert.to_tensor, WAIT, CHECKS)
     )
 
-    def of(compiled: crossing.Compiled) -> crossing.Compiled:
+    def of(compiled: launch.Compiled) -> launch.Compiled:
         return compiled._replace(function=marks.within(compiled.function, DISPATCH, CHECKS))
 
-    def cross(self: Any, join: Any, compiled: crossing.Compiled, tensors: Any) -> Any:
+    def cross(self: Any, join: Any, compiled: launch.Compiled, tensors: Any) -> Any:
         return crossed(self, join, of(compiled), tensors)
 
     with (
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--copied", action="store_true", help="results are copied, as where JAX cannot write them in place")
     options = parser.parse_args()
     team = Team()
-    crossing._OnGpu.in_place = not options.copied
+    launch._OnGpu.in_place = not options.copied
     inputs = [torch.randn(1, options.tokens, count, DIM, device=team.device, dtype=DTYPE) for count in HEADS]
     team.say(f"{team.size} x {hardware()}; {software()}")
     team.say(f"{options.tokens} tokens a process, causal, zigzag, {DTYPE}, mesh={options.mesh}")

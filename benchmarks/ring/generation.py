@@ -37,7 +37,7 @@ from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import Timed, reason, take_turns
 from ring_attn import Ring
 from ring_attn.generation import KVCache
-from torch_bridge import runtime
+from torch_bridge.job import runtime
 
 NEW = 4096  # tokens that a cache has room for; a system that has generated as many begins again
 SDPA: dict[str, SDPBackend | None] = {

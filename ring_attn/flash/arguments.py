@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_attn.functional import ring_attention
-from torch_bridge.mesh import MeshLike
+from torch_bridge.job.mesh import MeshLike
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 Window = tuple[int, int]

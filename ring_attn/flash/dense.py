@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_attn.flash.arguments import Result, Window, attend, kvpacked, qkvpacked
-from torch_bridge.mesh import MeshLike
+from torch_bridge.job.mesh import MeshLike
 
 
 def flash_attn_func(

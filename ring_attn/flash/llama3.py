@@ -12,8 +12,8 @@ from torch import Tensor
 from ring_attn.flash.arguments import Result, Window, attend, kvpacked, qkvpacked
 from ring_attn.flash.varlen import check_slopes
 from ring_attn.packed.ids import check_cumulative, documents_of
-from torch_bridge.mesh import MeshLike
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.mesh import MeshLike
 
 Prepared = tuple[Tensor, Tensor, int, int, slice]
 
@@ -92,7 +92,7 @@ def llama3_flash_attn_varlen_func(
 
 @torch.compiler.assume_constant_result
 def _shard_start(group: MeshLike, q: Tensor) -> int:
-    ring = road_of(q.device).resolve(group, None)
+    ring = backend_of(q.device).resolve(group, None)
     if len(ring.held) != 1:
         raise NotImplementedError("one process holds all shards here (torch-xla): use flash_attn_varlen_func, with whole tensors")
     return ring.held[0] * q.shape[0]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ring_attn.flash.arguments import Result, Window, attend, kvpacked, qkvpacked
 from ring_attn.packed.ids import check_cumulative, documents_of
-from torch_bridge.mesh import MeshLike
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.mesh import MeshLike
 
 
 def flash_attn_varlen_func(
@@ -116,7 +116,7 @@ def _in_layout(name: str, layout: str, offsets: Offsets, multiple: int = 1) -> C
 @torch.compiler.assume_constant_result
 def _place(group: MeshLike, device: torch.device) -> tuple[int, int]:
     """This process's rank in the ring, and the ring's size."""
-    ring = road_of(device).resolve(group, None)
+    ring = backend_of(device).resolve(group, None)
     if len(ring.held) != 1:
         raise NotImplementedError("one process holds all shards here (torch-xla): use flash_attn_varlen_func, with whole tensors")
     return ring.held[0], ring.size

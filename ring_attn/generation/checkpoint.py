@@ -17,7 +17,7 @@ from ring_attn.functional import is_dtensor
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.layer import Held
 from ring_attn.ring import Ring
-from torch_bridge.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import Ring as ProcessRing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

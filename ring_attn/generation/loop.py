@@ -10,8 +10,8 @@ from torch import Tensor
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
 from ring_attn.reduction import agree, recorded
-from torch_bridge.calls import watch
-from torch_bridge.mesh import Ring
+from torch_bridge.job.mesh import Ring
+from torch_bridge.job.watchdog import watch
 
 Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.functional import ring_attention
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import MeshDim, MeshLike
 
 
 def _backend_name() -> AttentionBackendName:

@@ -140,7 +140,7 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
         pass
 
     def get_save_ops(self) -> set[Any]:
-        import torch_bridge.operators  # noqa: F401  registers the operator
+        import torch_bridge.call.operators  # noqa: F401  registers the operator
 
         return super().get_save_ops() | {torch.ops.ring_attn.forward.default}
 

@@ -8,7 +8,7 @@ from torch import nn
 from jax_core.masks.layout import Layout
 from ring_attn.module import RingAttention
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import MeshDim, MeshLike
 
 
 class Replaced(NamedTuple):

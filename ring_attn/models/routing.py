@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from jax_core.masks.layout import Layout
 from ring_attn.models.sdpa import sdpa
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import MeshDim, MeshLike
 
 Cross = Literal["sharded", "whole"] | None
 # Attention by other names, which would attend to the local shard only.

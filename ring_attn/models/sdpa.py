@@ -9,10 +9,10 @@ from torch import Tensor
 from jax_core.masks.layout import Layout
 from ring_attn.reduction import where
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.announced import announced
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.ring import tensors_per_sequence
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.error_propagation import propagates_errors
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.ring import tensors_per_sequence
 
 
 class _Sizes(NamedTuple):
@@ -29,7 +29,7 @@ def _where(*_: object, **options: object) -> Any:
     return where(**options)
 
 
-@announced(_where)
+@propagates_errors(_where)
 def sdpa(
     query: Tensor,
     key: Tensor,
@@ -77,7 +77,7 @@ def sdpa(
     _check_inputs(query, key, value)
     q, k, v = (x[(None,) * (4 - x.ndim)] for x in (query, key, value))
     q, k, v = _broadcast(q, k, v, enable_gqa)
-    parts = tensors_per_sequence(road_of(query.device).resolve(place.mesh, place.mesh_dim))
+    parts = tensors_per_sequence(backend_of(query.device).resolve(place.mesh, place.mesh_dim))
     sizes = _Sizes(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2] * parts)
     if attn_mask is not None:
         _check_mask(attn_mask, is_causal, query.ndim, sizes)

@@ -13,8 +13,8 @@ from ring_attn.packed.documents import CUMULATIVE, LONGEST, NUMBERED, Documents,
 from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import unshard
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.mesh import MeshDim, MeshLike
 
 _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", *CUMULATIVE, *NUMBERED, *LONGEST})
 
@@ -106,7 +106,7 @@ def shard_packed(
         )
     input_ids = _checked(batch)
     documents = read_documents(batch)
-    processes = road_of(input_ids.device).resolve(where.mesh, where.mesh_dim)
+    processes = backend_of(input_ids.device).resolve(where.mesh, where.mesh_dim)
     multiple = processes.size * int(np.lcm(pad_to_multiple_of, shard_multiple(where.layout)))
     total = max(multiple, -(-len(documents.tokens) // multiple) * multiple)
     placement = place(documents.lengths, processes.size, total // processes.size)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, runs
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.mistakes import doubt_local_lengths
-from torch_bridge.ring import tensors_per_sequence
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.ring import tensors_per_sequence
+from torch_bridge.job.sanity_checks import suspect_local_lengths
 
 Where = tuple[MeshLike, MeshDim]
 Tensors = dict[str, Tensor]
@@ -60,7 +60,7 @@ def with_documents(
     check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0])
     if not same or longest[0] != longest[1]:
         check_cumulative("cu_seqlens_k", cu_k, key.shape[1] * per_sequence, query.device, longest[1])
-    doubt_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
+    suspect_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
     options, q_index = {**options, "bottom_right": False}, _index(where, options["layout"], query)
     q_document = documents_of(q_index, cu_q)
     ids = dict(q_segment_ids=_or_padding(q_document, cu_q))
@@ -121,13 +121,13 @@ def check_cumulative(name: str, ends: Tensor, total: int, device: torch.device, 
 
 @torch.compiler.assume_constant_result
 def _tensors_per_sequence(where: Where, device: torch.device) -> int:
-    return tensors_per_sequence(road_of(device).resolve(*where))
+    return tensors_per_sequence(backend_of(device).resolve(*where))
 
 
 @torch.compiler.assume_constant_result
 def _held(where: Where, device: torch.device) -> tuple[tuple[int, ...], int]:
     """The ring ranks whose shards this process's tensor holds, and the size of the ring."""
-    ring = road_of(device).resolve(*where)
+    ring = backend_of(device).resolve(*where)
     return tuple(ring.held), ring.size
 
 

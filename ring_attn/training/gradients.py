@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.announced import announced
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.mesh import Ring as ProcessRing
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.error_propagation import propagates_errors
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import Ring as ProcessRing
 
 _BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time
 _MUST_AGREE = (
@@ -31,7 +31,7 @@ _REDUCING = {
 }
 
 
-@announced(where)
+@propagates_errors(where)
 @torch.no_grad()
 def sync_gradients(
     parameters: nn.Module | Iterable[Tensor],
@@ -61,7 +61,7 @@ def sync_gradients(
     chosen = one_ring(ring, mesh, mesh_dim)
     trained = _trained(parameters)
     device = trained[0].device if trained else torch.device("cpu")
-    processes = road_of(device).resolve(chosen.mesh, chosen.mesh_dim)
+    processes = backend_of(device).resolve(chosen.mesh, chosen.mesh_dim)
     if len(processes.held) == processes.size:
         return
     assert isinstance(processes, ProcessRing)  # any other holds all shards

@@ -14,10 +14,10 @@ from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sequence import ShardedBatch
 from ring_attn.training.token_losses import token_losses
-from torch_bridge.announced import announced, telling
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.mesh import Ring as ProcessRing
-from torch_bridge.roads import road_of
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.error_propagation import propagates_errors, propagating
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import Ring as ProcessRing
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ALL_COUNT = "cross_entropy counts labels over the ring: every rank of it must make the same call"
@@ -34,7 +34,7 @@ def _where(*arguments: object, ring: Ring | None = None, mesh: MeshLike = None, 
     return where(ring=ring, mesh=mesh, mesh_dim=mesh_dim)
 
 
-@announced(_where)
+@propagates_errors(_where)
 def cross_entropy(
     logits: Tensor,
     batch: ShardedBatch | PackedShard | Tensor,
@@ -90,7 +90,7 @@ def cross_entropy(
     return losses.sum() / _divisor(num_items)
 
 
-@announced(where)
+@propagates_errors(where)
 def total_loss(loss: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None, ring: Ring | None = None) -> Tensor:
     """The sum of all ranks' shares of a loss, on every rank: the number to show. It has no gradient; call ``backward()`` on the
     share. Collective: every rank of the ring calls it, with a loss of one shape and dtype.
@@ -122,11 +122,11 @@ def _count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring
 
 @torch.compiler.disable
 def _total(number: Tensor, ring: Ring, call: str, must: str) -> Tensor:
-    processes = road_of(number.device).resolve(ring.mesh, ring.mesh_dim)
+    processes = backend_of(number.device).resolve(ring.mesh, ring.mesh_dim)
     if len(processes.held) == processes.size:
         return number
     assert isinstance(processes, ProcessRing)  # any other holds all shards
-    with telling(processes, number.device):  # under torch.compile, cross_entropy does not
+    with propagating(processes, number.device):  # under torch.compile, cross_entropy does not
         agree(processes, number.device, call, must)
     return sum_over_ring(number, processes, "loss", call)
 

@@ -24,8 +24,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import ring_attn
-from torch_bridge import crossing
-from torch_bridge.jax_memory import trim_jax_memory
+from torch_bridge.backends import launch
+from torch_bridge.job.jax_memory import trim_jax_memory
 
 MIB = 2**20
 BEHIND = 40_000_000  # clock cycles: about 20 ms
@@ -161,7 +161,7 @@ def compiled(rank: int) -> None:
 
 def copied(rank: int) -> None:
     """JAX writes its results into its own memory, as it does where it cannot use torch's."""
-    way, kept = crossing._OnGpu, crossing._OnGpu.in_place
+    way, kept = launch._OnGpu, launch._OnGpu.in_place
     way.in_place = False
     try:
         storm(rank, 300)

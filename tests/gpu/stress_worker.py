@@ -27,8 +27,8 @@ import torch
 
 import ring_attn
 from benchmarks.harness.team import ON_GPU, Team, hardware, software
-from torch_bridge import crossing
-from torch_bridge.dlpack import DEFAULT_STREAM
+from torch_bridge.backends import launch
+from torch_bridge.backends.dlpack import DEFAULT_STREAM
 
 PASSES = ("forward", "both", "dropped")  # "dropped": a forward whose results are discarded
 LATE = 3_000_000  # maximum delay of a reader or a rank in clock cycles: about 2 ms
@@ -152,11 +152,11 @@ def choose_memory(results: str) -> None:
     def shared(self, arrays, homes, stream):
         event = torch.cuda.Event()
         event.record(stream)
-        return crossing.Outcome([self.convert.to_tensor(x, stream.cuda_stream or DEFAULT_STREAM) for x in arrays], event)
+        return launch.Outcome([self.convert.to_tensor(x, stream.cuda_stream or DEFAULT_STREAM) for x in arrays], event)
 
-    crossing._OnGpu.in_place = results == "in_place"
+    launch._OnGpu.in_place = results == "in_place"
     if results == "shared":
-        crossing._OnGpu._settle = shared  # type: ignore[method-assign]
+        launch._OnGpu._settle = shared  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch
 
 import ring_attn
 from benchmarks.cpu.compare import sdpa
-from torch_bridge.dlpack import to_jax, to_torch
+from torch_bridge.backends.dlpack import to_jax, to_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_errors_are_at_most_twice_those_of_torch(dtype):
 
 def test_results_are_in_memory_of_torch():
     """JAX has written them there: none had to be copied."""
-    from torch_bridge.crossing import crossing
+    from torch_bridge.backends.launch import launcher
 
     q, k, v = qkv()
     before = torch.cuda.memory_allocated()
@@ -57,7 +57,7 @@ def test_results_are_in_memory_of_torch():
     assert torch.cuda.memory_allocated() - before >= out.nbytes + lse.nbytes
     gradients = torch.autograd.grad(out.float().sum() + lse.sum(), (q, k, v))
     assert [gradient.shape for gradient in gradients] == [x.shape for x in (q, k, v)]
-    way = crossing(q.device)
+    way = launcher(q.device)
     assert way.in_place and way._copied is None
     pointers = {out.data_ptr(), lse.data_ptr(), *(gradient.data_ptr() for gradient in gradients)}
     segments = [(segment["address"], segment["address"] + segment["total_size"]) for segment in torch.cuda.memory_snapshot()]

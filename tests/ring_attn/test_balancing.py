@@ -7,7 +7,7 @@ from launch import torchrun
 import ring_attn
 from jax_core.masks.layout import shard_indices
 from ring_attn import Ring
-from torch_bridge import dlpack_road
+from torch_bridge.backends import shared_memory
 
 
 class OneOfFour:
@@ -23,7 +23,7 @@ PLAN = ring_attn.balance(90, 4, causal=True, documents=[50, 30], piece=2)
 
 
 def test_shards_of_a_plan(monkeypatch):
-    monkeypatch.setattr(dlpack_road, "resolve", lambda mesh, dim: OneOfFour())
+    monkeypatch.setattr(shared_memory, "resolve", lambda mesh, dim: OneOfFour())
     ring, ids = Ring(layout=PLAN), torch.arange(90)[None]
     held = torch.tensor(shard_indices(PLAN, 1, 4, 96))
     assert torch.equal(ring.positions(90), held)

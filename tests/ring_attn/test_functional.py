@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import ring_attn
 from ring_attn.functional import NAMES, AttentionOptions
 from ring_attn.module import _NAMES as MODULE_NAMES
-from torch_bridge import dlpack_road
+from torch_bridge.backends import shared_memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +106,7 @@ def test_every_name_of_the_core_is_turned(kind, monkeypatch):
     def refuse(request):
         raise kind("; ".join(NAMES) + "; query_dim, q_position_ids, keys")
 
-    monkeypatch.setattr(dlpack_road, "program", refuse)
+    monkeypatch.setattr(shared_memory, "program", refuse)
     with pytest.raises(kind, match=re.escape("; ".join(NAMES.values()) + "; query_dim, q_position_ids, keys")):
         ring_attn.ring_attention(*qkv(length=13))
 

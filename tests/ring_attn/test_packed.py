@@ -9,7 +9,7 @@ from workers import packed_worker
 
 from ring_attn import Ring, ring_attention, shard_batch, shard_packed
 from ring_attn.packed.documents import read_documents
-from torch_bridge import dlpack_road
+from torch_bridge.backends import shared_memory
 
 
 class FakeRing:
@@ -25,8 +25,8 @@ class FakeRing:
 @pytest.fixture
 def shards(monkeypatch):
     """``shards(batch, size, **options)``: those of all ranks."""
-    real = dlpack_road.resolve
-    monkeypatch.setattr(dlpack_road, "resolve", lambda mesh, dim: mesh if isinstance(mesh, FakeRing) else real(mesh, dim))
+    real = shared_memory.resolve
+    monkeypatch.setattr(shared_memory, "resolve", lambda mesh, dim: mesh if isinstance(mesh, FakeRing) else real(mesh, dim))
     return lambda batch, size, **options: [shard_packed(batch, mesh=FakeRing(rank, size), **options) for rank in range(size)]
 
 

@@ -14,7 +14,7 @@ from launch import torchrun
 
 from jax_core.masks.layout import LAYOUTS, shard_indices, shard_multiple
 from ring_attn.sequence import pad, positions, shard, shard_batch, unshard
-from torch_bridge import dlpack_road
+from torch_bridge.backends import shared_memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +36,8 @@ class FakeRing:
 
 @pytest.fixture(autouse=True)
 def fake_rings(monkeypatch):
-    real = dlpack_road.resolve
-    monkeypatch.setattr(dlpack_road, "resolve", lambda mesh, dim: mesh if isinstance(mesh, FakeRing) else real(mesh, dim))
+    real = shared_memory.resolve
+    monkeypatch.setattr(shared_memory, "resolve", lambda mesh, dim: mesh if isinstance(mesh, FakeRing) else real(mesh, dim))
 
 
 def on_every_rank(size, call):
@@ -74,7 +74,7 @@ def test_shards_hold_the_positions_of_the_layout(layout, size, blocks, dim, as_b
     for rank in range(size):
         indices = torch.tensor(shard_indices(layout, rank, size, length), dtype=torch.int64)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dlpack_road, "resolve", lambda mesh, _: mesh)
+            patch.setattr(shared_memory, "resolve", lambda mesh, _: mesh)
             own = shard(whole, FakeRing(rank, size), dim=dim, layout=layout)
         assert own.is_contiguous()
         assert torch.equal(own, whole.index_select(dim, indices))

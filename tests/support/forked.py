@@ -19,7 +19,7 @@ PRELOADED = (
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
     "jax_core",
-    "torch_bridge.autograd",
+    "torch_bridge.call.autograd",
     "torch_bridge.runtime",
     "ring_attn",
 )

@@ -5,8 +5,8 @@ import torch
 import torch.utils.checkpoint
 
 import ring_attn
-from torch_bridge import announced, peers
-from torch_bridge.mesh import Ring
+from torch_bridge.job import error_propagation, peers
+from torch_bridge.job.mesh import Ring
 
 RING = Ring((0, 1), 0)
 
@@ -14,9 +14,9 @@ RING = Ring((0, 1), 0)
 @pytest.fixture
 def told(monkeypatch):
     errors: list[Exception] = []
-    monkeypatch.setattr(announced, "start", lambda *_, **__: None)
-    monkeypatch.setattr(announced, "resolve", lambda *_: RING)
-    monkeypatch.setattr(announced, "tell_failure", lambda ring, error: errors.append(error))
+    monkeypatch.setattr(error_propagation, "start", lambda *_, **__: None)
+    monkeypatch.setattr(error_propagation, "resolve", lambda *_: RING)
+    monkeypatch.setattr(error_propagation, "tell_failure", lambda ring, error: errors.append(error))
     return errors
 
 
@@ -52,7 +52,7 @@ def test_an_error_while_telling_hides_nothing(told, monkeypatch):
     def fails(*_, **__):
         raise OSError("no route")
 
-    monkeypatch.setattr(announced, "start", fails)
+    monkeypatch.setattr(error_propagation, "start", fails)
     with pytest.raises(ValueError, match="q must have 4 dimensions") as error:
         ring_attn.ring_attention(torch.ones(2, 2), x(), x())
     assert "could not be told: no route" in error.value.__notes__[0]

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ring_attn
+from torch_bridge.backends import launch, shared_memory
 
 
 def normal(*shape, dtype=torch.float64, seed=0, grad=True):
@@ -78,7 +79,7 @@ def test_gradcheck_of_everything_that_has_a_gradient():
 
 
 def test_operators_keep_torchs_rules():
-    from torch_bridge.request import ARRAYS
+    from torch_bridge.attention.request import ARRAYS
 
     attention = ring_attn.ring_attention(*qkv(), causal=True)
     call = attention.grad_fn.call
@@ -117,20 +118,19 @@ def test_who_looks_at_operators_sees_them():
 
 
 def test_a_program_made_while_torch_traces_runs_afterwards():
-    from torch_bridge import crossing
 
     inputs = qkv(length=17)
-    crossing.crossing.cache_clear()
+    launch.launcher.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         traced = ring_attn.ring_attention(*inputs)
     assert traced.shape == inputs[0].shape and type(traced) is not torch.Tensor
-    assert "to_jax" not in crossing.crossing(torch.device("cpu")).convert.to_array.__code__.co_names  # not the long way
+    assert "to_jax" not in launch.launcher(torch.device("cpu")).convert.to_array.__code__.co_names  # not the long way
     assert_same(ring_attn.ring_attention(*inputs), sdpa(*inputs), inputs)
 
 
 @pytest.mark.parametrize("used", ["out", "lse", "both"])
 def test_an_output_that_nothing_was_made_of_has_no_gradient(used, monkeypatch):
-    from torch_bridge.compiled import Program
+    from torch_bridge.backends.compiled import Program
 
     inputs = qkv()
     out, lse = ring_attn.ring_attention(*inputs, causal=True, return_lse=True)
@@ -201,10 +201,10 @@ def test_all_64_bits_of_a_seed_count(seed):
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**31, 2**40 + 5, 2**63 - 1, -(2**63)])
 def test_a_seed_is_two_words(seed):
     """Also one that was drawn within a graph."""
-    from torch_bridge import dlpack_road, operands
+    from torch_bridge.attention import operands
 
     for given in (seed, torch.tensor(seed), torch.tensor([seed])):
-        words = operands._seed_words(dlpack_road, given, torch.device("cpu"))
+        words = operands._seed_words(shared_memory, given, torch.device("cpu"))
         assert words.dtype == torch.int32
         assert [word % 2**32 for word in words.tolist()] == [seed % 2**32, (seed >> 32) % 2**32]
 

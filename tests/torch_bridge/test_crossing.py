@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ring_attn
-from torch_bridge import compiled, crossing, dlpack
-from torch_bridge.crossing import Compiled, Form
-from torch_bridge.mesh import AXIS, Ring
+from torch_bridge.backends import compiled, dlpack, launch
+from torch_bridge.backends.launch import Compiled, Form
+from torch_bridge.job.mesh import AXIS, Ring
 
 CPU = torch.device("cpu")
 
@@ -55,12 +55,12 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.log.append("torch's cache is emptied"))
         monkeypatch.setattr(jax, "local_devices", lambda backend: [self])
-        monkeypatch.setattr(crossing, "exportable", self.exportable)
+        monkeypatch.setattr(launch, "exportable", self.exportable)
         monkeypatch.setattr(
-            crossing, "conversions", lambda here, there: dlpack.Conversions(self.to_array, self.to_tensor, self.to_tensor)
+            launch, "conversions", lambda here, there: dlpack.Conversions(self.to_array, self.to_tensor, self.to_tensor)
         )
         monkeypatch.setattr(torch.Tensor, "unsafe_buffer_pointer", torch.Tensor.data_ptr, raising=False)
-        self.way = crossing._OnGpu(torch.device("cuda", 0))
+        self.way = launch._OnGpu(torch.device("cuda", 0))
         self.way._torch_device = CPU
 
     def get_stream_for_external_ready_events(self):
@@ -114,7 +114,7 @@ class Seen:
         self.given, self.at_the_wait = [], []
         self.wait = gpu.way.convert.wait
         gpu.way.convert = dlpack.Conversions(self.to_array, gpu.to_tensor, self.watched)
-        monkeypatch.setattr(crossing, "exportable", lambda tensor: tensor.clone())
+        monkeypatch.setattr(launch, "exportable", lambda tensor: tensor.clone())
 
     def to_array(self, tensor, stream):
         self.given.append(weakref.ref(tensor))
@@ -195,12 +195,12 @@ def short_of_torch_memory(times):
 
 @pytest.mark.parametrize("what", ["results", "copies of operands", "copies of results"])
 def test_what_jax_keeps_for_later_is_given_to_torch(gpu, what, monkeypatch):
-    monkeypatch.setattr(crossing, "trim_jax_memory", lambda device: gpu.log.append("jax's pool is trimmed"))
+    monkeypatch.setattr(launch, "trim_jax_memory", lambda device: gpu.log.append("jax's pool is trimmed"))
     short = short_of_torch_memory(1)
     if what == "results":
         monkeypatch.setattr(gpu.way, "_empty", short(gpu.way._empty))
     elif what == "copies of operands":
-        monkeypatch.setattr(crossing, "exportable", short(gpu.exportable))
+        monkeypatch.setattr(launch, "exportable", short(gpu.exportable))
     else:
         monkeypatch.setattr(torch.Tensor, "clone", short(torch.Tensor.clone))
     runs = []
@@ -295,7 +295,7 @@ def test_a_copy_that_fails_is_still_waited_for(gpu, monkeypatch):
     def fails(tensor):
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(crossing, "trim_jax_memory", lambda device: None)
+    monkeypatch.setattr(launch, "trim_jax_memory", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "clone", fails)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         gpu.call(elsewhere)
@@ -305,7 +305,7 @@ def test_a_copy_that_fails_is_still_waited_for(gpu, monkeypatch):
 def test_a_gpu_that_jax_does_not_see_is_named(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend: [])
     with pytest.raises(RuntimeError, match="cuda:1"):
-        crossing._OnGpu(torch.device("cuda", 1))
+        launch._OnGpu(torch.device("cuda", 1))
 
 
 def check_memory_is_shared(convert):
@@ -383,7 +383,7 @@ def test_attention_by_way_of_a_gpu(gpu, given, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.main)
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(gpu))
     monkeypatch.setattr(gpu.way, "after", lambda stream: 40)
-    monkeypatch.setattr(compiled, "crossing", lambda device: gpu.way)
+    monkeypatch.setattr(compiled, "launcher", lambda device: gpu.way)
     length = 19 if given else 23  # of no other test: programs are kept
     q, k, v = (torch.randn(1, length, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     out, lse = ring_attn.ring_attention(q, k, v, causal=True, return_lse=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_bridge.dlpack import CPU_ALIGNMENT, narrow_ids, precision_scope, to_jax, to_torch
+from torch_bridge.backends.dlpack import CPU_ALIGNMENT, narrow_ids, precision_scope, to_jax, to_torch
 
 DTYPES = [
     torch.float32,

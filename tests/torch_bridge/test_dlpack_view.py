@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from torch_bridge import dlpack
-from torch_bridge.dlpack_view import View, view_capsule
+from torch_bridge.backends import dlpack
+from torch_bridge.backends.dlpack_view import View, view_capsule
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.bool)

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_attn import Ring, ring_attention
-from torch_bridge import mesh as meshes
-from torch_bridge.mesh import resolve
-from torch_bridge.ring import tensors_per_sequence
-from torch_bridge.roads import road_of
-from torch_bridge.torch_tpu import tile_world
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.backends.torch_tpu import tile_world
+from torch_bridge.job import mesh as meshes
+from torch_bridge.job.mesh import resolve
+from torch_bridge.job.ring import tensors_per_sequence
 
 RANK = 6
 
@@ -98,7 +98,7 @@ def test_several_dimensions_need_a_device_mesh(mesh):
 
 def test_tracers_and_fake_tensors_see_the_ring(mesh):
     def parts(x):
-        return x * tensors_per_sequence(road_of(x.device).resolve(mesh, ("ring", "ulysses")))
+        return x * tensors_per_sequence(backend_of(x.device).resolve(mesh, ("ring", "ulysses")))
 
     assert torch.compile(parts, backend="eager", fullgraph=True)(torch.ones(1)).item() == 4
     with FakeTensorMode():

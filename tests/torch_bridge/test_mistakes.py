@@ -8,7 +8,7 @@ import torch
 from launch import torchrun
 
 from ring_attn import ring_attention
-from torch_bridge import mesh, mistakes
+from torch_bridge.job import mesh, sanity_checks
 
 
 @pytest.mark.slow
@@ -64,29 +64,29 @@ def test_several_processes_without_a_process_group_are_refused(variable, monkeyp
 
 def test_a_fingerprint_tells_values_and_ignores_what_is_the_same_everywhere():
     x = torch.randn(2, 200, 3, 4)
-    assert mistakes.fingerprint(x) == mistakes.fingerprint(x.clone()) != mistakes.fingerprint(x + 1)
-    assert mistakes.fingerprint(x[:, :1].expand(-1, 200, -1, -1)) == mistakes.fingerprint(x[:, :0]) == ""
-    assert mistakes.fingerprint(x.to(torch.bfloat16))
+    assert sanity_checks.fingerprint(x) == sanity_checks.fingerprint(x.clone()) != sanity_checks.fingerprint(x + 1)
+    assert sanity_checks.fingerprint(x[:, :1].expand(-1, 200, -1, -1)) == sanity_checks.fingerprint(x[:, :0]) == ""
+    assert sanity_checks.fingerprint(x.to(torch.bfloat16))
 
 
 def test_cumulative_lengths_of_one_rank_are_doubted(monkeypatch):
     """Where those of the whole sequence are meant, all tokens after them would be padding, in silence."""
-    monkeypatch.setattr(mistakes, "_looked_at", set())
+    monkeypatch.setattr(sanity_checks, "_looked_at", set())
     monkeypatch.setenv("RING_ATTN_STRICT", "1")
-    mistakes.doubt_local_lengths("cu_seqlens_q", torch.tensor([0, 5, 9]), 8, 16)
-    mistakes.doubt_local_lengths("cu_seqlens_q", torch.tensor([0, 4]), 4, 4)
+    sanity_checks.suspect_local_lengths("cu_seqlens_q", torch.tensor([0, 5, 9]), 8, 16)
+    sanity_checks.suspect_local_lengths("cu_seqlens_q", torch.tensor([0, 4]), 4, 4)
     with pytest.raises(ValueError, match="cu_seqlens_q ends at 8, within the first rank's shard of 8 tokens"):
-        mistakes.doubt_local_lengths("cu_seqlens_q", torch.tensor([0, 5, 8]), 8, 24)
+        sanity_checks.suspect_local_lengths("cu_seqlens_q", torch.tensor([0, 5, 8]), 8, 24)
 
 
 def test_strictness_of_one_rank_holds_for_all(monkeypatch):
     """The others would wait in the call that it raises from."""
     ring = mesh.Ring((0, 1), 0)
-    other = mistakes.Holding(strict=True, layout="zigzag", sharded=["striped"], values="")
+    other = sanity_checks.Holding(strict=True, layout="zigzag", sharded=["striped"], values="")
     own = {**other, "strict": False}
-    monkeypatch.setattr(mistakes, "exchange", lambda *_: [json.dumps(own), json.dumps(other)])
+    monkeypatch.setattr(sanity_checks, "exchange", lambda *_: [json.dumps(own), json.dumps(other)])
     with pytest.raises(ValueError, match="was sharded as striped") as caught:
-        mistakes.look_at_shards(ring, "zigzag", torch.ones(1, 4, 1, 2))
+        sanity_checks.check_shards(ring, "zigzag", torch.ones(1, 4, 1, 2))
     assert caught.value._ring_knows
-    monkeypatch.setattr(mistakes, "exchange", lambda *_: [json.dumps({**rank, "layout": ""}) for rank in (own, other)])
-    mistakes.look_at_shards(ring, "", torch.ones(1, 4, 1, 2))  # position ids say what the layout would
+    monkeypatch.setattr(sanity_checks, "exchange", lambda *_: [json.dumps({**rank, "layout": ""}) for rank in (own, other)])
+    sanity_checks.check_shards(ring, "", torch.ones(1, 4, 1, 2))  # position ids say what the layout would

@@ -11,12 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ring_attn
 from ring_attn import functional
-from torch_bridge import programs, repeated
+from torch_bridge.call import call_cache, programs
 
 
 @pytest.fixture
 def qkv():
-    repeated.forget()
+    call_cache.clear()
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, 12, 2, 8, generator=generator, requires_grad=True) for _ in range(3)]
 
@@ -108,7 +108,7 @@ def test_torchs_setting_of_determinism_counts(qkv):
     finally:
         torch.use_deterministic_algorithms(False)
     attend(*qkv, deterministic=True)
-    assert len(repeated._KNOWN) == 3
+    assert len(call_cache._KNOWN) == 3
     assert [call.options.deterministic for call in list(programs._CALLS.values())[-2:]] == [False, True]
 
 
@@ -151,7 +151,7 @@ def test_ids_that_have_nothing_to_check_are_remembered(qkv):
     ids = torch.zeros(1, 12, dtype=torch.int32)
     for given, known in (({"kv_segment_ids": ids}, 0), ({"q_segment_ids": ids.long()}, 0), ({"q_segment_ids": ids}, 1)):
         attend(*qkv, **{"kv_segment_ids": ids, **given} if known else given)
-        assert len(repeated._KNOWN) == known
+        assert len(call_cache._KNOWN) == known
     later = torch.tensor([[0] * 6 + [1] * 6], dtype=torch.int32)
     assert torch.equal(
         attend(*qkv, q_segment_ids=later, kv_segment_ids=later), attend(*qkv, q_segment_ids=later.long(), kv_segment_ids=later)
@@ -208,7 +208,7 @@ def test_equal_dimensions_of_a_mesh_are_not_the_same(qkv, alone, unchecked):
 
 
 def test_the_calls_that_are_remembered_have_a_bound(qkv, monkeypatch):
-    monkeypatch.setattr(repeated, "MOST", 2)
+    monkeypatch.setattr(call_cache, "MOST", 2)
     for name in ("bshd", "bhsd", "sbhd"):
         attend(*qkv, qkv_format=name)
-    assert len(repeated._KNOWN) == 1
+    assert len(call_cache._KNOWN) == 1

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from jax_core.request.options import Options
-from torch_bridge import dlpack_road, torch_tpu
-from torch_bridge.mesh import Ring
-from torch_bridge.operands import gather
-from torch_bridge.programs import renamed
-from torch_bridge.request import ARRAYS, Form, Request, forms_of
-from torch_bridge.ring import tensors_per_sequence
-from torch_bridge.roads import road_of
+from torch_bridge.attention.operands import gather
+from torch_bridge.attention.request import ARRAYS, Form, Request, forms_of
+from torch_bridge.backends import shared_memory, torch_tpu
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.call.programs import renamed
+from torch_bridge.job.mesh import Ring
+from torch_bridge.job.ring import tensors_per_sequence
 
 ALONE = Ring((0,), 0)
 LOCAL = ("local", None)
@@ -29,15 +29,15 @@ def request(ring=ALONE, forms=None, **options):
 
 
 def test_the_device_chooses_the_road():
-    assert road_of(SimpleNamespace(type="tpu")) is torch_tpu
+    assert backend_of(SimpleNamespace(type="tpu")) is torch_tpu
     for device in ("cpu", "cuda", "meta"):
-        assert road_of(torch.device(device)) is dlpack_road
+        assert backend_of(torch.device(device)) is shared_memory
 
 
 def test_operands_come_in_one_order_and_ids_for_both_sides():
     ids = torch.arange(4).expand(2, 4)
     given = tensors(kv_segment_ids=ids, softmax_aux=torch.zeros(2))
-    options, arrays = gather(dlpack_road, LOCAL, given, 3, {"mask_mod": None, "causal": True})
+    options, arrays = gather(shared_memory, LOCAL, given, 3, {"mask_mod": None, "causal": True})
     assert options == {"mask_mod": None, "causal": True}
     found = dict(zip(ARRAYS, arrays, strict=True))
     assert found["query"] is given["query"] and found["softmax_aux"] is given["softmax_aux"]
@@ -55,7 +55,7 @@ def test_a_mask_functions_arrays_are_further_operands():
     def seen(batch, head, q_pos, k_pos):
         return (table[q_pos] <= k_pos) & (k_pos < number)
 
-    options, arrays = gather(dlpack_road, LOCAL, tensors(), None, {"mask_mod": seen})
+    options, arrays = gather(shared_memory, LOCAL, tensors(), None, {"mask_mod": seen})
     assert options["mask_mod"] is None and len(options["predicates"]) == 1
     further = arrays[len(ARRAYS) :]
     assert sorted(x.tolist() for x in further) == [[0, 1, 2, 3, 4, 5], [3]]
@@ -64,7 +64,7 @@ def test_a_mask_functions_arrays_are_further_operands():
 
 
 def test_a_mask_function_without_arrays_has_its_place():
-    options, arrays = gather(dlpack_road, LOCAL, tensors(), None, {"mask_mod": lambda b, h, q, k: q >= k})
+    options, arrays = gather(shared_memory, LOCAL, tensors(), None, {"mask_mod": lambda b, h, q, k: q >= k})
     built = ((torch.zeros(1),),)
     assert request(predicates=options["predicates"]).operands(arrays, built).predicate_arrays == ((), *built)
     assert request().operands(arrays, built).predicate_arrays == built

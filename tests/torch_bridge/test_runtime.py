@@ -15,9 +15,9 @@ import pytest
 import torch
 from launch import WORKERS, environment, processes
 
-from torch_bridge import calls, coordinator, jax_memory, mesh, peers, runtime
-from torch_bridge.mesh import Ring, jax_mesh, resolve, to_global, to_local
-from torch_bridge.relay import open_relay
+from torch_bridge.job import coordinator, jax_memory, mesh, peers, runtime, watchdog
+from torch_bridge.job.mesh import Ring, jax_mesh, resolve, to_global, to_local
+from torch_bridge.job.network import open_relay
 
 PEER_TIMEOUT = 12.0  # what killed_peer.py gives to start()
 NOISE = re.compile(r"Traceback|Check failure|grpc|CANCELLED|UNAVAILABLE|coordination|Error|Warning")
@@ -303,7 +303,7 @@ def test_a_listener_that_fails_leaves_nobody_waiting_for_news(fresh, monkeypatch
         listener.join(10)
     assert fresh.cut_off
     with pytest.raises(runtime.PeerFailure, match="the connection to the coordinator process beside global rank 0 has ended"):
-        calls.compare(Ring((0, 1), 0), "q")
+        watchdog.compare(Ring((0, 1), 0), "q")
 
 
 def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(fresh):
@@ -320,7 +320,7 @@ def test_after_a_good_end_of_a_peer_gloo_decides_and_nccl_has_more_time(fresh):
     call = runtime.watch(Ring((0, 1), 0), "backward")
     fresh.gone[1] = True
     assert call._grace() == pytest.approx(0.24)
-    peers.trust_collectives()
+    peers.collectives_report_ends()
     assert call._grace() is None
     assert not call.overdue()
 
@@ -390,7 +390,7 @@ def test_an_error_inside_a_call_is_told_once_and_is_no_call_of_the_ring_any_more
     error = MemoryError("no room")
     with pytest.raises(MemoryError), runtime.watch(Ring((0, 1), 0), "forward", "q"):
         raise error
-    calls.tell_failure(Ring((0, 1), 0), error)  # as around the whole call
+    watchdog.tell_failure(Ring((0, 1), 0), error)  # as around the whole call
     assert sent == [{"failed": {"ring": (0, 1), "number": 1, "error": "MemoryError: no room"}}]
     assert not fresh.calls[0, 1].recent
 
@@ -421,9 +421,9 @@ def test_a_call_that_failed_elsewhere_fails_here_and_the_next_one_is_compared_on
 
 
 def test_a_rank_whose_own_call_failed_compares_the_next_one(fresh, compared):
-    calls.tell_failure(Ring((0, 1), 0), ValueError("no"))
+    watchdog.tell_failure(Ring((0, 1), 0), ValueError("no"))
     fresh.failed[(0, 1), 7] = fresh.failed[(2, 3), 1] = "another one"  # a later call, and another ring's
-    calls.compare(Ring((0, 1), 0), "q")
+    watchdog.compare(Ring((0, 1), 0), "q")
     assert compared == ["q, after call 1, which failed", "q"]
     assert set(fresh.failed) == {((0, 1), 7), ((2, 3), 1)}
 
@@ -433,7 +433,7 @@ def test_a_rank_whose_device_is_in_a_call_that_failed_elsewhere_does_not_go_on(f
     with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
         call.event = event
     fresh.failed[(0, 1), call.number] = "global rank 1 (ValueError: no)"
-    next_call = threading.Thread(target=calls.compare, args=(Ring((0, 1), 0), "the next"), daemon=True)
+    next_call = threading.Thread(target=watchdog.compare, args=(Ring((0, 1), 0), "the next"), daemon=True)
     next_call.start()
     assert not call.overdue()
     next_call.join(0.1)

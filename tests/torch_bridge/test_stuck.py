@@ -1,10 +1,10 @@
-"""Which rings can never go on: stuck_rings on reports as ranks make them."""
+"""Which rings can never go on: deadlocked_rings on reports as ranks make them."""
 
 import json
 
 import pytest
 
-from torch_bridge.stuck import Report, Standing, asked_for, named, stuck_rings
+from torch_bridge.job.deadlock import Report, Standing, asked_for, deadlocked_rings, named
 
 LIMIT = 20.0
 PAIR, OTHER = (0, 1), (1, 2)
@@ -38,7 +38,7 @@ FINE = {
 
 @pytest.mark.parametrize("reports", FINE.values(), ids=FINE)
 def test_whoever_can_go_on_does(reports):
-    assert stuck_rings(reports) == {}
+    assert deadlocked_rings(reports) == {}
 
 
 STUCK = {
@@ -61,7 +61,7 @@ STUCK = {
 
 @pytest.mark.parametrize(("reports", "expected"), STUCK.values(), ids=STUCK)
 def test_whoever_cannot_go_on_is_found(reports, expected):
-    found = stuck_rings(reports)
+    found = deadlocked_rings(reports)
     assert found.keys() == expected.keys()
     assert all(words in found[ring] for ring, words in expected.items())
 
@@ -71,7 +71,7 @@ def test_a_circle_of_waiting_ranks_is_found():
         return Report(LIMIT, 0.0, "", {own: Standing(1, 60.0, {1: "same"}, "q")})
 
     first, second = (0, 1, 2), (1, 0, 2)  # two groups of the same ranks, called in two orders
-    assert set(stuck_rings({0: cross(first), 1: cross(second)})) == {first, second}
+    assert set(deadlocked_rings({0: cross(first), 1: cross(second)})) == {first, second}
 
 
 def test_a_report_survives_the_connection():

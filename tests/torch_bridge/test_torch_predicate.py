@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_bridge.torch_predicate import Lengths, traced
+from torch_bridge.attention.torch_predicate import Lengths, traced
 
 BATCH, LENGTH = 2, 10
 LENGTHS = Lengths(BATCH, LENGTH, LENGTH)

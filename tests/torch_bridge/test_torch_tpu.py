@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jax_core
 import ring_attn
 from jax_core.request.options import Options
-from torch_bridge import torch_tpu as tpu
-from torch_bridge.mesh import AXIS, Ring
-from torch_bridge.request import ARRAYS, Form, Request, specify
+from torch_bridge.attention.request import ARRAYS, Form, Request, specify
+from torch_bridge.backends import torch_tpu as tpu
+from torch_bridge.job.mesh import AXIS, Ring
 
 WORLD, RANK = 8, 3
 GRIDS = [pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 4, 1), (2, 2, 2)]
@@ -53,8 +53,8 @@ def torch_tpu(world):
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this is, and waits
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         patch.setattr(_device_ops_backend, "_get_local_device_attributes", lambda: {"device_kind": "TPU v5 lite"})
-        for module in ("torch_bridge.autograd", "torch_bridge.programs", "ring_attn.module"):
-            patch.setattr(f"{module}.road_of", lambda device: tpu)
+        for module in ("torch_bridge.call.autograd", "torch_bridge.call.programs", "ring_attn.module"):
+            patch.setattr(f"{module}.backend_of", lambda device: tpu)
         yield
 
 
@@ -71,7 +71,7 @@ def form(tensor):
 
 
 def test_torch_tpu_is_loaded_only_for_its_tensors():
-    code = "import sys, torch_bridge.torch_tpu\nassert 'torch_tpu' not in sys.modules"
+    code = "import sys, torch_bridge.backends.torch_tpu\nassert 'torch_tpu' not in sys.modules"
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[2], env=environment)
 

@@ -143,7 +143,7 @@ def _options(rule: Rule, queries: Sequence, keys: Sequence) -> dict[str, Any]:
 
 def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., Any]:
     # Imported here so that JAX is loaded by the first mask that needs it.
-    from torch_bridge.torch_predicate import Lengths, traced
+    from torch_bridge.attention.torch_predicate import Lengths, traced
 
     return traced(rule.all_predicates(), Lengths(queries.batch, queries.length, keys.length))
 

@@ -19,7 +19,7 @@ from ring_attn.integrations.transformers.plan import plan_of
 from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import Ring, one_ring
 from ring_attn.training.gradients import sync_gradients
-from torch_bridge.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import MeshDim, MeshLike
 
 
 class _Entered(NamedTuple):

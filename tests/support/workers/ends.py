@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rings import run
 
-from torch_bridge import mesh, runtime
+from torch_bridge.job import mesh, runtime
 
 
 def start_from_many_threads() -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from rings import rotation
 
 import ring_attn
-from torch_bridge import mesh, peers, runtime
-from torch_bridge.dlpack import to_jax
+from torch_bridge.backends.dlpack import to_jax
+from torch_bridge.job import mesh, peers, runtime
 
 LIMIT = 3.0  # seconds, for deaths and for waits
 X = torch.ones(1, 8, 2, 4)
@@ -191,7 +191,7 @@ def slow(rank: int) -> None:
 
 
 def patient(rank: int) -> None:
-    """A pause longer than the peer limit, which the program has announced."""
+    """A pause longer than the peer limit, which the program has propagates_errors."""
     start(wait_timeout=10 * LIMIT)
     call()
     time.sleep(2 * LIMIT * rank)

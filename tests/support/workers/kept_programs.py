@@ -31,7 +31,7 @@ def attention() -> list[float]:
 
 
 def sine() -> list[float]:
-    from torch_bridge.kept import keep_programs
+    from torch_bridge.job.compilation_cache import keep_programs
 
     keep_programs()
     return [float(jax.jit(lambda x: jax.numpy.sin(x).sum())(jax.numpy.arange(8.0)))]

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from rings import rotation
 
-from torch_bridge import mesh, runtime
-from torch_bridge.dlpack import to_jax
+from torch_bridge.backends.dlpack import to_jax
+from torch_bridge.job import mesh, runtime
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_bridge import mesh, runtime
-from torch_bridge.dlpack import to_jax, to_torch
+from torch_bridge.backends.dlpack import to_jax, to_torch
+from torch_bridge.job import mesh, runtime
 
 SIZES = {0: (3, 5), 1: (8, 2)}
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ring_attn
 from ring_attn import Ring
-from torch_bridge import mesh as meshes
-from torch_bridge.runtime import start
+from torch_bridge.job import mesh as meshes
+from torch_bridge.job.runtime import start
 
 BOTH, TURNED = ("a", "b"), ("b", "a")
 ANY_ORDER = "sort_ranks" in signature(dist.new_group).parameters  # of a group's ranks: from torch 2.13 on

@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed as dist
 
-from torch_bridge import mesh, runtime
+from torch_bridge.job import mesh, runtime
 
 
 def local_first() -> None:

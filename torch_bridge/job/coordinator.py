@@ -18,7 +18,7 @@ To the coordinator                                    What it does
 ``{"failed": {"ring", "number", "error"}}``           passes it on to the other members, with the ``"rank"``
 ``{"waits": seconds}``                                sends ``{"ask": n}`` to all ranks, at most once in so many seconds
 ``{"ask": n, "report": Report}``                      when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
-                                                      every ring that can never continue (:mod:`torch_bridge.stuck`)
+                                                      every ring that can never continue (:mod:`torch_bridge.job.deadlock`)
 ``{"bye": true}``                                     marks the end of the connection as clean
 ====================================================  ======================================================================
 
@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_bridge.stuck import Ranks, Report, asked_for, stuck_rings
+from torch_bridge.job.deadlock import Ranks, Report, asked_for, deadlocked_rings
 
 # The share of `peer_timeout` after which a host that does not answer has vanished. The rest is for the call to end by itself.
 VANISHED_AFTER = 0.5
@@ -52,7 +52,7 @@ ANSWER_TIME = 1.0
 _HELLO = 4096
 
 # The packages' folder goes last on sys.path: nothing in it may shadow a standard-library module.
-_MAIN = "import sys; sys.path.append({folder!r}); from torch_bridge.coordinator import main; main()"
+_MAIN = "import sys; sys.path.append({folder!r}); from torch_bridge.job.coordinator import main; main()"
 
 
 class Endpoint(NamedTuple):
@@ -66,7 +66,7 @@ class Endpoint(NamedTuple):
 def launch(world: int, timeout: float) -> Endpoint:
     """Start a coordinator for ``world`` ranks in its own process; it ends by itself. Raises RuntimeError if it cannot start."""
     token = secrets.token_hex(16)
-    program = _MAIN.format(folder=str(Path(__file__).parents[1]))
+    program = _MAIN.format(folder=str(Path(__file__).parents[2]))
     command = [sys.executable, "-P", "-c", program, str(world), str(timeout)]
     try:
         done = subprocess.run(
@@ -242,7 +242,7 @@ class Exchange:
         peers = self._peers()
         limit = min((peer.report.limit for peer in peers.values() if peer.report), default=0.0)
         reports = {rank: _report(peer, limit) for rank, peer in peers.items()}
-        for ring, why in stuck_rings(reports).items():
+        for ring, why in deadlocked_rings(reports).items():
             words = f"{why}. Last asked for: {asked_for(ring, reports)}"
             self._tell(ring, {"stuck": {"ring": list(ring), "words": words}})
 

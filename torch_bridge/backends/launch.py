@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import torch
 
-from torch_bridge.dlpack import DEFAULT_STREAM, conversions, exportable
-from torch_bridge.jax_memory import keep_a_little, trim_jax_memory
-from torch_bridge.request import Form
-from torch_bridge.ring import Tensors
+from torch_bridge.attention.request import Form
+from torch_bridge.backends.dlpack import DEFAULT_STREAM, conversions, exportable
+from torch_bridge.job.jax_memory import keep_a_little, trim_jax_memory
+from torch_bridge.job.ring import Tensors
 
 Join = Callable[[jax.Array], jax.Array]
 
@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = re.compile("Out of memory while trying to allocate(?!.*NCCL)", 
 
 
 class Compiled(NamedTuple):
-    """A program of global arrays, and the forms of this process's shards of its results. If the crossing is ``in_place``, the
+    """A program of global arrays, and the forms of this process's shards of its results. If the launcher is ``in_place``, the
     program takes one more array for each result and is to write the result into it."""
 
     function: Callable
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     event: torch.cuda.Event | None
 
 
-class Crossing(Protocol):
+class Launcher(Protocol):
     in_place: bool
 
     def __call__(self, join: Join, compiled: Compiled, tensors: Tensors) -> Outcome:
@@ -50,8 +50,8 @@ class Crossing(Protocol):
 
 
 @cache  # one per device
-def crossing(device: torch.device) -> Crossing:
-    """The crossing for tensors on ``device``. Starts JAX's backend: call ``runtime.start`` before."""
+def launcher(device: torch.device) -> Launcher:
+    """The launcher for tensors on ``device``. Starts JAX's backend: call ``runtime.start`` before."""
     return _OnCpu(device) if device.type == "cpu" else _OnGpu(device)
 
 

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_core.request.options import Placement
-from torch_bridge import dlpack_road
-from torch_bridge.dlpack import narrow_ids
-from torch_bridge.mesh import AXIS, Ring
-from torch_bridge.mesh import resolve as resolve
-from torch_bridge.request import LocalAttention, Request, specify, words_of_seed
-from torch_bridge.ring import Ring as AnyRing
-from torch_bridge.ring import Tensors
-from torch_bridge.road import Operators
+from torch_bridge.attention.request import LocalAttention, Request, specify, words_of_seed
+from torch_bridge.backends import shared_memory
+from torch_bridge.backends.dlpack import narrow_ids
+from torch_bridge.backends.interface import Operators
+from torch_bridge.job.mesh import AXIS, Ring
+from torch_bridge.job.mesh import resolve as resolve
+from torch_bridge.job.ring import Ring as AnyRing
+from torch_bridge.job.ring import Tensors
 
 FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # custom ops in the namespace ring_attn, each name followed by a number
 Grid = tuple[int, int, int]
@@ -60,7 +60,7 @@ def constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tenso
 
 def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
     """Computed on the CPU."""
-    return dlpack_road.keep_mask(seed, *(index.cpu() for index in indices), prob=prob).to(indices[0].device)
+    return shared_memory.keep_mask(seed, *(index.cpu() for index in indices), prob=prob).to(indices[0].device)
 
 
 def program(request: Request) -> "Program":
@@ -197,7 +197,7 @@ def over_world(
     attention: LocalAttention, world: Mesh | None, grid: Grid | None
 ) -> tuple[Callable[..., object], Callable[..., object]]:
     """Its forward and backward on arrays whose blocks of rows are the shards of the world's processes. As in
-    :mod:`torch_bridge.compiled`, no operand needs its own sharding. ``jax_op`` reads the functions' signatures."""
+    :mod:`torch_bridge.backends.compiled`, no operand needs its own sharding. ``jax_op`` reads the functions' signatures."""
     rings, given = _rings(world, grid), [number for number, form in enumerate(attention.request.forms) if form is not None]
 
     def spread(arrays: Sequence[jax.Array]) -> list[jax.Array | None]:

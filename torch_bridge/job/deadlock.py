@@ -75,7 +75,7 @@ class _World:
         return all(ring not in self.apart and self.behind(rank, ring) <= free for ring in calls)
 
 
-def stuck_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
+def deadlocked_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
     """The rings that can never continue, each with the reason, derived from the reports of all ranks.
 
     A rank in a ring call waits for the members that have not reached it. A busy rank (in a call that all its members have joined,

@@ -1,6 +1,6 @@
 """The interface of a road: one path for torch tensors into a JAX program and for its results back.
 
-A road is a module that implements :class:`Road`; ``roads`` dispatches on the type of the tensors' device.
+A road is a module that implements :class:`Backend`; ``roads`` dispatches on the type of the tensors' device.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.ring import Ring, Tensors
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.ring import Ring, Tensors
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from torch_bridge.request import Request
+    from torch_bridge.attention.request import Request
 
 
 class Program(Protocol):
     """One attention, ready to run. ``operands`` are given in the order of the request's forms, None for an absent one.
 
-    ``operators``: the number of its own custom ops, for ``Road.OPERATORS``; None if the library's two custom ops call it.
+    ``operators``: the number of its own custom ops, for ``Backend.OPERATORS``; None if the library's two custom ops call it.
     """
 
     @property
@@ -50,7 +50,7 @@ class Operators(NamedTuple):
     backward: Callable[..., list[torch.Tensor]]
 
 
-class Road(Protocol):
+class Backend(Protocol):
     """What a road's module provides. ``OPERATORS``: None if its programs are not custom ops themselves."""
 
     @property

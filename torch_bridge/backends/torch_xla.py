@@ -27,10 +27,10 @@ from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_
 from jax_core.masks import dropout
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.request import ARRAYS, Request, words_of_seed
-from torch_bridge.ring import Ring as AnyRing
-from torch_bridge.ring import Tensors
+from torch_bridge.attention.request import ARRAYS, Request, words_of_seed
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.ring import Ring as AnyRing
+from torch_bridge.job.ring import Tensors
 
 OPERATORS = None
 _HARDWARE = ("CPU", "TPU")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C import _are_functorch_transforms_active
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge.mesh import started_by_a_launcher
+from torch_bridge.job.mesh import started_by_a_launcher
 
 Repeat = Callable[[dict[str, torch.Tensor | None]], tuple[torch.Tensor, torch.Tensor]]
 

@@ -9,26 +9,26 @@ import torch
 import torch.utils.checkpoint
 
 from jax_core.keywords import NO_OTHERS, Others, explained
-from torch_bridge import peers
-from torch_bridge.calls import PeerFailure, tell_failure
-from torch_bridge.mesh import MeshDim, Ring, resolve
-from torch_bridge.ring import Ring as AnyRing
-from torch_bridge.runtime import refused, start
+from torch_bridge.job import peers
+from torch_bridge.job.mesh import MeshDim, Ring, resolve
+from torch_bridge.job.ring import Ring as AnyRing
+from torch_bridge.job.runtime import refused, start
+from torch_bridge.job.watchdog import PeerFailure, tell_failure
 
 # Activation checkpointing stops a recomputation by an exception as soon as it has what it needs: after the ring call has ended.
 _NO_FAILURES = (PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure))
-Where = tuple[Any, MeshDim]  # mesh and mesh dimension, as torch_bridge.mesh.resolve takes them
+Where = tuple[Any, MeshDim]  # mesh and mesh dimension, as torch_bridge.job.mesh.resolve takes them
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def announced(where: Callable[..., Where | None], others: Others = NO_OTHERS) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def propagates_errors(where: Callable[..., Where | None], others: Others = NO_OTHERS) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that is a ring call from its first check on: an error on this rank is reported to the others, which
     raise ValueError with its message instead of waiting. ``where`` extracts mesh and mesh dimension from the function's arguments,
     or None if the ring cannot be known from them. ``others``: argument names of functions like it, for the TypeError of an
     unexpected one (:mod:`jax_core.keywords`).
 
-    While torch.compile traces the function, the functions it calls report their own errors (:func:`telling`).
+    While torch.compile traces the function, the functions it calls report their own errors (:func:`propagating`).
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -62,8 +62,8 @@ def announced(where: Callable[..., Where | None], others: Others = NO_OTHERS) ->
 
 
 @contextmanager
-def telling(ring: AnyRing, device: torch.device) -> Iterator[None]:
-    """Wraps a part of a ring call that may fail on this rank alone, and reports the error as :func:`announced` does."""
+def propagating(ring: AnyRing, device: torch.device) -> Iterator[None]:
+    """Wraps a part of a ring call that may fail on this rank alone, and reports the error as :func:`propagates_errors` does."""
     try:
         yield
     except Exception as error:

@@ -18,13 +18,13 @@ from jax_core.masks.plan import named
 from jax_core.request.checks import check_operands
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
-from torch_bridge import repeated
-from torch_bridge.announced import telling
-from torch_bridge.empty import Empty
-from torch_bridge.request import ARRAYS, QKV, Form, Forms, Request, forms_of, in_words
-from torch_bridge.ring import Ring, Tensors, tensors_per_sequence
-from torch_bridge.road import Program
-from torch_bridge.roads import road_of
+from torch_bridge.attention.empty import Empty
+from torch_bridge.attention.request import ARRAYS, QKV, Form, Forms, Request, forms_of, in_words
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.backends.interface import Program
+from torch_bridge.call import call_cache
+from torch_bridge.job.error_propagation import propagating
+from torch_bridge.job.ring import Ring, Tensors, tensors_per_sequence
 
 # Programs of a ring that are kept. The one made first is dropped first: programs are made in the same order on all ranks, because
 # making one is a comparison. The order in which they were last used may differ, after a call that failed on one rank.
@@ -105,8 +105,8 @@ def program_for(words: str, forms: Forms, device: torch.device) -> Program:
 def _make(words: str, forms: Forms, device: torch.device) -> Program:
     call = call_of(words)
     request = Request(call.ring, call.options, tuple(None if form is None else Form(*form) for form in forms), device)
-    with telling(call.ring, device), _in_words_of_the_caller(call.names):
-        program = road_of(device).program(request)  # also checks the request, even if there is nothing to compute
+    with propagating(call.ring, device), _in_words_of_the_caller(call.names):
+        program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, Empty(request) if request.empty else program)
     _PROGRAMS[words, forms, device] = made
     _drop_the_oldest(call.ring)
@@ -117,7 +117,7 @@ def _make(words: str, forms: Forms, device: torch.device) -> Program:
 def _drop_the_oldest(ring: Ring) -> None:
     of_this_ring = [key for key, made in _PROGRAMS.items() if made.request.ring == ring]
     for key in of_this_ring[:-KEPT]:
-        repeated.forget()
+        call_cache.clear()
         del _PROGRAMS[key]
         _forget_functions(key[0])
 
@@ -149,7 +149,7 @@ def check(words: str, tensors: Tensors) -> None:
     """Checks shapes and dtypes, which may be symbols, without making a program. Raises ValueError in the caller's words."""
     call, query = call_of(words), tensors[0]
     assert query is not None
-    with telling(call.ring, query.device), _in_words_of_the_caller(call.names):
+    with propagating(call.ring, query.device), _in_words_of_the_caller(call.names):
         forms: Any = tensors[: len(ARRAYS)]
         check_operands(Operands(*forms), call.options.layout, tensors_per_sequence(call.ring))
 

@@ -12,8 +12,8 @@ from jax_core.request.choice import SHARED_QUERIES
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec
-from torch_bridge.mesh import MeshDim, MeshLike
-from torch_bridge.ring import Ring, Tensors
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.ring import Ring, Tensors
 
 ARRAYS = Operands._fields[: Operands._fields.index("rank")]  # the operands that torch passes, in this order
 QKV = (0, 1, 2)  # the indices of query, key and value

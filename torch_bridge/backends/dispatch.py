@@ -5,19 +5,19 @@ Importing this module loads neither JAX nor torch-xla nor torch-tpu.
 
 import torch
 
-from torch_bridge.road import Road
+from torch_bridge.backends import shared_memory
+from torch_bridge.backends.interface import Backend
 
 
-def road_of(device: torch.device) -> Road:
+def backend_of(device: torch.device) -> Backend:
     """The road of tensors on ``device``. Uses import statements because torch.compile can trace them."""
     if device.type == "xla":
-        from torch_bridge import torch_xla
+        from torch_bridge.backends import torch_xla
 
         return torch_xla
     if device.type == "tpu":
-        from torch_bridge import torch_tpu
+        from torch_bridge.backends import torch_tpu
 
         return torch_tpu
-    from torch_bridge import dlpack_road
 
-    return dlpack_road
+    return shared_memory

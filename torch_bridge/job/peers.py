@@ -1,5 +1,5 @@
 """What this process knows about the other ranks, what it reports about itself, and the watchdog thread that ends it when a ring
-call can never return (:mod:`torch_bridge.calls` says when that is).
+call can never return (:mod:`torch_bridge.job.watchdog` says when that is).
 
 All messages go through the coordinator. In normal operation nothing is sent: each ring call only records itself, and the watchdog
 asks for the state of the other ranks once a call has lasted for a quarter of the wait limit.
@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_bridge import coordinator
-from torch_bridge.mesh import Ring
-from torch_bridge.stuck import ASK_AFTER, Ranks, Report, Standing, named
+from torch_bridge.job import coordinator
+from torch_bridge.job.deadlock import ASK_AFTER, Ranks, Report, Standing, named
+from torch_bridge.job.mesh import Ring
 
 # How long the others may keep running after a peer's death, in seconds; `runtime.start(peer_timeout=)` changes it.
 PEER_TIMEOUT = 20.0
@@ -80,7 +80,7 @@ class State:
     sending: threading.Lock = field(default_factory=threading.Lock)
     news: threading.Condition = field(default_factory=threading.Condition)
     gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
-    # By ring and number: which rank's call raised what. Until all ranks of the ring have met again (calls._resolve).
+    # By ring and number: which rank's call raised what. Until all ranks of the ring have met again (watchdog._resolve).
     failed: dict[tuple[Ranks, int], str] = field(default_factory=dict)
     stuck: dict[Ranks, str] = field(default_factory=dict)
     compared: dict[tuple[Ranks, int], list[str] | None] = field(default_factory=dict)
@@ -132,13 +132,13 @@ def without_coordinator() -> str:
     return f"{ended}: it has died, or its whole host {state.hosts[0]} ({named(beside)}) has died or cannot be reached"
 
 
-def say_goodbye() -> None:
+def disconnect() -> None:
     """Report a clean exit, unless an exception is ending this process: the others then treat it as dead."""
     if getattr(sys, "last_value", None) is None:
         send({"bye": True})
 
 
-def trust_collectives() -> None:
+def collectives_report_ends() -> None:
     """The collectives themselves report that a process has ended, as gloo's do: leave clean exits to them."""
     state.collectives_see_the_end = True
 

@@ -1,16 +1,20 @@
-"""Passes on JAX's connections to its coordination service, and keeps their ends here open when the service is lost.
+"""JAX's connections: those of its CPU collectives reach other hosts; and those to its coordination service are passed on, their
+ends here kept open when the service is lost.
 
 JAX aborts the process from C++ as soon as such a connection breaks, as it does when the host of global rank 0 dies: before this
 process could say which ranks are lost. Without an answer it waits for its heartbeat, until long after the watchdog has acted.
 """
 
 import ctypes
+import ipaddress
+import os
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-from torch_bridge import peers
+from torch_bridge.job import peers
 
 _AT_ONCE = 65536  # bytes
 
@@ -65,3 +69,22 @@ def leave_jax() -> None:
         distributed.global_state.client = None
     with suppress(Exception):  # the coordinator may be gone, and at exit no one could handle the error
         jax.distributed.shutdown()
+
+
+def let_gloo_reach_other_hosts(address: str) -> None:
+    """Make JAX's gloo listen where the other hosts can reach it: on torch's ``GLOO_SOCKET_IFNAME``, else at ``address``, with which
+    this host reaches the coordinator's. By itself it takes the address of the host's name, often 127.0.1.1. Before the backends."""
+    from jax._src import xla_bridge
+
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
+    hostname = None if interface or ipaddress.ip_address(address).is_loopback else address
+
+    def cpu_client() -> Any:
+        from jax._src import distributed
+        from jaxlib import _jax
+
+        collectives = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname, interface)
+        return xla_bridge.make_cpu_client(collectives)
+
+    if hostname or interface:
+        xla_bridge.register_backend_factory("cpu", cpu_client, priority=0, fail_quietly=False)

@@ -13,14 +13,14 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd.function import once_differentiable
 
 from jax_core.masks.plan import Plan
-from torch_bridge.operands import gather
-from torch_bridge.operators import backward_op, forward_op
-from torch_bridge.programs import Names, Settings, describe, program_for, program_of
-from torch_bridge.repeated import PLAIN, Repeat, observed
-from torch_bridge.request import ARRAYS, QKV, Forms, Where
-from torch_bridge.ring import Tensors
-from torch_bridge.road import Operators, Program
-from torch_bridge.roads import road_of
+from torch_bridge.attention.operands import gather
+from torch_bridge.attention.request import ARRAYS, QKV, Forms, Where
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.backends.interface import Operators, Program
+from torch_bridge.call.call_cache import PLAIN, Repeat, observed
+from torch_bridge.call.operators import backward_op, forward_op
+from torch_bridge.call.programs import Names, Settings, describe, program_for, program_of
+from torch_bridge.job.ring import Tensors
 
 
 def differentiable_attention(
@@ -51,7 +51,7 @@ def _call(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     query = tensors["query"]
     assert query is not None
-    options, arrays = gather(road_of(query.device), where, tensors, dropout_seed, options)
+    options, arrays = gather(backend_of(query.device), where, tensors, dropout_seed, options)
     call = _described(where, _constants(options), query.device, names)
     if torch.compiler.is_compiling():
         return _Attention.apply(call, None, *_distinct(arrays))
@@ -78,7 +78,7 @@ def _constants(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 @torch.compiler.assume_constant_result
 def _described(where: Where, settings: Settings, device: torch.device, names: Names) -> str:
     """The call in words; under ``torch.compile`` made once, while tracing."""
-    return describe(road_of(device).resolve(*where), settings, names)
+    return describe(backend_of(device).resolve(*where), settings, names)
 
 
 def repetition(where: Where, tensors: dict[str, torch.Tensor | None], names: Names, options: dict[str, Any]) -> Repeat:
@@ -215,7 +215,7 @@ def _own_operators(call: str, operands: Tensors) -> Operators | None:
     variable is fixed here."""
     query = operands[0]
     assert query is not None
-    operators = road_of(query.device).OPERATORS
+    operators = backend_of(query.device).OPERATORS
     if operators is None:
         return None
     forms = tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands)

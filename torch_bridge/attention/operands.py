@@ -8,13 +8,13 @@ import torch
 from jax_core.masks.functions import from_mask_mod
 from jax_core.request.spec import both_sides
 from jax_core.strategies.contract import Operands
-from torch_bridge.request import ARRAYS, Where
-from torch_bridge.ring import Tensors
-from torch_bridge.road import Road
+from torch_bridge.attention.request import ARRAYS, Where
+from torch_bridge.backends.interface import Backend
+from torch_bridge.job.ring import Tensors
 
 
 def gather(
-    road: Road,
+    road: Backend,
     where: Where,
     tensors: dict[str, torch.Tensor | None],
     dropout_seed: int | torch.Tensor | None,
@@ -32,7 +32,7 @@ def gather(
     return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(road, where, options, arrays)
 
 
-def _seed_words(road: Road, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def _seed_words(road: Backend, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     if isinstance(seed, torch.Tensor):  # drawn in a graph, where it has no value yet
         whole = seed.to(torch.int64).reshape(())
         low = (whole & 2**32 - 1 ^ 2**31) - 2**31  # as a signed word; torch 2.11 has no view of another dtype under vmap
@@ -40,7 +40,7 @@ def _seed_words(road: Road, seed: int | torch.Tensor | None, device: torch.devic
     return None if seed is None else road.seed_words(seed, device)
 
 
-def _lift_mask_mod(road: Road, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
+def _lift_mask_mod(road: Backend, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
     """Traces the mask function in its current state and appends the arrays that it closes over to the operands."""
     query = arrays[0]
     assert query is not None

@@ -10,15 +10,15 @@ import torch
 from jax.sharding import PartitionSpec
 
 from jax_core.request.options import Placement
-from torch_bridge.calls import compare, watch
-from torch_bridge.crossing import Compiled, Crossing, Join, crossing
-from torch_bridge.dlpack import keeping_device, precision_scope
-from torch_bridge.mesh import Ring, jax_mesh, jax_platform, joiner, sharding
-from torch_bridge.mistakes import look_at_queries, look_at_shards, shapes_only
-from torch_bridge.request import VALUE, Form, LocalAttention, Request, specify
-from torch_bridge.ring import Tensors
-from torch_bridge.runtime import start
-from torch_bridge.xla_options import options_of_ring
+from torch_bridge.attention.request import VALUE, Form, LocalAttention, Request, specify
+from torch_bridge.backends.dlpack import keeping_device, precision_scope
+from torch_bridge.backends.launch import Compiled, Join, Launcher, launcher
+from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, joiner, sharding
+from torch_bridge.job.ring import Tensors
+from torch_bridge.job.runtime import start
+from torch_bridge.job.sanity_checks import check_same_queries, check_shards, shapes_only
+from torch_bridge.job.watchdog import compare, watch
+from torch_bridge.job.xla_options import options_of_ring
 
 _MUST_AGREE = (
     "ring_attention must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
@@ -33,7 +33,7 @@ class Program:
     request: Request
     call: str  # a description of the request that is equal on all ranks
     ring: Ring
-    crossing: Crossing
+    launcher: Launcher
     join: Join
     compiled_forward: Compiled
     compiled_backward: Callable[[tuple[int, ...]], Compiled]  # for each set of wanted gradients
@@ -61,16 +61,16 @@ class Program:
         query, value = operands[0], operands[VALUE]
         assert query is not None and value is not None
         if self.ring.size > 1:
-            look_at_shards(self.ring, self.request.layout_in_use, value)
+            check_shards(self.ring, self.request.layout_in_use, value)
         if self.ring.size > 1 and self.request.shared_queries:
-            look_at_queries(self.ring, query)
+            check_same_queries(self.ring, query)
         self.looked = True
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
         query = tensors[0]
         assert query is not None
         with keeping_device(self.request.device), precision_scope(query.dtype), watch(self.ring, step, self.call) as call:
-            outcome = self.crossing(self.join, compiled, tensors)
+            outcome = self.launcher(self.join, compiled, tensors)
             call.event = outcome.event
         return outcome.results
 
@@ -81,7 +81,7 @@ def program(request: Request) -> Program:
     device, ring = request.device, request.ring
     assert isinstance(ring, Ring)
     attention = _checked(request, ring)
-    way, platform = crossing(device), jax_platform(device)
+    way, platform = launcher(device), jax_platform(device)
     on_ring = partial(_on_ring, ring, platform, way.in_place)
     forward = on_ring(attention.forward, len(request.forms), request.results)
 
@@ -93,7 +93,7 @@ def program(request: Request) -> Program:
         request=request,
         call=str(request),
         ring=ring,
-        crossing=way,
+        launcher=way,
         join=joiner(ring, platform),
         compiled_forward=forward,
         compiled_backward=cache(backward),
@@ -107,7 +107,7 @@ def _checked(request: Request, ring: Ring) -> LocalAttention:
         start(ring=ring, device=device)
         place = _placement(ring, jax_platform(device))
         attention = specify(request, place)
-        crossing(device)  # so that an error on this rank is raised before the comparison
+        launcher(device)  # so that an error on this rank is raised before the comparison
     compare(ring, str(request), _MUST_AGREE)
     return attention
 

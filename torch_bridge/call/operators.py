@@ -1,15 +1,15 @@
 """The two custom ops by which torch's tracers, modes and transforms see an attention. Outside of these the programs are called
-directly (:mod:`torch_bridge.autograd`)."""
+directly (:mod:`torch_bridge.call.autograd`)."""
 
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge import batching
-from torch_bridge.programs import call_of, check, program_of
-from torch_bridge.request import results
-from torch_bridge.ring import tensors_per_sequence
+from torch_bridge.attention.request import results
+from torch_bridge.call import batching
+from torch_bridge.call.programs import call_of, check, program_of
+from torch_bridge.job.ring import tensors_per_sequence
 
 
 @torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, str call) -> (Tensor, Tensor)")

@@ -17,8 +17,8 @@ from typing import Any, TypedDict
 import torch
 
 from jax_core.masks.layout import Layout
-from torch_bridge.calls import exchange, known_to_all
-from torch_bridge.mesh import Ring
+from torch_bridge.job.mesh import Ring
+from torch_bridge.job.watchdog import exchange, known_to_all
 
 _SAMPLES = 64  # positions of a shard that its fingerprint reads
 _ROUNDING = 0.05  # of the largest value: more than two processes of one program are apart
@@ -47,12 +47,12 @@ def note_layout(ring: Any, layout: Layout) -> None:
         _sharded[ring.ranks].add(str(layout))
 
 
-def look_at_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
+def check_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
     """Compare what the ranks of a ring hold. A ring call: all ranks make it, and all of them object or none."""
     own = Holding(strict=_strict(), layout=layout, sharded=sorted(_sharded[ring.ranks]), values=fingerprint(value))
     told = exchange(ring, "what each rank holds", json.dumps(own))
     ranks: list[Holding] = [json.loads(text) for text in told] if told else [own] * ring.size
-    doubt = doubtful(ranks)
+    doubt = suspicion(ranks)
     if doubt and any(rank["strict"] for rank in ranks):  # one rank's environment holds for all: they raise together
         with known_to_all():
             raise ValueError(_as_error(f"{doubt} ({ring})"))
@@ -60,8 +60,8 @@ def look_at_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
         _warn_once(f"{doubt} ({ring})")
 
 
-def look_at_queries(ring: Ring, query: torch.Tensor) -> None:
-    """Raises ValueError on all ranks of a ring unless they hold the same queries. A ring call, as :func:`look_at_shards`.
+def check_same_queries(ring: Ring, query: torch.Tensor) -> None:
+    """Raises ValueError on all ranks of a ring unless they hold the same queries. A ring call, as :func:`check_shards`.
 
     Processes may have rounded differently, so a few values are compared, not bits."""
     flat = query.detach().float().flatten()
@@ -85,7 +85,7 @@ def shapes_only() -> bool:
     return frame is not None
 
 
-def doubtful(ranks: list[Holding]) -> str | None:
+def suspicion(ranks: list[Holding]) -> str | None:
     """What is probably wrong with what the ranks of a ring hold, or None."""
     sharded = [rank["sharded"] for rank in ranks]
     if any(layouts != sharded[0] for layouts in sharded):
@@ -115,35 +115,35 @@ def fingerprint(value: torch.Tensor) -> str:
     return hashlib.sha256(some.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def doubt_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) -> bool:
+def suspect_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) -> bool:
     """Object to ``[batch, seq, heads, dim]`` tensors whose heads look like positions, and tell whether they do. The format is the
     one they were given in."""
     if torch.compiler.is_compiling():
         return False
-    doubtful = all(x.shape[2] > _MANY_HEADS and x.shape[2] >= 4 * max(1, x.shape[1]) for x in (query, key))
-    if doubtful:
+    suspicion = all(x.shape[2] > _MANY_HEADS and x.shape[2] >= 4 * max(1, x.shape[1]) for x in (query, key))
+    if suspicion:
         other = "bhsd" if qkv_format == "bshd" else "bshd"
-        object_to(
+        warn_or_raise(
             f"with qkv_format={qkv_format!r} the queries have {query.shape[1]} positions and {query.shape[2]} heads; if it is the "
             f"other way round, pass qkv_format={other!r}"
         )
-    return doubtful
+    return suspicion
 
 
-def doubt_local_lengths(name: str, ends: torch.Tensor, shard: int, total: int) -> None:
+def suspect_local_lengths(name: str, ends: torch.Tensor, shard: int, total: int) -> None:
     """Object to ``cu_seqlens`` of the whole sequence that end within the first rank's shard. The host waits for their values, so
     only the first of each length are looked at."""
     if shard == total or torch.compiler.is_compiling() or (shard, total) in _looked_at:
         return
     _looked_at.add((shard, total))
     if 0 < (last := int(ends[-1])) <= shard:
-        object_to(
+        warn_or_raise(
             f"{name} ends at {last}, within the first rank's shard of {shard} tokens, and the rest is padding: it must be that of "
             f"the whole sequence of {total}; the ring_ and zigzag_ring_ functions of ring_attn.flash take a rank's own"
         )
 
 
-def object_to(doubt: str) -> None:
+def warn_or_raise(doubt: str) -> None:
     """Raise ValueError under ``RING_ATTN_STRICT=1``, or else warn, once for each text."""
     if _strict():
         raise ValueError(_as_error(doubt))

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_bridge.dlpack import narrow_ids, precision_scope, to_jax, to_torch
-from torch_bridge.mesh import Ring
-from torch_bridge.mesh import resolve as resolve
-from torch_bridge.ring import Ring as AnyRing
-from torch_bridge.runtime import start
+from torch_bridge.backends.dlpack import narrow_ids, precision_scope, to_jax, to_torch
+from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import resolve as resolve
+from torch_bridge.job.ring import Ring as AnyRing
+from torch_bridge.job.runtime import start
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from torch_bridge.compiled import Program
-    from torch_bridge.request import Request
+    from torch_bridge.attention.request import Request
+    from torch_bridge.backends.compiled import Program
 
 OPERATORS = None
 _DEVICES = ("cpu", "cuda")
@@ -38,7 +38,7 @@ def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def seed_words(seed: int, device: torch.device) -> torch.Tensor:
-    from torch_bridge.request import words_of_seed
+    from torch_bridge.attention.request import words_of_seed
 
     # Written on the device: a copy from the host would wait for everything queued there.
     return words_of_seed(seed, device)
@@ -66,13 +66,13 @@ def constant(array: "jax.Array | np.ndarray", device: torch.device) -> torch.Ten
 
 def program(request: "Request") -> "Program":
     """On a ring of several processes this is a collective, in which they compare their requests."""
-    from torch_bridge import compiled
+    from torch_bridge.backends import compiled
 
     return compiled.program(request)
 
 
 def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
-    from torch_bridge import dropout
+    from torch_bridge.backends import dropout
 
     arrays = [to_jax(narrow_ids(tensor)) for tensor in indices]
     return to_torch(dropout.jitted_keep_mask(seed, arrays, prob)).to(indices[0].device)

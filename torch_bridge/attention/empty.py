@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_bridge.request import ARRAYS, Request
-from torch_bridge.ring import Tensors
+from torch_bridge.attention.request import ARRAYS, Request
+from torch_bridge.job.ring import Tensors
 
 _SINKS = ARRAYS.index("softmax_aux")
 

@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from torch_bridge.dlpack_view import View, view_capsule
+from torch_bridge.backends.dlpack_view import View, view_capsule
 
 if TYPE_CHECKING:
     import jax

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.programs import call_of
-from torch_bridge.request import ARRAYS, QKV
+from torch_bridge.attention.request import ARRAYS, QKV
+from torch_bridge.call.programs import call_of
 
 _SINKS, _SEED, _ORIGIN = (ARRAYS.index(name) for name in ("softmax_aux", "dropout_seed", "origin"))
 _BATCHED = {"query": 4, "key": 4, "value": 4, "bias": 4, "mask": 4, "alibi_slopes": 2} | dict.fromkeys(

@@ -1,0 +1,1 @@
+"""Attention as an operation of the bridge."""
