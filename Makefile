@@ -73,7 +73,7 @@ test-gpu:
 
 # The TorchTPU path without a TPU, in its own environment (Python 3.12, Linux only).
 test-torch-tpu: torch-tpu
-	$(TORCH_TPU_VENV)/bin/python -m pytest tests/torch_bridge/test_torch_tpu.py $(PYTEST_FLAGS)
+	$(TORCH_TPU_VENV)/bin/python -m pytest tests/torch_bridge/backends/test_torch_tpu.py $(PYTEST_FLAGS)
 
 torch-tpu: $(TORCH_TPU_VENV)/.installed
 
@@ -83,7 +83,7 @@ xla: $(XLA_VENV)/.installed
 
 test-xla: $(XLA_VENV)/.installed
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0" \
-		$(XLA_VENV)/bin/python -m pytest tests/torch_bridge/test_torch_xla.py $(PYTEST_FLAGS)
+		$(XLA_VENV)/bin/python -m pytest tests/torch_bridge/backends/test_torch_xla.py $(PYTEST_FLAGS)
 
 # transformers, accelerate, TRL, diffusers, flax, equinox and torchtitan in an environment of their own (3.5 GB); the tests of
 # transformers' models on rings of one and two also with its older releases.

@@ -264,7 +264,8 @@ def attention(
         repeat = call_cache.lookup(key)
         if repeat is not None:
             qkv = _autocast({name: batch_first(x, qkv_format) for name, x in qkv.items()}, qkv["query"].device.type)
-            return as_given(*repeat({**qkv, **others}), qkv_format)
+            out, lse = repeat({**qkv, **others})
+            return as_given(out, lse, qkv_format)
     check_format(qkv_format)
     check_tensors({**qkv, **others}, qkv["query"], names, dims_of(qkv_format))
     options = {name: _plain(value) for name, value in options.items()}
@@ -285,7 +286,7 @@ def attention(
     elif options.get("bottom_right"):
         others, options = with_positions(where, qkv, others, options)
     # Imported here so that importing ring_attn does not load JAX.
-    from torch_bridge.call.autograd import differentiable_attention, repetition
+    from torch_bridge.attention.functional import differentiable_attention, repetition
 
     seed = _seed(options["dropout_prob"], dropout_seed)
     qkv = _autocast(qkv, qkv["query"].device.type)

@@ -1,4 +1,5 @@
-"""Sums over a ring and gathers from it by torch's collectives, each compared, propagates_errors and watched as every ring call is."""
+"""Sums over a ring and gathers from it by torch's collectives, each compared, watched, and its errors
+propagated, as of every ring call."""
 
 from typing import Any
 
@@ -14,7 +15,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def where(*arguments: object, ring: object = None, mesh: object = None, mesh_dim: object = None, **_: object) -> Any:
-    """Mesh and mesh dimension of a call whose second argument is the mesh, for :func:`torch_bridge.job.error_propagation.propagates_errors`."""
+    """Mesh and mesh dimension of a call whose second argument is the mesh, for ``propagates_errors``."""
     mesh = arguments[1] if len(arguments) > 1 else mesh
     return getattr(ring, "mesh", mesh), getattr(ring, "mesh_dim", mesh_dim)
 

@@ -1,4 +1,4 @@
-"""Starts JAX in all processes of a job, and the error that ends a ring: the names of :mod:`torch_bridge.job` that users may need."""
+"""Starts JAX in all processes of a job, and the error that ends a ring: what users may need of :mod:`torch_bridge.job`."""
 
 from torch_bridge.job.peers import EXIT_PEER_FAILURE, PEER_TIMEOUT
 from torch_bridge.job.runtime import START_TIMEOUT, shutdown, start

@@ -72,7 +72,7 @@ class Marks:
 @contextmanager
 def marked(marks: Marks, program: Any) -> Iterator[None]:
     """The stages of this program's calls, marked where one ends and the next begins."""
-    way, convert, function = program.launcher, program.launcher.convert, autograd._Attention
+    way, convert, function = program.launcher, program.launcher.convert, autograd._Call
     crossed = type(way).__call__
     inner = convert._replace(
         to_array=marks.within(convert.to_array, TO_JAX, CROSSING), to_tensor=marks.within(convert.to_tensor, WAIT, CHECKS)

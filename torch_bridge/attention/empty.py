@@ -5,40 +5,33 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_bridge.attention.request import ARRAYS, Request
+from torch_bridge.backends.interface import Results
+from torch_bridge.backends.operation import Form
 from torch_bridge.job.ring import Tensors
-
-_SINKS = ARRAYS.index("softmax_aux")
 
 
 @dataclass(frozen=True, eq=False)
 class Empty:
-    """The program of an empty request. Results are empty or 0; without keys the LSE is that of the sinks, or ``-inf``."""
+    """The program of an empty request. Results are empty or 0; without keys the LSE is that of the sinks, the operand with
+    this index, or ``-inf``."""
 
-    request: Request
+    results: tuple[Form, ...]
+    device: torch.device
+    sinks: int
     operators: None = None
 
-    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        (out_shape, dtype), (lse_shape, lse_dtype) = self.request.results
-        device, sinks = self.request.device, operands[_SINKS]
-        lse = torch.full(lse_shape, float("-inf"), dtype=lse_dtype, device=device)
-        if sinks is not None:
+    def forward(self, operands: Tensors) -> Results:
+        (out_shape, dtype), (lse_shape, lse_dtype) = self.results
+        lse = torch.full(lse_shape, float("-inf"), dtype=lse_dtype, device=self.device)
+        if (sinks := operands[self.sinks]) is not None:
             lse[:] = _per_head(sinks.to(lse_dtype), lse_shape[1]).logsumexp(-1)[:, None]
-        return torch.zeros(out_shape, dtype=dtype, device=device), lse
+        return torch.zeros(out_shape, dtype=dtype, device=self.device), lse
 
-    def backward(
-        self,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[int],
-    ) -> list[torch.Tensor]:
+    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
         gradients = [torch.zeros_like(x) for number in wanted if (x := operands[number]) is not None]
-        sinks = operands[_SINKS]
-        if _SINKS in wanted and sinks is not None and dlse is not None:
-            gradients[list(wanted).index(_SINKS)] = _sink_gradient(sinks, dlse)
+        sinks, (_, dlse) = operands[self.sinks], cotangents
+        if self.sinks in wanted and sinks is not None and dlse is not None:
+            gradients[list(wanted).index(self.sinks)] = _sink_gradient(sinks, dlse)
         return gradients
 
 

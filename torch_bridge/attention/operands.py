@@ -1,5 +1,5 @@
-"""Arranges the tensors of a call as operands in one fixed order, the same on every road: completes the ids of both sides, turns the
-dropout seed into words, traces mask functions, and lifts out the arrays that they close over."""
+"""Arranges the tensors of a call as operands in one fixed order, the same for every backend: completes the ids of both sides,
+turns the dropout seed into words, traces mask functions, and lifts out the arrays that they close over."""
 
 from typing import Any
 
@@ -8,13 +8,16 @@ import torch
 from jax_core.masks.functions import from_mask_mod
 from jax_core.request.spec import both_sides
 from jax_core.strategies.contract import Operands
-from torch_bridge.attention.request import ARRAYS, Where
+from torch_bridge.attention.operation import OPERANDS
 from torch_bridge.backends.interface import Backend
+from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import Tensors
+
+Where = tuple[MeshLike, MeshDim]  # mesh and mesh dimension
 
 
 def gather(
-    road: Backend,
+    backend: Backend,
     where: Where,
     tensors: dict[str, torch.Tensor | None],
     dropout_seed: int | torch.Tensor | None,
@@ -23,28 +26,28 @@ def gather(
     """Returns the options without ``mask_mod``, and the operands in the order of a request's forms."""
     query = tensors["query"]
     assert query is not None
-    road.check(query)
-    ids = {name: road.ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
-    seed = _seed_words(road, dropout_seed, query.device)
+    backend.check(query)
+    ids = {name: backend.ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
+    seed = _seed_words(backend, dropout_seed, query.device)
     named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
     operands = both_sides(Operands(**named))
-    arrays = tuple(getattr(operands, name) for name in ARRAYS)
-    return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(road, where, options, arrays)
+    arrays = tuple(getattr(operands, name) for name in OPERANDS)
+    return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(backend, where, options, arrays)
 
 
-def _seed_words(road: Backend, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def _seed_words(backend: Backend, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     if isinstance(seed, torch.Tensor):  # drawn in a graph, where it has no value yet
         whole = seed.to(torch.int64).reshape(())
         low = (whole & 2**32 - 1 ^ 2**31) - 2**31  # as a signed word; torch 2.11 has no view of another dtype under vmap
         return torch.stack([low, whole >> 32]).to(torch.int32).to(device, non_blocking=True)
-    return None if seed is None else road.seed_words(seed, device)
+    return None if seed is None else backend.seed_words(seed, device)
 
 
-def _lift_mask_mod(road: Backend, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
+def _lift_mask_mod(backend: Backend, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
     """Traces the mask function in its current state and appends the arrays that it closes over to the operands."""
     query = arrays[0]
     assert query is not None
-    with road.tracing(road.resolve(*where), query):
+    with backend.tracing(backend.resolve(*where), query):
         predicate, constants = from_mask_mod(options["mask_mod"])
-        further = [road.constant(array, query.device) for array in constants]
+        further = [backend.constant(array, query.device) for array in constants]
     return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)

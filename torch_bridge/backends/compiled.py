@@ -1,4 +1,4 @@
-"""Programs of the DLPack road: the forward and backward of one request on one ring, compiled once."""
+"""Programs over shared memory: the forward and backward of one request on one ring, compiled once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ import torch
 from jax.sharding import PartitionSpec
 
 from jax_core.request.options import Placement
-from torch_bridge.attention.request import VALUE, Form, LocalAttention, Request, specify
 from torch_bridge.backends.dlpack import keeping_device, precision_scope
+from torch_bridge.backends.interface import Results
 from torch_bridge.backends.launch import Compiled, Join, Launcher, launcher
+from torch_bridge.backends.operation import Form, Local, Request
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.job.ring import Tensors
 from torch_bridge.job.runtime import start
-from torch_bridge.job.sanity_checks import check_same_queries, check_shards, shapes_only
+from torch_bridge.job.sanity_checks import shapes_only
 from torch_bridge.job.watchdog import compare, watch
 from torch_bridge.job.xla_options import options_of_ring
 
@@ -28,48 +29,31 @@ _MUST_AGREE = (
 
 @dataclass(eq=False)
 class Program:
-    """One attention, ready to run on this process's shards, which are given in the order of the request's forms."""
+    """One request, ready to run on this process's shards, which are given in the order of the request's forms."""
 
     request: Request
     call: str  # a description of the request that is equal on all ranks
     ring: Ring
+    dtype: torch.dtype  # of the first result
     launcher: Launcher
     join: Join
     compiled_forward: Compiled
     compiled_backward: Callable[[tuple[int, ...]], Compiled]  # for each set of wanted gradients
     operators: None = None
-    looked: bool = False  # whether the ranks have compared what they hold
+    checked: bool = False  # whether the ranks have compared what they hold
 
-    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.looked and not shapes_only():
-            self._look(operands)
-        out, lse = self._run("forward", self.compiled_forward, operands)
-        return out, lse
+    def forward(self, operands: Tensors) -> Results:
+        if not self.checked and not shapes_only():
+            if self.ring.size > 1:
+                self.request.operation.check_ranks(self.request, self.ring, operands)
+            self.checked = True
+        return tuple(self._run("forward", self.compiled_forward, operands))
 
-    def backward(
-        self,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[int],
-    ) -> list[torch.Tensor]:
-        return self._run("backward", self.compiled_backward(tuple(wanted)), (*operands, out, lse, dout, dlse))
-
-    def _look(self, operands: Tensors) -> None:
-        query, value = operands[0], operands[VALUE]
-        assert query is not None and value is not None
-        if self.ring.size > 1:
-            check_shards(self.ring, self.request.layout_in_use, value)
-        if self.ring.size > 1 and self.request.shared_queries:
-            check_same_queries(self.ring, query)
-        self.looked = True
+    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
+        return self._run("backward", self.compiled_backward(tuple(wanted)), (*operands, *results, *cotangents))
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
-        query = tensors[0]
-        assert query is not None
-        with keeping_device(self.request.device), precision_scope(query.dtype), watch(self.ring, step, self.call) as call:
+        with keeping_device(self.request.device), precision_scope(self.dtype), watch(self.ring, step, self.call) as call:
             outcome = self.launcher(self.join, compiled, tensors)
             call.event = outcome.event
         return outcome.results
@@ -80,19 +64,20 @@ def program(request: Request) -> Program:
     first call is a collective of all processes."""
     device, ring = request.device, request.ring
     assert isinstance(ring, Ring)
-    attention = _checked(request, ring)
+    local, results = _checked(request, ring), request.results
     way, platform = launcher(device), jax_platform(device)
     on_ring = partial(_on_ring, ring, platform, way.in_place)
-    forward = on_ring(attention.forward, len(request.forms), request.results)
+    forward = on_ring(local.forward, len(request.forms), results)
 
     def backward(wanted: tuple[int, ...]) -> Compiled:
         gradients = tuple(form for number in wanted if (form := request.forms[number]) is not None)
-        return on_ring(partial(attention.backward, wanted), len(request.forms) + 4, gradients)
+        return on_ring(partial(local.backward, wanted), len(request.forms) + 2 * len(results), gradients)
 
     return Program(
         request=request,
         call=str(request),
         ring=ring,
+        dtype=results[0].dtype,
         launcher=way,
         join=joiner(ring, platform),
         compiled_forward=forward,
@@ -100,16 +85,16 @@ def program(request: Request) -> Program:
     )
 
 
-def _checked(request: Request, ring: Ring) -> LocalAttention:
+def _checked(request: Request, ring: Ring) -> Local:
     """Checks the request on this rank, then compares it with those of the other ranks."""
     device = request.device
     with keeping_device(device), precision_scope(request.results[0].dtype):
         start(ring=ring, device=device)
         place = _placement(ring, jax_platform(device))
-        attention = specify(request, place)
+        local = request.operation.local(request, place)
         launcher(device)  # so that an error on this rank is raised before the comparison
     compare(ring, str(request), _MUST_AGREE)
-    return attention
+    return local
 
 
 def _alone(ring: Ring) -> bool:

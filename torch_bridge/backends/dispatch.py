@@ -1,4 +1,4 @@
-"""Dispatch from a tensor's device type to its road; no other module decides this.
+"""Dispatch from a tensor's device type to its backend; no other module decides this.
 
 Importing this module loads neither JAX nor torch-xla nor torch-tpu.
 """
@@ -10,7 +10,7 @@ from torch_bridge.backends.interface import Backend
 
 
 def backend_of(device: torch.device) -> Backend:
-    """The road of tensors on ``device``. Uses import statements because torch.compile can trace them."""
+    """The backend of tensors on ``device``. Uses import statements because torch.compile can trace them."""
     if device.type == "xla":
         from torch_bridge.backends import torch_xla
 

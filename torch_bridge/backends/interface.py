@@ -1,6 +1,6 @@
-"""The interface of a road: one path for torch tensors into a JAX program and for its results back.
+"""The interface of a backend: one path for torch tensors into a JAX program and for its results back.
 
-A road is a module that implements :class:`Backend`; ``roads`` dispatches on the type of the tensors' device.
+A backend is a module that implements :class:`Backend`; ``dispatch`` chooses by the type of the tensors' device.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from torch_bridge.backends.operation import Request
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import Ring, Tensors
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from torch_bridge.attention.request import Request
+Results = tuple[torch.Tensor, ...]
 
 
 class Program(Protocol):
-    """One attention, ready to run. ``operands`` are given in the order of the request's forms, None for an absent one.
+    """One request, ready to run. ``operands`` are given in the order of its forms, None for an absent one.
 
     ``operators``: the number of its own custom ops, for ``Backend.OPERATORS``; None if the library's two custom ops call it.
     """
@@ -28,30 +29,23 @@ class Program(Protocol):
     @property
     def operators(self) -> int | None: ...
 
-    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out`` and ``lse``, with the forms of ``Request.results``."""
+    def forward(self, operands: Tensors) -> Results:
+        """With the forms of ``Request.results``."""
 
-    def backward(
-        self,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[int],
-    ) -> list[torch.Tensor]:
-        """The gradients of the operands whose indices are in ``wanted``, in that order."""
+    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
+        """The gradients of the operands whose indices are in ``wanted``, in that order. Only the first result always has a
+        cotangent."""
 
 
 class Operators(NamedTuple):
     """A program's methods as functions of the number of its custom ops, which torch's tracers see."""
 
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    forward: Callable[..., Results]
     backward: Callable[..., list[torch.Tensor]]
 
 
 class Backend(Protocol):
-    """What a road's module provides. ``OPERATORS``: None if its programs are not custom ops themselves."""
+    """What a backend's module provides. ``OPERATORS``: None if its programs are not custom ops themselves."""
 
     @property
     def OPERATORS(self) -> Operators | None: ...
@@ -60,7 +54,7 @@ class Backend(Protocol):
         """The ring that ``mesh`` stands for. Cheap: no communication, and JAX is not started."""
 
     def check(self, query: torch.Tensor) -> None:
-        """Raises for a device or dtype that this road does not support."""
+        """Raises for a device or dtype that this backend does not support."""
 
     def ids(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Segment or position ids in a dtype that the program accepts."""
@@ -74,7 +68,7 @@ class Backend(Protocol):
     def constant(self, array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
         """An array that a mask function closes over, as an operand on ``device`` with at least one dimension."""
 
-    def program(self, request: "Request") -> Program:
+    def program(self, request: Request) -> Program:
         """Checks the request (ValueError, NotImplementedError) and makes its program."""
 
     def keep_mask(self, seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:

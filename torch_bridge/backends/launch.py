@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import torch
 
-from torch_bridge.attention.request import Form
 from torch_bridge.backends.dlpack import DEFAULT_STREAM, conversions, exportable
+from torch_bridge.backends.operation import Form
 from torch_bridge.job.jax_memory import keep_a_little, trim_jax_memory
 from torch_bridge.job.ring import Tensors
 

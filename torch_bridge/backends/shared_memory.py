@@ -1,4 +1,4 @@
-"""The road for CPUs and CUDA GPUs: tensors become JAX arrays through DLPack, with zero copy, and each rank runs its part of a
+"""The backend for CPUs and CUDA GPUs: tensors become JAX arrays through DLPack, with zero copy, and each rank runs its part of a
 program that JAX compiles over all processes of the ring. The first call loads JAX; importing this module does not.
 """
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_bridge.backends import dropout
 from torch_bridge.backends.dlpack import narrow_ids, precision_scope, to_jax, to_torch
+from torch_bridge.backends.operation import Request
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.mesh import resolve as resolve
 from torch_bridge.job.ring import Ring as AnyRing
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from torch_bridge.attention.request import Request
     from torch_bridge.backends.compiled import Program
 
 OPERATORS = None
@@ -38,10 +39,8 @@ def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def seed_words(seed: int, device: torch.device) -> torch.Tensor:
-    from torch_bridge.attention.request import words_of_seed
-
     # Written on the device: a copy from the host would wait for everything queued there.
-    return words_of_seed(seed, device)
+    return dropout.words_of_seed(seed, device)
 
 
 @contextmanager
@@ -64,7 +63,7 @@ def constant(array: "jax.Array | np.ndarray", device: torch.device) -> torch.Ten
     return tensor if tensor.dim() else tensor.reshape(1)
 
 
-def program(request: "Request") -> "Program":
+def program(request: Request) -> "Program":
     """On a ring of several processes this is a collective, in which they compare their requests."""
     from torch_bridge.backends import compiled
 
@@ -72,7 +71,5 @@ def program(request: "Request") -> "Program":
 
 
 def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
-    from torch_bridge.backends import dropout
-
     arrays = [to_jax(narrow_ids(tensor)) for tensor in indices]
-    return to_torch(dropout.jitted_keep_mask(seed, arrays, prob)).to(indices[0].device)
+    return to_torch(dropout.keep_mask(seed, arrays, prob)).to(indices[0].device)

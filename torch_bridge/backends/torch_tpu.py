@@ -1,4 +1,4 @@
-"""The TorchTPU road (docs/torch_tpu.md): the ring as custom ops that ``torch.tpu.pallas.jax_op`` makes from JAX functions.
+"""The TorchTPU backend (docs/torch_tpu.md): the ring as custom ops that ``torch.tpu.pallas.jax_op`` makes from JAX functions.
 
 torch-tpu owns the TPU and compiles what JAX has traced; JAX itself runs nothing there. A custom op is one program of the whole
 world, in which equal rings that tile the world run side by side.
@@ -18,10 +18,11 @@ import torch.distributed as dist
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_core.request.options import Placement
-from torch_bridge.attention.request import LocalAttention, Request, specify, words_of_seed
 from torch_bridge.backends import shared_memory
 from torch_bridge.backends.dlpack import narrow_ids
-from torch_bridge.backends.interface import Operators
+from torch_bridge.backends.dropout import words_of_seed
+from torch_bridge.backends.interface import Operators, Results
+from torch_bridge.backends.operation import Local, Request
 from torch_bridge.job.mesh import AXIS, Ring
 from torch_bridge.job.mesh import resolve as resolve
 from torch_bridge.job.ring import Ring as AnyRing
@@ -101,23 +102,15 @@ def tile_world(ring: Ring) -> Grid | None:
     return world // (ring.size * step), ring.size, step
 
 
-def forward(number: int, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(number: int, operands: Tensors) -> Results:
     out, lse = getattr(torch.ops.ring_attn, f"{FORWARD}_{number}")(_contiguous(operands))
     return out, lse
 
 
-def backward(
-    number: int,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    wanted: Sequence[int],
-) -> list[torch.Tensor]:
-    # The same program whether or not a rank used the LSE.
-    dlse = torch.zeros_like(lse) if dlse is None else dlse
-    return getattr(torch.ops.ring_attn, f"{BACKWARD}_{number}")(_contiguous((*operands, out, lse, dout, dlse)), list(wanted))
+def backward(number: int, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
+    # The same program whether or not a rank used all results.
+    given = [torch.zeros_like(x) if d is None else d for x, d in zip(results, cotangents, strict=True) if x is not None]
+    return getattr(torch.ops.ring_attn, f"{BACKWARD}_{number}")(_contiguous((*operands, *results, *given)), list(wanted))
 
 
 def _contiguous(tensors: Tensors) -> list[torch.Tensor]:
@@ -131,25 +124,17 @@ OPERATORS = Operators(forward, backward)
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One attention as two custom ops of its own: ``tpu_forward_N (Tensor[] operands) -> (Tensor out, Tensor lse)``, and
-    ``tpu_backward_N (Tensor[] arrays, int[] wanted) -> Tensor[]`` of the operands, out, lse and their cotangents. ``wanted`` holds
-    indices into the request's forms."""
+    """One request as two custom ops of its own: ``tpu_forward_N (Tensor[] operands) -> (Tensor out, Tensor lse)``, and
+    ``tpu_backward_N (Tensor[] arrays, int[] wanted) -> Tensor[]`` of the operands, the results and their cotangents. ``wanted``
+    holds indices into the request's forms."""
 
     operators: int
 
-    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, operands: Tensors) -> Results:
         return forward(self.operators, operands)
 
-    def backward(
-        self,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[int],
-    ) -> list[torch.Tensor]:
-        return backward(self.operators, operands, out, lse, dout, dlse, wanted)
+    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
+        return backward(self.operators, operands, results, cotangents, wanted)
 
 
 class Made(NamedTuple):
@@ -165,7 +150,7 @@ def operators(request: Request) -> Made:
     """Checks the request and makes its custom ops."""
     assert isinstance(request.ring, Ring)
     grid = tile_world(request.ring)
-    attention = specify(request, placement(grid))
+    local = request.operation.local(request, placement(grid))
     pallas = _pallas()
     world = None if grid is None else pallas.get_pallas_mesh(AXIS)
     number = operators.cache_info().misses  # the same on all ranks, which make their programs in the same order
@@ -175,7 +160,7 @@ def operators(request: Request) -> Made:
         specs = {} if rows is None else dict(mesh=world, input_partition_specs=(rows, None), output_partition_specs=(AXIS,))
         return pallas.jax_op(f"ring_attn::{name}_{number}", function, **specs)
 
-    of_rows = over_world(attention, world, grid)
+    of_rows = over_world(request, local, world, grid)
     return Made(operator(FORWARD, of_rows[0]), operator(BACKWARD, of_rows[1]), number)
 
 
@@ -194,22 +179,23 @@ def placement(grid: Grid | None) -> Placement:
 
 
 def over_world(
-    attention: LocalAttention, world: Mesh | None, grid: Grid | None
+    request: Request, local: Local, world: Mesh | None, grid: Grid | None
 ) -> tuple[Callable[..., object], Callable[..., object]]:
     """Its forward and backward on arrays whose blocks of rows are the shards of the world's processes. As in
     :mod:`torch_bridge.backends.compiled`, no operand needs its own sharding. ``jax_op`` reads the functions' signatures."""
-    rings, given = _rings(world, grid), [number for number, form in enumerate(attention.request.forms) if form is not None]
+    rings, given = _rings(world, grid), [number for number, form in enumerate(request.forms) if form is not None]
 
     def spread(arrays: Sequence[jax.Array]) -> list[jax.Array | None]:
         """Put the arrays at the indices of the request's forms."""
         places = dict(zip(given, arrays, strict=False))
-        return [places.get(number) for number in range(len(attention.request.forms))]
+        return [places.get(number) for number in range(len(request.forms))]
 
     def local_forward(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return attention.forward(*spread(arrays))
+        out, lse = local.forward(*spread(arrays))
+        return out, lse
 
     def local_backward(arrays: Sequence[jax.Array], wanted: Sequence[int]) -> list[jax.Array]:
-        return attention.backward(wanted, *spread(arrays), *arrays[len(given) :])
+        return list(local.backward(wanted, *spread(arrays), *arrays[len(given) :]))
 
     def forward(operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return _on_rows(rings, local_forward)(operands)

@@ -1,16 +1,16 @@
-"""The torch-xla road: for tensors on an XLA device in SPMD mode, the ring becomes part of torch-xla's graph.
+"""The torch-xla backend: for tensors on an XLA device in SPMD mode, the ring becomes part of torch-xla's graph.
 
 One process sees whole tensors and XLA splits them over the devices of a ``torch_xla.distributed.spmd.Mesh``, so no data crosses
-from torch to JAX here: JAX only traces the forward and backward (``api.global_arrays``), and their HLO goes into torch-xla's graph,
-as with ``torch_xla.core.xla_builder.call_jax``. But ``call_jax`` lowers for the devices that JAX sees, and JAX must not open a TPU
-that torch-xla holds. Here both are lowered for torch-xla's hardware, over a mesh without devices.
+from torch to JAX here: JAX only traces the forward and backward (an operation's ``whole``), and their HLO goes into torch-xla's
+graph, as with ``torch_xla.core.xla_builder.call_jax``. But ``call_jax`` lowers for the devices that JAX sees, and JAX must not open
+a TPU that torch-xla holds. Here both are lowered for torch-xla's hardware, over a mesh without devices.
 
 This module loads torch-xla and JAX; it is imported only for tensors of device type "xla".
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -23,11 +23,10 @@ import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from jax.sharding import AbstractMesh
 
-from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_sequence
 from jax_core.masks import dropout
-from jax_core.request.options import Options
-from jax_core.strategies.contract import Operands
-from torch_bridge.attention.request import ARRAYS, Request, words_of_seed
+from torch_bridge.backends.dropout import words_of_seed
+from torch_bridge.backends.interface import Results
+from torch_bridge.backends.operation import Request, Whole
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import Ring as AnyRing
 from torch_bridge.job.ring import Tensors
@@ -161,31 +160,18 @@ def _keep_mask(prob: float) -> Callable[..., jax.Array]:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One attention as part of torch-xla's graph."""
+    """One request as part of torch-xla's graph."""
 
-    attention: GlobalAttention
+    whole: Whole
     platform: str
-    backward_of: Callable[
-        [tuple[str, ...], bool], Callable[..., object]
-    ]  # for the wanted gradients, and whether the LSE has a cotangent
     operators: None = None
 
-    def forward(self, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = call(self.attention.forward, _given(operands), self.platform)
-        return out, lse
+    def forward(self, operands: Tensors) -> Results:
+        return tuple(call(self.whole.forward, _given(operands), self.platform))
 
-    def backward(
-        self,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[int],
-    ) -> list[torch.Tensor]:
-        names = tuple(ARRAYS[number] for number in wanted)
-        results = _given((out, lse, dout, dlse))
-        return call(self.backward_of(names, dlse is not None), [*results, *_given(operands)], self.platform)
+    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
+        function = self.whole.backward(tuple(wanted), tuple(x is not None for x in cotangents))
+        return call(function, _given((*results, *cotangents, *operands)), self.platform)
 
 
 def _given(tensors: Tensors) -> list[torch.Tensor]:
@@ -193,56 +179,20 @@ def _given(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def program(request: Request) -> Program:
-    """Raises ValueError for 64-bit position ids together with a mask function."""
     ring, platform = request.ring, _platform()
     assert isinstance(ring, Ring)
-    _check_positions(request)
     with _jax_for_torch_xla():
-        structs: list[Any] = [None if form is None else _struct(*form) for form in request.forms[: len(ARRAYS)]]
-        operands = Operands(*structs)
-        plan = None if ring.mesh is None else plan_sequence(ring.mesh, ring.mesh.axis_names[ring.dim], operands.query.shape[0])
-        attention = attention_on_mesh(_without_pallas(request.options), operands, plan, platform)
-
-    @cache
-    def backward_of(names: tuple[str, ...], with_dlse: bool) -> Callable[..., object]:
-        return partial(_backward, attention, names, with_dlse)
-
-    return Program(attention, platform, backward_of)
-
-
-def _check_positions(request: Request) -> None:
-    if not request.options.predicates:
-        return
-    for name, form in zip(ARRAYS, request.forms, strict=False):
-        # Whether the values fit in 32 bits is not known until the graph has run.
-        if form is not None and name.endswith("_position_ids") and form.dtype == torch.int64:
-            raise ValueError(f"mask_mod takes positions of 32 bits: {name} must be int32, got {form.dtype}; call .to(torch.int32)")
-
-
-def _without_pallas(options: Options) -> Options:
-    """The options with the XLA kernel. Pallas asks JAX for the TPU that it compiles for, but torch-xla holds it; and torch-xla 2.9
-    ships a libtpu that is too old for the kernels' format."""
-    named = {options.platform, options.cfg.platform if options.cfg else None} - {None, "auto"}
-    if "pallas" in named:
-        raise NotImplementedError('the torch-xla road has no Pallas kernels, got platform="pallas"; use platform="xla" or "auto"')
-    if options.strategy not in ("auto", "ring"):
-        raise NotImplementedError(
-            f'the torch-xla road has the ring around plain XLA, got strategy="{options.strategy}"; use strategy="auto"'
-        )
-    return options if named else replace(options, platform="xla")
-
-
-def _backward(attention: GlobalAttention, names: tuple[str, ...], with_dlse: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    out, lse, dout = arrays[:3]
-    dlse = arrays[3] if with_dlse else None
-    return attention.backward(names, out, lse, dout, dlse, *arrays[3 + with_dlse :])
+        forward, backward = request.operation.whole(request, ring.mesh, ring.dim, platform)
+    return Program(Whole(forward, cache(backward)), platform)  # a function is traced anew for each new object
 
 
 def _platform() -> str:
     """JAX's name for torch-xla's hardware."""
     hardware = xla_runtime.device_type()
     if hardware not in _HARDWARE:
-        raise NotImplementedError(f"the torch-xla road runs on {' and '.join(_HARDWARE)}, got {hardware}; use torch's own device")
+        raise NotImplementedError(
+            f"the torch-xla backend runs on {' and '.join(_HARDWARE)}, got {hardware}; use torch's own device"
+        )
     return hardware.lower()
 
 

@@ -1,6 +1,6 @@
-"""Attention that torch can differentiate: one ``autograd.Function`` for every road, wrapping ``torch.library`` custom ops.
+"""Calls that torch can differentiate: one ``autograd.Function`` for every backend, wrapping ``torch.library`` custom ops.
 
-Torch saves plain tensors (the operands, the output, the LSE), so checkpointing and offload hooks work as for any operator.
+Torch saves plain tensors (the operands and the results), so checkpointing and offload hooks work as for any operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,115 +12,69 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd.function import once_differentiable
 
-from jax_core.masks.plan import Plan
-from torch_bridge.attention.operands import gather
-from torch_bridge.attention.request import ARRAYS, QKV, Forms, Where
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.backends.interface import Operators, Program
+from torch_bridge.backends.interface import Operators, Program, Results
+from torch_bridge.backends.operation import Forms
 from torch_bridge.call.call_cache import PLAIN, Repeat, observed
 from torch_bridge.call.operators import backward_op, forward_op
-from torch_bridge.call.programs import Names, Settings, describe, program_for, program_of
+from torch_bridge.call.programs import call_of, program_for, program_of
 from torch_bridge.job.ring import Tensors
 
 
-def differentiable_attention(
-    where: Where,
-    tensors: dict[str, torch.Tensor | None],
-    dropout_seed: int | torch.Tensor | None,
-    names: Names = (),
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of this rank's shards, computed by the road of the query's device.
-
-    ``where``: mesh and mesh dimension, as the road's ``resolve`` takes them. ``tensors``: keyed by the field names of
-    :class:`jax_core.strategies.contract.Operands`; query, key and value are ``[batch, seq, heads, dim]``, ids of any integer dtype.
-    ``dropout_seed``: 64 bits, or a tensor of one integer, which is not read here. ``options``: the fields of :class:`Options`.
-    ``names``: the argument names to use in errors.
-    """
-    # JAX traces a mask function anew in every call, so torch.compile must not trace that call.
-    run = _call if options["mask_mod"] is None else _untraced_call
-    return run(where, tensors, dropout_seed, names, options)
-
-
-def _call(
-    where: Where,
-    tensors: dict[str, torch.Tensor | None],
-    dropout_seed: int | torch.Tensor | None,
-    names: Names,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    query = tensors["query"]
-    assert query is not None
-    options, arrays = gather(backend_of(query.device), where, tensors, dropout_seed, options)
-    call = _described(where, _constants(options), query.device, names)
+def apply(key: str, operands: Tensors) -> Results:
+    """The results of the call with this key (``programs.describe``)."""
     if torch.compiler.is_compiling():
-        return _Attention.apply(call, None, *_distinct(arrays))
+        return _Call.apply(key, None, *_distinct(operands))
     if _are_functorch_transforms_active():
-        return _Transformable.apply(call, *arrays)
-    return _Attention.apply(call, None, *arrays)
+        return _Transformable.apply(key, *operands)
+    return _Call.apply(key, None, *operands)
 
 
-_untraced_call = torch.compiler.disable(_call)
-
-
-def _distinct(arrays: Tensors) -> Tensors:
+def _distinct(operands: Tensors) -> Tensors:
     """Dynamo cannot trace an autograd function that takes the same tensor twice; queries and keys often share their ids."""
-    twice = [x is not None and any(x is other for other in arrays[:place]) for place, x in enumerate(arrays)]
-    return tuple(x.view_as(x) if x is not None and again else x for x, again in zip(arrays, twice, strict=True))
+    twice = [x is not None and any(x is other for other in operands[:place]) for place, x in enumerate(operands)]
+    return tuple(x.view_as(x) if x is not None and again else x for x, again in zip(operands, twice, strict=True))
 
 
-def _constants(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """A plan is given by its name: torch.compile passes text to what it does not trace, and no dataclass."""
-    layout = options["layout"]
-    return tuple((options | {"layout": layout.name if isinstance(layout, Plan) else layout}).items())
+def repetition(key: str, tensors: dict[str, torch.Tensor | None]) -> Repeat:
+    """A call that has been made, as a function of other tensors of the same forms, by the names of operands."""
+    names = call_of(key).operation.operands
+    program = program_of(key, [tensors.get(name) for name in names])
+    given = names[: 1 + max(number for number, name in enumerate(names) if tensors.get(name) is not None)]
+    absent = (None,) * (len(names) - len(given))  # each further argument of an autograd function takes time, also a None
+    again = program, absent
 
-
-@torch.compiler.assume_constant_result
-def _described(where: Where, settings: Settings, device: torch.device, names: Names) -> str:
-    """The call in words; under ``torch.compile`` made once, while tracing."""
-    return describe(backend_of(device).resolve(*where), settings, names)
-
-
-def repetition(where: Where, tensors: dict[str, torch.Tensor | None], names: Names, options: dict[str, Any]) -> Repeat:
-    """A call that has been made, as a function of other tensors of the same forms. For calls whose operands are these tensors."""
-    query = tensors["query"]
-    assert query is not None
-    call = _described(where, _constants(options), query.device, names)
-    program = program_of(call, [tensors.get(name) for name in ARRAYS])
-    last = max(number for number, name in enumerate(ARRAYS) if tensors.get(name) is not None)
-    names_given = ARRAYS[: last + 1]  # each further argument of an autograd function takes time, also a None
-    absent = (None,) * (len(ARRAYS) - last - 1)
-
-    def repeat(tensors: dict[str, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
-        operands = tuple(map(tensors.get, names_given))
+    def repeat(tensors: dict[str, torch.Tensor | None]) -> Results:
+        operands = tuple(map(tensors.get, given))
         if torch.is_grad_enabled():
-            return _Attention.apply(call, program, *operands)
+            return _Call.apply(key, again, *operands)
         return program.forward((*operands, *absent))  # nothing is to be saved, so torch need not know
 
     return repeat
 
 
-class _Attention(torch.autograd.Function):
-    """Forward and backward outside of torch's function transforms. ``program``: None if it has to be looked up. Operands that are
-    absent may be left out at the end."""
+class _Call(torch.autograd.Function):
+    """Forward and backward outside of torch's function transforms. ``again``: the program and the operands that are absent at the
+    end, of a call that has been made; None if they have to be looked up."""
 
     @staticmethod
-    def forward(ctx, call: str, program: Program | None, *operands: torch.Tensor | None):
-        operands += (None,) * (len(ARRAYS) - len(operands))
+    def forward(ctx, key: str, again: tuple[Program, tuple[None, ...]] | None, *operands: torch.Tensor | None):
+        program, absent = (None, ()) if again is None else again
+        operands += absent
         if program is None and _unobserved(operands):
-            program = program_of(call, operands)
-        out, lse = _forward(call, operands) if program is None else program.forward(operands)
+            program = program_of(key, operands)
+        results = _forward(key, operands) if program is None else program.forward(operands)
         ctx.program = program
-        _save(ctx, call, operands, out, lse)
-        return out, lse
+        _save(ctx, key, operands, results)
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
+    def backward(ctx, *cotangents: torch.Tensor | None):
         saved = ctx.saved_tensors  # looked at once: a checkpoint makes them again at the first look, and refuses a second
-        direct = ctx.program is not None and _unobserved((*saved, dout, dlse))
-        run = ctx.program.backward if direct else partial(_backward, ctx.call)
-        return None, None, *_gradients(ctx.needs_input_grad[2:], saved, dout, dlse, run)
+        direct = ctx.program is not None and _unobserved((*saved, *cotangents))
+        run = ctx.program.backward if direct else partial(_backward, ctx.key)
+        return None, None, *_gradients(ctx.key, ctx.needs_input_grad[2:], saved, cotangents, run)
 
 
 class _Transformable(torch.autograd.Function):
@@ -129,103 +83,109 @@ class _Transformable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: str, *operands: torch.Tensor | None):
-        return _forward(call, operands)
+    def forward(key: str, *operands: torch.Tensor | None):
+        return _forward(key, operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        call, *operands = inputs
-        _save(ctx, call, operands, *output)
+        key, *operands = inputs
+        _save(ctx, key, operands, output)
 
     @staticmethod
-    def backward(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
-        def once(operands: Tensors, *results: Any) -> tuple[torch.Tensor, ...]:
-            *tensors, made = results
-            return _Once.apply(ctx.call, len(operands), tuple(made), *operands, *tensors)
+    def backward(ctx, *cotangents: torch.Tensor | None):
+        def once(*arguments: Any) -> Results:
+            *groups, made = arguments
+            return _Once.apply(ctx.key, tuple(map(len, groups)), tuple(made), *(x for tensors in groups for x in tensors))
 
-        return None, *_gradients(ctx.needs_input_grad[1:], ctx.saved_tensors, dout, dlse, once)
+        return None, *_gradients(ctx.key, ctx.needs_input_grad[1:], ctx.saved_tensors, cotangents, once)
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(
-            "ring_attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); JAX computes its gradients, once and "
+            f"{_name(ctx)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); JAX computes its gradients, once and "
             "in reverse mode: use torch.func.grad, vjp or jacrev"
         )
 
 
 class _Once(torch.autograd.Function):
-    """A backward that has none itself: ``once_differentiable`` would give zeros under nested transforms."""
+    """A backward that has none itself: ``once_differentiable`` would give zeros under nested transforms. ``counts``: of operands,
+    results and cotangents."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: str, count: int, made: tuple[int, ...], *tensors: torch.Tensor | None):
-        return tuple(_backward(call, tensors[:count], *tensors[count:], made))
+    def forward(key: str, counts: tuple[int, int, int], made: tuple[int, ...], *tensors: torch.Tensor | None):
+        first, second = counts[0], counts[0] + counts[1]
+        return tuple(_backward(key, tensors[:first], tensors[first:second], tensors[second:], made))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.key = inputs[0]
 
     @staticmethod
     def backward(ctx, *cotangents):
-        raise NotImplementedError(
-            "ring_attention can be differentiated once: JAX computes its gradients, and torch sees no further"
-        )
+        raise NotImplementedError(f"{_name(ctx)} can be differentiated once: JAX computes its gradients, and torch sees no further")
 
     @staticmethod
     def jvp(ctx, *tangents):
         _Transformable.jvp(ctx, *tangents)
 
 
+def _name(ctx: Any) -> str:
+    return call_of(ctx.key).operation.name
+
+
 def _gradients(
-    needed: Sequence[bool],
-    saved: Tensors,
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    backward: Callable[..., Sequence[torch.Tensor]],
+    key: str, needed: Sequence[bool], saved: Tensors, cotangents: Tensors, backward: Callable[..., Sequence[torch.Tensor]]
 ) -> list[torch.Tensor | None]:
-    *operands, out, lse = saved
-    assert out is not None
-    dout = torch.zeros_like(out) if dout is None else dout
+    count = len(saved) - len(cotangents)
+    operands, results = saved[:count], saved[count:]
+    if cotangents[0] is None:
+        assert results[0] is not None
+        cotangents = torch.zeros_like(results[0]), *cotangents[1:]
     wanted = [number for number, need in enumerate(needed) if need]
-    # Always include query, key and value: what is sent must not depend on which gradients a rank needs.
-    made = sorted({*QKV, *wanted})
-    gradients = dict(zip(made, backward(operands, out, lse, dout, dlse, made), strict=True))
+    made = sorted({*_differentiated(key), *wanted})
+    gradients = dict(zip(made, backward(operands, results, cotangents, made), strict=True))
     return [gradients[number] if need else None for number, need in enumerate(needed)]
 
 
-def _save(ctx, call: str, operands: Tensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    ctx.save_for_backward(*operands, out, lse)
-    ctx.set_materialize_grads(False)  # an unused LSE gets no gradient, rather than one of zeros
-    ctx.call = call
+@torch.compiler.assume_constant_result
+def _differentiated(key: str) -> tuple[int, ...]:
+    return call_of(key).operation.differentiated
 
 
-def _forward(call: str, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    own = _own_operators(call, operands)
-    return forward_op(operands, call) if own is None else own.forward(operands)
+def _save(ctx, key: str, operands: Tensors, results: Results) -> None:
+    ctx.save_for_backward(*operands, *results)
+    ctx.set_materialize_grads(False)  # an unused result gets no cotangent, rather than one of zeros
+    ctx.key = key
 
 
-def _backward(call: str, operands: Tensors, *results: Any) -> list[torch.Tensor]:
-    own = _own_operators(call, operands)
-    return backward_op(operands, *results, call) if own is None else own.backward(operands, *results)
+def _forward(key: str, operands: Tensors) -> Results:
+    own = _own_operators(key, operands)
+    return tuple(forward_op(operands, key)) if own is None else own.forward(operands)
 
 
-def _own_operators(call: str, operands: Tensors) -> Operators | None:
-    """The program's own custom ops, on a road that has them. They are for one set of shapes: a length that torch.compile holds for
-    variable is fixed here."""
-    query = operands[0]
-    assert query is not None
-    operators = backend_of(query.device).OPERATORS
+def _backward(key: str, operands: Tensors, *arguments: Any) -> list[torch.Tensor]:
+    own = _own_operators(key, operands)
+    return backward_op(operands, *arguments, key) if own is None else own.backward(operands, *arguments)
+
+
+def _own_operators(key: str, operands: Tensors) -> Operators | None:
+    """The program's own custom ops, of a backend that has them. They are for one set of shapes: a length that torch.compile holds
+    for variable is fixed here."""
+    first = operands[0]
+    assert first is not None
+    operators = backend_of(first.device).OPERATORS
     if operators is None:
         return None
     forms = tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands)
-    number = _number_of_operators(call, forms, query.device)
+    number = _number_of_operators(key, forms, first.device)
     return None if number is None else Operators(partial(operators.forward, number), partial(operators.backward, number))
 
 
 @torch.compiler.assume_constant_result
-def _number_of_operators(call: str, forms: Forms, device: torch.device) -> int | None:
-    return program_for(call, forms, device).operators
+def _number_of_operators(key: str, forms: Forms, device: torch.device) -> int | None:
+    return program_for(key, forms, device).operators
 
 
 def _unobserved(tensors: Tensors) -> bool:

@@ -14,33 +14,33 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torch_bridge.job.mesh import started_by_a_launcher
 
-Repeat = Callable[[dict[str, torch.Tensor | None]], tuple[torch.Tensor, torch.Tensor]]
+Repeat = Callable[[dict[str, torch.Tensor | None]], tuple[Any, ...]]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 MOST = 4096  # calls: of one program there may be many, as with a mesh made anew each time
-_ROAD = ("cpu", "cuda")  # the devices whose tensors go through no graph
+_DEVICES = ("cpu", "cuda")  # the devices whose tensors go through no graph
 # A process has one JAX and one set of programs, hence module-level state.
-_KNOWN: dict[Hashable, Repeat] = {}
+_CALLS: dict[Hashable, Repeat] = {}
 
 
-def find(key: Hashable) -> Repeat | None:
+def lookup(key: Hashable) -> Repeat | None:
     """How to make the call of this key once more, if it was made before."""
     try:
-        return _KNOWN.get(key) if key is not None else None
+        return _CALLS.get(key) if key is not None else None
     except TypeError:  # an option without a hash, which the call's own checks object to
         return None
 
 
-def remember(key: Hashable, repeat: Repeat) -> None:
-    if len(_KNOWN) >= MOST:
-        forget()
+def store(key: Hashable, repeat: Repeat) -> None:
+    if len(_CALLS) >= MOST:
+        clear()
     with suppress(TypeError):
-        _KNOWN[key] = repeat
+        _CALLS[key] = repeat
 
 
-def forget() -> None:
-    """Forget all calls, as where a program is dropped: a call that is remembered would keep it."""
-    _KNOWN.clear()
+def clear() -> None:
+    """As where a program is dropped: a stored call would keep it."""
+    _CALLS.clear()
 
 
 def observed() -> bool:
@@ -67,7 +67,7 @@ def key(where: tuple[Any, Any], tensors: Iterable[object], *settings: Hashable) 
             device = x.device  # type: ignore[attr-defined]
             kind = kind or device.type
             forms += (x.shape, x.dtype, device, x.layout)  # type: ignore[attr-defined]
-    if observed() or kind not in _ROAD:
+    if observed() or kind not in _DEVICES:
         return None
     mesh, dim = where
     kinds = tuple(map(type, dim)) if isinstance(dim, tuple) else type(dim)  # True equals 1, and is refused

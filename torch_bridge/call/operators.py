@@ -1,41 +1,38 @@
-"""The two custom ops by which torch's tracers, modes and transforms see an attention. Outside of these the programs are called
-directly (:mod:`torch_bridge.call.autograd`)."""
+"""The two custom ops by which torch's tracers, modes and transforms see a call. Outside of these the programs are called directly
+(:mod:`torch_bridge.call.autograd`)."""
 
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge.attention.request import results
 from torch_bridge.call import batching
 from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.job.ring import tensors_per_sequence
 
 
-@torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, str call) -> (Tensor, Tensor)")
+@torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, str call) -> Tensor[]")
 def forward_op(operands, call):
-    return program_of(call, operands).forward(operands)
+    return list(program_of(call, operands).forward(operands))
 
 
 @forward_op.register_fake
 def _(operands, call):
     check(call, operands)
-    query, _, value, *_ = operands
-    out, lse = results(query, value)
-    return query.new_empty(out.shape), query.new_empty(lse.shape, dtype=lse.dtype)
+    return [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in call_of(call).operation.results(operands)]
 
 
 @torch.library.custom_op(
     "ring_attn::backward",
     mutates_args=(),
-    schema="(Tensor?[] operands, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, int[] wanted, str call) -> Tensor[]",
+    schema="(Tensor?[] operands, Tensor[] results, Tensor?[] cotangents, int[] wanted, str call) -> Tensor[]",
 )
-def backward_op(operands, out, lse, dout, dlse, wanted, call):
-    return program_of(call, operands).backward(operands, out, lse, dout, dlse, wanted)
+def backward_op(operands, results, cotangents, wanted, call):
+    return program_of(call, operands).backward(operands, results, cotangents, wanted)
 
 
 @backward_op.register_fake
-def _(operands, out, lse, dout, dlse, wanted, call):
+def _(operands, results, cotangents, wanted, call):
     return [operands[number].new_empty(operands[number].shape) for number in wanted]
 
 
@@ -51,19 +48,14 @@ def _(info, in_dims, *arguments):
 
 @register_flop_formula(torch.ops.ring_attn.forward)
 def _forward_flops(operands, call, **_: Any) -> int:
-    """Two products, counted as torch counts those of its own attention: all queries with all keys, whatever the masks."""
-    pairs, dim, value_dim = _pairs(operands, call)
-    return 2 * pairs * (dim + value_dim)
+    return _flops(operands, call)[0]
 
 
 @register_flop_formula(torch.ops.ring_attn.backward)
 def _backward_flops(operands, *arguments: Any, **_: Any) -> int:
-    """Five products: the scores again, dP and dV, and dQ and dK."""
-    pairs, dim, value_dim = _pairs(operands, arguments[-1])
-    return 2 * pairs * (3 * dim + 2 * value_dim)
+    return _flops(operands, arguments[-1])[1]
 
 
-def _pairs(shapes: Any, words: str) -> tuple[int, int, int]:
-    """How many scores this process's queries have with the keys of the whole ring; the dims of queries and values."""
-    (batch, queries, heads, dim), (_, keys, *_), (*_, value_dim) = shapes[:3]
-    return batch * heads * queries * keys * tensors_per_sequence(call_of(words).ring), dim, value_dim
+def _flops(shapes: Any, key: str) -> tuple[int, int]:
+    call = call_of(key)
+    return call.operation.flops(shapes, tensors_per_sequence(call.ring))

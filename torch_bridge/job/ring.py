@@ -1,4 +1,4 @@
-"""What every road knows about the ring that shares a sequence and about the tensors of a call."""
+"""What every backend knows about the ring that shares a sequence and about the tensors of a call."""
 
 from collections.abc import Sequence
 from typing import Protocol

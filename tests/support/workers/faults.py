@@ -191,7 +191,7 @@ def slow(rank: int) -> None:
 
 
 def patient(rank: int) -> None:
-    """A pause longer than the peer limit, which the program has propagates_errors."""
+    """A pause longer than the peer limit, which the program has announced."""
     start(wait_timeout=10 * LIMIT)
     call()
     time.sleep(2 * LIMIT * rank)

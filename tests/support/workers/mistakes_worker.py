@@ -1,4 +1,4 @@
-"""Two ranks make the sanity_checks that no error shows; run by tests/torch_bridge/test_mistakes.py, which reads what they print."""
+"""Two ranks make the mistakes that no error shows; run by test_sanity_checks.py, which reads what they print."""
 
 import os
 import sys

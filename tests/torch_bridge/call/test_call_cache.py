@@ -108,8 +108,8 @@ def test_torchs_setting_of_determinism_counts(qkv):
     finally:
         torch.use_deterministic_algorithms(False)
     attend(*qkv, deterministic=True)
-    assert len(call_cache._KNOWN) == 3
-    assert [call.options.deterministic for call in list(programs._CALLS.values())[-2:]] == [False, True]
+    assert len(call_cache._CALLS) == 3
+    assert [call.operation.options.deterministic for call in list(programs._CALLS.values())[-2:]] == [False, True]
 
 
 def test_tensors_of_another_kind_are_checked(qkv):
@@ -151,7 +151,7 @@ def test_ids_that_have_nothing_to_check_are_remembered(qkv):
     ids = torch.zeros(1, 12, dtype=torch.int32)
     for given, known in (({"kv_segment_ids": ids}, 0), ({"q_segment_ids": ids.long()}, 0), ({"q_segment_ids": ids}, 1)):
         attend(*qkv, **{"kv_segment_ids": ids, **given} if known else given)
-        assert len(call_cache._KNOWN) == known
+        assert len(call_cache._CALLS) == known
     later = torch.tensor([[0] * 6 + [1] * 6], dtype=torch.int32)
     assert torch.equal(
         attend(*qkv, q_segment_ids=later, kv_segment_ids=later), attend(*qkv, q_segment_ids=later.long(), kv_segment_ids=later)
@@ -211,4 +211,4 @@ def test_the_calls_that_are_remembered_have_a_bound(qkv, monkeypatch):
     monkeypatch.setattr(call_cache, "MOST", 2)
     for name in ("bshd", "bhsd", "sbhd"):
         attend(*qkv, qkv_format=name)
-    assert len(call_cache._KNOWN) == 1
+    assert len(call_cache._CALLS) == 1

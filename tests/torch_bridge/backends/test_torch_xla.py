@@ -230,7 +230,7 @@ def test_a_key_of_torchs_own_drops_where_the_ring_drops():
 
 
 def test_the_output_is_split_and_the_ring_is_in_the_graph():
-    """RingAttention finds the road and the global mesh by itself."""
+    """RingAttention finds the backend and the global mesh by itself."""
     spmd.set_global_mesh(spmd.get_1d_mesh("sequence"))
     try:
         _, ours = same_models(causal=True)

@@ -1,4 +1,4 @@
-"""The request: what every road is handed, in one order and the same words, and which road that is."""
+"""The request: what every backend is handed, in one order and the same words, and which backend that is."""
 
 from types import SimpleNamespace
 
@@ -7,9 +7,10 @@ import torch
 
 from jax_core.request.options import Options
 from torch_bridge.attention.operands import gather
-from torch_bridge.attention.request import ARRAYS, Form, Request, forms_of
+from torch_bridge.attention.operation import OPERANDS, Attention
 from torch_bridge.backends import shared_memory, torch_tpu
 from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.backends.operation import Form, Request, forms_of
 from torch_bridge.call.programs import renamed
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.ring import tensors_per_sequence
@@ -25,10 +26,10 @@ def tensors(**more):
 
 def request(ring=ALONE, forms=None, **options):
     forms = forms or forms_of([*tensors().values()])
-    return Request(ring, Options(**options), tuple(Form(*form) if form else None for form in forms), torch.device("cpu"))
+    return Request(ring, Attention(Options(**options)), tuple(Form(*form) if form else None for form in forms), torch.device("cpu"))
 
 
-def test_the_device_chooses_the_road():
+def test_the_device_chooses_the_backend():
     assert backend_of(SimpleNamespace(type="tpu")) is torch_tpu
     for device in ("cpu", "cuda", "meta"):
         assert backend_of(torch.device(device)) is shared_memory
@@ -39,7 +40,7 @@ def test_operands_come_in_one_order_and_ids_for_both_sides():
     given = tensors(kv_segment_ids=ids, softmax_aux=torch.zeros(2))
     options, arrays = gather(shared_memory, LOCAL, given, 3, {"mask_mod": None, "causal": True})
     assert options == {"mask_mod": None, "causal": True}
-    found = dict(zip(ARRAYS, arrays, strict=True))
+    found = dict(zip(OPERANDS, arrays, strict=True))
     assert found["query"] is given["query"] and found["softmax_aux"] is given["softmax_aux"]
     assert found["q_segment_ids"] is found["kv_segment_ids"] and found["q_segment_ids"].dtype == torch.int32
     assert found["dropout_seed"].tolist() == [3, 0]
@@ -57,17 +58,17 @@ def test_a_mask_functions_arrays_are_further_operands():
 
     options, arrays = gather(shared_memory, LOCAL, tensors(), None, {"mask_mod": seen})
     assert options["mask_mod"] is None and len(options["predicates"]) == 1
-    further = arrays[len(ARRAYS) :]
+    further = arrays[len(OPERANDS) :]
     assert sorted(x.tolist() for x in further) == [[0, 1, 2, 3, 4, 5], [3]]
-    lifted = request(forms=forms_of(arrays), predicates=options["predicates"]).operands(arrays)
+    lifted = request(forms=forms_of(arrays), predicates=options["predicates"]).operation.named(arrays)
     assert lifted.predicate_arrays == (further,) and lifted.query is arrays[0]
 
 
 def test_a_mask_function_without_arrays_has_its_place():
     options, arrays = gather(shared_memory, LOCAL, tensors(), None, {"mask_mod": lambda b, h, q, k: q >= k})
     built = ((torch.zeros(1),),)
-    assert request(predicates=options["predicates"]).operands(arrays, built).predicate_arrays == ((), *built)
-    assert request().operands(arrays, built).predicate_arrays == built
+    assert request(predicates=options["predicates"]).operation.named(arrays, built).predicate_arrays == ((), *built)
+    assert request().operation.named(arrays, built).predicate_arrays == built
 
 
 def test_equal_requests_are_one_and_say_the_same():
@@ -89,7 +90,8 @@ def test_the_forms_of_results():
 )
 def test_what_is_empty(batch, queries, keys, empty):
     forms = [((batch, length, 2, 8), torch.float32) for length in (queries, keys, keys)]
-    assert request(forms=forms).empty == empty
+    asked = request(forms=forms)
+    assert (asked.operation.without_work(asked) is not None) == empty
 
 
 def test_how_many_tensors_make_a_sequence():

@@ -79,16 +79,16 @@ def test_gradcheck_of_everything_that_has_a_gradient():
 
 
 def test_operators_keep_torchs_rules():
-    from torch_bridge.attention.request import ARRAYS
+    from torch_bridge.attention.operation import OPERANDS
 
     attention = ring_attn.ring_attention(*qkv(), causal=True)
-    call = attention.grad_fn.call
-    operands = [*(x.detach() for x in qkv()), *(None for _ in ARRAYS[3:])]
+    call = attention.grad_fn.key
+    operands = [*(x.detach() for x in qkv()), *(None for _ in OPERANDS[3:])]
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.ring_attn.forward.default, (operands, call), test_utils=checks)
     out, lse = torch.ops.ring_attn.forward(operands, call)
     for dlse in (lse, None):
-        arguments = (operands, out, lse, out, dlse, [0, 2], call)
+        arguments = (operands, [out, lse], [out, dlse], [0, 2], call)
         torch.library.opcheck(torch.ops.ring_attn.backward.default, arguments, test_utils=checks)
 
 
@@ -142,9 +142,9 @@ def test_an_output_that_nothing_was_made_of_has_no_gradient(used, monkeypatch):
     theirs = exact["out"] + exact["lse"] if used == "both" else exact[used]
     given, backward = [], Program.backward
 
-    def spy(program, operands, out, lse, dout, dlse, wanted):
-        given.append(dlse is not None)
-        return backward(program, operands, out, lse, dout, dlse, wanted)
+    def spy(program, operands, results, cotangents, wanted):
+        given.append(cotangents[1] is not None)
+        return backward(program, operands, results, cotangents, wanted)
 
     monkeypatch.setattr(Program, "backward", spy)
     got = torch.autograd.grad(ours, inputs)

@@ -1,4 +1,4 @@
-"""TorchTPU's road without a TPU: its JAX functions on CPU devices, its operators on meta tensors, and the very programs that it
+"""TorchTPU's backend without a TPU: its JAX functions on CPU devices, its operators on meta tensors, and the very programs that it
 would run, compiled ahead of time for eight TPUs.
 
 What needs torch-tpu runs by ``make test-torch-tpu``, in an environment of its own; nothing here ran on a TPU.
@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jax_core
 import ring_attn
 from jax_core.request.options import Options
-from torch_bridge.attention.request import ARRAYS, Form, Request, specify
+from torch_bridge.attention.operation import OPERANDS, Attention
 from torch_bridge.backends import torch_tpu as tpu
+from torch_bridge.backends.operation import Form, Request
 from torch_bridge.job.mesh import AXIS, Ring
 
 WORLD, RANK = 8, 3
@@ -46,14 +47,19 @@ def world():
 
 @pytest.fixture(scope="module")
 def torch_tpu(world):
-    """torch-tpu with one thing made up, the name of the chip, and meta tensors on its road."""
+    """torch-tpu with one thing made up, the name of the chip, and meta tensors on its backend."""
     from torch_tpu._internal.device import _device_ops_backend
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the cloud which TPU this is, and waits
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         patch.setattr(_device_ops_backend, "_get_local_device_attributes", lambda: {"device_kind": "TPU v5 lite"})
-        for module in ("torch_bridge.call.autograd", "torch_bridge.call.programs", "ring_attn.module"):
+        for module in (
+            "torch_bridge.call.autograd",
+            "torch_bridge.attention.functional",
+            "torch_bridge.call.programs",
+            "ring_attn.module",
+        ):
             patch.setattr(f"{module}.backend_of", lambda device: tpu)
         yield
 
@@ -85,8 +91,8 @@ def test_without_torch_tpu_the_error_says_what_to_install():
 def request_of(q, k, v, ring=ALONE, further=None, **options):
     given = dict(zip(QKV, (q, k, v), strict=True)) | (further or {})
     options = {"lse_gradient": False, **options}
-    forms = (None if x is None else Form(tuple(x.shape), x.dtype) for x in map(given.get, ARRAYS))
-    return Request(ring, Options(**options), tuple(forms), q.device)
+    forms = (None if x is None else Form(tuple(x.shape), x.dtype) for x in map(given.get, OPERANDS))
+    return Request(ring, Attention(Options(**options)), tuple(forms), q.device)
 
 
 def program(q, k, v, **options):
@@ -156,8 +162,8 @@ def test_its_jax_functions_are_ring_attention(grid):
     shards = [torch.empty(len(x) // WORLD, *x.shape[1:], device="meta") for x in (query, key, value, sinks)]
     options = dict(causal=True, platform="xla", lse_gradient=True)  # the Pallas kernels do not run on a CPU
     request = request_of(*shards[:3], further={"softmax_aux": shards[3]}, **options)
-    attention = specify(request, tpu.placement(grid))
-    forward, backward = tpu.over_world(attention, Mesh(np.array(jax.devices()[:WORLD]), (AXIS,)), grid)
+    attention = request.operation.local(request, tpu.placement(grid))
+    forward, backward = tpu.over_world(request, attention, Mesh(np.array(jax.devices()[:WORLD]), (AXIS,)), grid)
     operands = [query, key, value, sinks]
     out, lse = jax.jit(forward)(operands)
     gradients = jax.jit(backward, static_argnums=1)([*operands, out, lse, dout, dlse], (0, 1, 2, 3))
@@ -375,7 +381,7 @@ def test_a_program_with_every_operand_compiles_for_eight_tpus(eight_tpus):
         "origin": meta(2, dtype=torch.int32, grad=False),
     }
     inputs = [x.detach() for x in (*qkv(length), *further.values())]
-    assert (*QKV, *further) == ARRAYS
+    assert (*QKV, *further) == OPERANDS
     made = made_for((2, 4, 1), *inputs, further=further, causal=True, dropout_prob=0.1, lse_gradient=True)
     out, lse = made.forward(inputs)
     floats = [number for number, x in enumerate(inputs) if x.is_floating_point()]

@@ -1,0 +1,143 @@
+"""Attention as an operation: its options, and what follows from them for operands of certain forms."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import AbstractMesh
+
+from jax_core.request.checks import check_operands
+from jax_core.request.choice import SHARED_QUERIES
+from jax_core.request.options import Options, Placement
+from jax_core.request.spec import make_spec
+from jax_core.strategies.contract import Operands, RingSpec
+from torch_bridge.attention.empty import Empty
+from torch_bridge.backends.operation import Form, Operation, Request, Whole
+from torch_bridge.job.mesh import Ring as RingOfProcesses
+from torch_bridge.job.ring import Ring, Tensors, tensors_per_sequence
+from torch_bridge.job.sanity_checks import check_same_queries, check_shards
+
+OPERANDS = Operands._fields[: Operands._fields.index("rank")]  # those that torch passes, in this order
+QKV = (0, 1, 2)
+VALUE, SINKS, ORIGIN = (OPERANDS.index(name) for name in ("value", "softmax_aux", "origin"))
+# The dimensions of an operand that has a batch, which is its first.
+_DIMS = {"query": 4, "key": 4, "value": 4, "bias": 4, "mask": 4, "alibi_slopes": 2}
+_DIMS_OF = {OPERANDS.index(name): _DIMS.get(name, 2) for name in OPERANDS if name in _DIMS or name.endswith("_ids")}
+
+
+@dataclass(frozen=True)
+class Attention(Operation):
+    """``options``: without ``mask_mod``, which is one of its ``predicates``; the arrays of a predicate follow the operands."""
+
+    options: Options
+
+    name = "ring_attention"
+    operands = OPERANDS
+    differentiated = QKV
+
+    def __str__(self) -> str:
+        """The options that differ from the defaults."""
+        options = self.options
+        settings = {name: value for name, value in vars(options).items() if value != getattr(Options, name)}
+        settings |= {name: str(value) for name, value in settings.items() if name == "layout"}
+        settings |= {name: getattr(value, "__qualname__", "given") for name, value in settings.items() if callable(value)}
+        settings |= {"predicates": [str(predicate.token) for predicate in options.predicates]} if options.predicates else {}
+        return str(settings)
+
+    @property
+    def of_this_process(self) -> bool:
+        return bool(self.options.predicates or self.options.mask_builder)
+
+    @property
+    def holds_arrays(self) -> bool:
+        """As a mask function may. No compiled graph has a call with one."""
+        return bool(self.options.predicates)
+
+    def check(self, operands: Sequence[Any], ring: Ring) -> None:
+        forms: Any = operands[: len(OPERANDS)]
+        check_operands(Operands(*forms), self.options.layout, tensors_per_sequence(ring))
+
+    def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
+        """Of ``out`` and ``lse``."""
+        query, _, value = forms[: len(QKV)]
+        batch, length, heads, _ = query.shape
+        lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        return Form((batch, length, heads, value.shape[-1]), query.dtype), Form((batch, heads, length), lse_dtype)
+
+    def local(self, request: Request, place: Placement) -> "LocalAttention":
+        spec, completed = make_spec(self.options, self.named(request.forms[: len(OPERANDS)]), place)
+        built = completed.predicate_arrays[len(self.options.predicates) :]
+        # NumPy arrays belong to no device.
+        return LocalAttention(self, spec, tuple(tuple(np.asarray(array) for array in arrays) for arrays in built))
+
+    def whole(self, request: Request, mesh: AbstractMesh | None, dim: int, platform: str) -> Whole:
+        from torch_bridge.attention.whole import whole_attention
+
+        return whole_attention(self.options, request.forms, mesh, dim, platform)
+
+    def without_work(self, request: Request) -> Empty | None:
+        """A batch or a sequence of length 0 has no query-key pair."""
+        nothing = any(form is not None and 0 in form.shape[:2] for form in request.forms[: len(QKV)])
+        return Empty(request.results, request.device, SINKS) if nothing else None
+
+    def check_ranks(self, request: Request, ring: RingOfProcesses, operands: Tensors) -> None:
+        query, value = operands[0], operands[VALUE]
+        assert query is not None and value is not None
+        check_shards(ring, self.layout_in_use(request.forms), value)
+        if self.shared_queries:
+            check_same_queries(ring, query)
+
+    def layout_in_use(self, forms: Sequence[Form | None]) -> str:
+        """The layout; empty where position ids say all that it would, and where keys lie in any order."""
+        given = {name for name, form in zip(OPERANDS, forms, strict=False) if form is not None}
+        by_ids = "q_position_ids" in given and not given & {"bias", "mask"}
+        return "" if by_ids or self.shared_queries else str(self.options.layout)
+
+    @property
+    def shared_queries(self) -> bool:
+        """Whether the queries are the same on all ranks."""
+        return self.options.strategy in SHARED_QUERIES
+
+    def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
+        shapes = [None if form is None else (form.shape[2:], form.dtype) for form in forms[: len(QKV)]]
+        return *shapes, *(form is None for form in forms)
+
+    def batched(self, operands: Tensors, mapped: Sequence[bool], wanted: Sequence[int]) -> Mapping[int, int] | None:
+        """Not with sinks of their own, which have no batch, nor where dropout or a mask function may look at the index in it."""
+        options = self.options
+        by_place = options.dropout_prob or options.predicates or options.mask_builder or operands[ORIGIN] is not None
+        return None if by_place or mapped[SINKS] or SINKS in wanted else _DIMS_OF
+
+    def flops(self, shapes: Sequence[Any], tensors_per_sequence: int) -> tuple[int, int]:
+        """All queries with all keys of the ring, whatever the masks: two products, and five in the backward, where the scores are
+        computed again before dP and dV, dQ and dK."""
+        (batch, queries, heads, dim), (_, keys, *_), (*_, value_dim) = shapes[: len(QKV)]
+        pairs = batch * heads * queries * keys * tensors_per_sequence
+        return 2 * pairs * (dim + value_dim), 2 * pairs * (3 * dim + 2 * value_dim)
+
+    def named(self, arrays: Sequence[Any], built: tuple[tuple[Any, ...], ...] = ()) -> Operands:
+        """``arrays``, in the order of a request's forms, as operands. ``built``: the arrays of a mask builder, which come last."""
+        named: dict[str, Any] = dict(zip(OPERANDS, arrays, strict=False))
+        lifted = (tuple(arrays[len(OPERANDS) :]),) if self.options.predicates else ()  # a mask function may have no arrays
+        return Operands(**named, predicate_arrays=lifted + built)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalAttention:
+    """A checked request as functions of this rank's JAX arrays."""
+
+    attention: Attention
+    spec: RingSpec
+    built: tuple[tuple[np.ndarray, ...], ...]  # the arrays of a mask builder: constants of the program
+
+    def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        return self.spec.strategy.forward(self.spec, self.attention.named(operands, self.built))
+
+    def backward(self, wanted: Sequence[int], *arrays: Any) -> list[Any]:
+        *operands, out, lse, dout, dlse = arrays
+        given = self.attention.named(operands, self.built)
+        gradients = self.spec.strategy.backward(self.spec, given, out, lse, dout, dlse)
+        return [gradients[number] for number in wanted]

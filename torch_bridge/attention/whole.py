@@ -1,0 +1,63 @@
+"""Attention over whole arrays, as torch-xla's graphs have it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import AbstractMesh
+
+from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_sequence
+from jax_core.request.options import Options
+from jax_core.strategies.contract import Operands
+from torch_bridge.backends.operation import Form, Whole
+
+
+def whole_attention(options: Options, forms: Sequence[Form | None], mesh: AbstractMesh | None, dim: int, platform: str) -> Whole:
+    """Raises ValueError for 64-bit position ids together with a mask function, NotImplementedError for what torch-xla's graphs do
+    not have."""
+    names = Operands._fields[: Operands._fields.index("rank")]
+    _check_positions(options, dict(zip(names, forms, strict=False)))
+    structs: list[Any] = [None if form is None else _struct(form) for form in forms[: len(names)]]
+    operands = Operands(*structs)
+    plan = None if mesh is None else plan_sequence(mesh, mesh.axis_names[dim], operands.query.shape[0])
+    attention = attention_on_mesh(_without_pallas(options), operands, plan, platform)
+
+    def backward(wanted: tuple[int, ...], given: tuple[bool, ...]) -> Callable[..., object]:
+        return partial(_backward, attention, tuple(names[number] for number in wanted), given[1])
+
+    return Whole(attention.forward, backward)
+
+
+def _struct(form: Form) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(form.shape, jax.numpy.dtype(str(form.dtype).removeprefix("torch.")))
+
+
+def _check_positions(options: Options, forms: dict[str, Form | None]) -> None:
+    if not options.predicates:
+        return
+    for name, form in forms.items():
+        # Whether the values fit in 32 bits is not known until the graph has run.
+        if form is not None and name.endswith("_position_ids") and form.dtype == torch.int64:
+            raise ValueError(f"mask_mod takes positions of 32 bits: {name} must be int32, got {form.dtype}; call .to(torch.int32)")
+
+
+def _without_pallas(options: Options) -> Options:
+    """The options with the XLA kernel. Pallas asks JAX for the TPU that it compiles for, but torch-xla holds it; and torch-xla 2.9
+    ships a libtpu that is too old for the kernels' format."""
+    named = {options.platform, options.cfg.platform if options.cfg else None} - {None, "auto"}
+    if "pallas" in named:
+        raise NotImplementedError('torch-xla\'s graphs have no Pallas kernels, got platform="pallas"; use platform="xla" or "auto"')
+    if options.strategy not in ("auto", "ring"):
+        raise NotImplementedError(
+            f'torch-xla\'s graphs have the ring around plain XLA, got strategy="{options.strategy}"; use strategy="auto"'
+        )
+    return options if named else replace(options, platform="xla")
+
+
+def _backward(attention: GlobalAttention, names: tuple[str, ...], with_dlse: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    out, lse, dout = arrays[:3]
+    dlse = arrays[3] if with_dlse else None
+    return attention.backward(names, out, lse, dout, dlse, *arrays[3 + with_dlse :])

@@ -1,0 +1,136 @@
+"""What a backend is asked for: an operation on tensors of certain forms, shared by the ranks of a ring.
+
+:class:`Operation` is all that a call's way and the backends know of what is computed; ``torch_bridge.attention`` is one. Importing
+this module loads no JAX.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from torch_bridge.job.ring import Ring, Tensors
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh
+
+    from jax_core.request.options import Placement
+    from torch_bridge.backends.interface import Program
+    from torch_bridge.job.mesh import Ring as RingOfProcesses
+
+# What the forms of a request are made of: shape and dtype of each operand, None for an absent one.
+Forms: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+
+
+class Form(NamedTuple):
+    """Shape and dtype of a tensor: all that checking and compiling need to know."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def forms_of(tensors: Tensors) -> Forms:
+    return tuple(None if x is None else (tuple(x.shape), x.dtype) for x in tensors)
+
+
+class Local(Protocol):
+    """A checked request as functions of one rank's JAX arrays, in the order of the request's forms; inside ``shard_map`` where the
+    ring has several devices."""
+
+    def forward(self, *operands: Any) -> Sequence[Any]: ...
+
+    def backward(self, wanted: Sequence[int], *arrays: Any) -> Sequence[Any]:
+        """The gradients of the operands at the indices ``wanted``. ``arrays``: the operands, the results and their cotangents, of
+        which all but the first may be None."""
+
+
+class Whole(NamedTuple):
+    """A checked request as functions of whole arrays, which the compiler splits. ``backward(wanted, given)``: a function of the
+    results, of the cotangents of those that are ``given`` one, and of the operands that are there."""
+
+    forward: Callable[..., object]
+    backward: Callable[[tuple[int, ...], tuple[bool, ...]], Callable[..., object]]
+
+
+class Operation:
+    """Something that programs compute, without its tensors. Hashable; equal operations share programs. Its ``str`` describes it and
+    is equal in all processes.
+
+    ``name``: the function that users call, for messages. ``operands``: the names of its operands in their order; arrays that
+    functions close over may follow, without names. ``differentiated``: the operands, by index, whose gradients are computed whether
+    or not a rank needs them, since what is sent must not depend on that.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    differentiated: tuple[int, ...]
+
+    @property
+    def of_this_process(self) -> bool:
+        """Whether it holds functions, which may differ under one name in another process."""
+        return False
+
+    @property
+    def holds_arrays(self) -> bool:
+        """Whether it holds arrays that should go with its last program."""
+        return False
+
+    def check(self, operands: Sequence[Any], ring: Ring) -> None:
+        """Raises ValueError unless shapes and dtypes, which may be symbols, fit together."""
+
+    def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
+        """The forms of the results. Only shape and dtype of ``forms`` are read; shapes may be symbols."""
+        raise NotImplementedError
+
+    def local(self, request: "Request", place: "Placement") -> Local:
+        """Checks the request (ValueError, NotImplementedError)."""
+        raise NotImplementedError
+
+    def whole(self, request: "Request", mesh: "AbstractMesh | None", dim: int, platform: str) -> Whole:
+        """Checks the request (ValueError, NotImplementedError) for a sequence sharded over dimension ``dim`` of ``mesh``."""
+        raise NotImplementedError(f"{self.name} has no form for torch-xla's graphs; use torch's own device")
+
+    def without_work(self, request: "Request") -> "Program | None":
+        """The program of a request in which there is nothing to compute or to send; None for any other."""
+        return None
+
+    def check_ranks(self, request: "Request", ring: "RingOfProcesses", operands: Tensors) -> None:
+        """Compares what the ranks hold, when a program runs for the first time. A ring call."""
+
+    def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
+        """What of the forms is the same in calls that differ in lengths and batch sizes."""
+        return forms
+
+    def batched(self, operands: Tensors, mapped: Sequence[bool], wanted: Sequence[int]) -> Mapping[int, int] | None:
+        """For ``torch.vmap``: how many dimensions each operand has that has a batch, its first, by index. None where the entries of
+        a mapped dimension cannot be one batch."""
+        return None
+
+    def flops(self, shapes: Sequence[Any], tensors_per_sequence: int) -> tuple[int, int]:
+        """Of this process's share of a forward and of a backward, as torch counts those of its own operators."""
+        return 0, 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """An operation on this process's tensors. Equal requests share one program. ``forms``: those of the operands in their order,
+    None for an absent one."""
+
+    ring: Ring
+    operation: Operation
+    forms: tuple[Form | None, ...]
+    device: torch.device
+
+    @cached_property
+    def results(self) -> tuple[Form, ...]:
+        return self.operation.results(self.forms)
+
+    def __str__(self) -> str:
+        """A description that is equal on all ranks if the requests are."""
+        named = zip(self.operation.operands, self.forms, strict=False)
+        operands = [f"{name} {list(form.shape)} {form.dtype}" for name, form in named if form]
+        # Rings of the same ranks may differ in shape, and so in what they send; of one dimension they have none.
+        shape = f" on {self.ring}" if len(getattr(self.ring, "sizes", ())) > 1 else ""
+        return f"{', '.join(operands)} with {self.operation}{shape}"
