@@ -1,4 +1,4 @@
-"""Checks of the module's sizes and inputs, and of the arguments of ``ring_attention`` that are the same on every road."""
+"""Checks of the module's sizes and inputs, and of the arguments of ``ring_attention`` that are the same for every backend."""
 
 from collections.abc import Hashable, Mapping
 
