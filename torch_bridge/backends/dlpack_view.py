@@ -53,7 +53,7 @@ class _Form(NamedTuple):
     ``shape``: where it points to; kept for as long as the process lives, since a capsule may be."""
 
     rest: bytes
-    shape: ctypes.Array
+    shape: "ctypes.Array[ctypes.c_int64]"
 
 
 @cache

@@ -6,7 +6,7 @@ docs/streams.md explains who waits for whom and who owns which memory; this modu
 import atexit
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from threading import Lock
@@ -31,7 +31,7 @@ class Compiled(NamedTuple):
     """A program of global arrays, and the forms of this process's shards of its results. If the launcher is ``in_place``, the
     program takes one more array for each result and is to write the result into it."""
 
-    function: Callable
+    function: Callable[..., Sequence[jax.Array]]
     results: tuple[Form, ...]
 
 
@@ -145,7 +145,9 @@ class _OnGpu:
         trim_jax_memory(self._torch_device)
         return allocate()
 
-    def _run(self, join: Join, function: Callable, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array]:
+    def _run(
+        self, join: Join, function: Callable[..., Any], given: list[torch.Tensor | None], stream: torch.cuda.Stream
+    ) -> list[jax.Array]:
         try:
             return self._sent(join, function, given, stream)
         except jax.errors.JaxRuntimeError as error:
@@ -155,7 +157,9 @@ class _OnGpu:
         torch.cuda.empty_cache()
         return self._sent(join, function, given, stream)
 
-    def _sent(self, join: Join, function: Callable, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array]:
+    def _sent(
+        self, join: Join, function: Callable[..., Any], given: list[torch.Tensor | None], stream: torch.cuda.Stream
+    ) -> list[jax.Array]:
         """The results of a program that ``stream`` waits for. JAX dispatches on a thread of its own, so what fails there is
         raised by the wait."""
         arrays = function(*self.arrays(join, given, stream))

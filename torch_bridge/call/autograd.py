@@ -6,7 +6,7 @@ Torch saves plain tensors (the operands and the results), so checkpointing and o
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -58,7 +58,7 @@ class _Call(torch.autograd.Function):
     end, of a call that has been made; None if they have to be looked up."""
 
     @staticmethod
-    def forward(ctx, key: str, again: tuple[Program, tuple[None, ...]] | None, *operands: torch.Tensor | None):
+    def forward(ctx: Any, key: str, again: tuple[Program, tuple[None, ...]] | None, *operands: torch.Tensor | None) -> Results:
         program, absent = (None, ()) if again is None else again
         operands += absent
         if program is None and _unobserved(operands):
@@ -70,7 +70,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *cotangents: torch.Tensor | None):
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors  # looked at once: a checkpoint makes them again at the first look, and refuses a second
         direct = ctx.program is not None and _unobserved((*saved, *cotangents))
         run = ctx.program.backward if direct else partial(_backward, ctx.key)
@@ -83,16 +83,16 @@ class _Transformable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(key: str, *operands: torch.Tensor | None):
+    def forward(key: str, *operands: torch.Tensor | None) -> Results:
         return _forward(key, operands)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
         key, *operands = inputs
         _save(ctx, key, operands, output)
 
     @staticmethod
-    def backward(ctx, *cotangents: torch.Tensor | None):
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         def once(*arguments: Any) -> Results:
             *groups, made = arguments
             return _Once.apply(ctx.key, tuple(map(len, groups)), tuple(made), *(x for tensors in groups for x in tensors))
@@ -100,7 +100,7 @@ class _Transformable(torch.autograd.Function):
         return None, *_gradients(ctx.key, ctx.needs_input_grad[1:], ctx.saved_tensors, cotangents, once)
 
     @staticmethod
-    def jvp(ctx, *tangents):
+    def jvp(ctx: Any, *tangents: object) -> NoReturn:
         raise NotImplementedError(
             f"{_name(ctx)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); JAX computes its gradients, once and "
             "in reverse mode: use torch.func.grad, vjp or jacrev"
@@ -114,20 +114,20 @@ class _Once(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(key: str, counts: tuple[int, int, int], made: tuple[int, ...], *tensors: torch.Tensor | None):
+    def forward(key: str, counts: tuple[int, int, int], made: tuple[int, ...], *tensors: torch.Tensor | None) -> Results:
         first, second = counts[0], counts[0] + counts[1]
         return tuple(_backward(key, tensors[:first], tensors[first:second], tensors[second:], made))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
         ctx.key = inputs[0]
 
     @staticmethod
-    def backward(ctx, *cotangents):
+    def backward(ctx: Any, *cotangents: object) -> NoReturn:
         raise NotImplementedError(f"{_name(ctx)} can be differentiated once: JAX computes its gradients, and torch sees no further")
 
     @staticmethod
-    def jvp(ctx, *tangents):
+    def jvp(ctx: Any, *tangents: object) -> None:
         _Transformable.jvp(ctx, *tangents)
 
 
@@ -154,7 +154,7 @@ def _differentiated(key: str) -> tuple[int, ...]:
     return call_of(key).operation.differentiated
 
 
-def _save(ctx, key: str, operands: Tensors, results: Results) -> None:
+def _save(ctx: Any, key: str, operands: Tensors, results: Results) -> None:
     ctx.save_for_backward(*operands, *results)
     ctx.set_materialize_grads(False)  # an unused result gets no cotangent, rather than one of zeros
     ctx.key = key

@@ -1,23 +1,25 @@
 """The two custom ops by which torch's tracers, modes and transforms see a call. Outside of these the programs are called directly
 (:mod:`torch_bridge.call.autograd`)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_bridge.call import batching
 from torch_bridge.call.programs import call_of, check, program_of
-from torch_bridge.job.ring import tensors_per_sequence
+from torch_bridge.job.ring import Tensors, tensors_per_sequence
 
 
 @torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, str call) -> Tensor[]")
-def forward_op(operands, call):
+def forward_op(operands: Tensors, call: str) -> list[Tensor]:
     return list(program_of(call, operands).forward(operands))
 
 
 @forward_op.register_fake
-def _(operands, call):
+def _(operands: Sequence[Any], call: str) -> list[Tensor]:
     check(call, operands)
     return [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in call_of(call).operation.results(operands)]
 
@@ -27,32 +29,32 @@ def _(operands, call):
     mutates_args=(),
     schema="(Tensor?[] operands, Tensor[] results, Tensor?[] cotangents, int[] wanted, str call) -> Tensor[]",
 )
-def backward_op(operands, results, cotangents, wanted, call):
+def backward_op(operands: Tensors, results: Tensors, cotangents: Tensors, wanted: list[int], call: str) -> list[Tensor]:
     return program_of(call, operands).backward(operands, results, cotangents, wanted)
 
 
 @backward_op.register_fake
-def _(operands, results, cotangents, wanted, call):
+def _(operands: Sequence[Any], results: Tensors, cotangents: Tensors, wanted: list[int], call: str) -> list[Tensor]:
     return [operands[number].new_empty(operands[number].shape) for number in wanted]
 
 
 @forward_op.register_vmap
-def _(info, in_dims, operands, call):
+def _(info: Any, in_dims: tuple[Any, ...], operands: Tensors, call: str) -> tuple[list[Tensor], list[int]]:
     return batching.forward(forward_op, info.batch_size, in_dims, operands, call)
 
 
 @backward_op.register_vmap
-def _(info, in_dims, *arguments):
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
     return batching.backward(backward_op, info.batch_size, in_dims, *arguments)
 
 
 @register_flop_formula(torch.ops.ring_attn.forward)
-def _forward_flops(operands, call, **_: Any) -> int:
+def _forward_flops(operands: Any, call: str, **_: Any) -> int:
     return _flops(operands, call)[0]
 
 
 @register_flop_formula(torch.ops.ring_attn.backward)
-def _backward_flops(operands, *arguments: Any, **_: Any) -> int:
+def _backward_flops(operands: Any, *arguments: Any, **_: Any) -> int:
     return _flops(operands, arguments[-1])[1]
 
 
