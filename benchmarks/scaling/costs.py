@@ -21,7 +21,7 @@ import numpy as np
 from jax_core.masks.layout import Layout, Run, check_shard_length, runs
 from jax_core.masks.static import Mask
 from jax_core.strategies.ring.loop import visible_shifts
-from jax_core.strategies.steps import Step, steps
+from jax_core.strategies.rotation import Step, steps
 
 # ---------------------------------------------------------------------------------------------------- machine
 # A machine's figures, and those shipped with the library.

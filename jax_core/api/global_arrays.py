@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_core.api.mesh import MeshPlan, axis_names, check_divides, operand_spec
 from jax_core.request.checks import check_operands
-from jax_core.request.choice import SHARED_QUERIES
+from jax_core.request.dispatch import SHARED_QUERIES
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_core.api.differentiable import local_attention
 from jax_core.kernels.merge import sinks_per_head
-from jax_core.request.choice import SHARED_QUERIES
+from jax_core.request.dispatch import SHARED_QUERIES
 from jax_core.request.options import Options
 from jax_core.request.topology import is_ring
 from jax_core.strategies.contract import Operands

@@ -2,7 +2,7 @@
 
 A kernel is a module with
 
-- ``HANDLES``: the features (``request.features``) that it handles, including its dtypes. A request for any other is refused;
+- ``CAPABILITIES``: the features (``request.features``) that it handles, including its dtypes. A request for any other is refused;
 - ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot compute this with these parameters;
 - ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses if the caller gives none;
 - ``forward(pair, carry, out_dtype, config) -> Partial``: attention of the pair's queries over its keys, continuing the online
@@ -173,7 +173,7 @@ class Grads(NamedTuple):
 class Kernel(Protocol):
     """What a kernel's module provides."""
 
-    HANDLES: frozenset[str]
+    CAPABILITIES: frozenset[str]
     CONTINUES: bool
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None: ...

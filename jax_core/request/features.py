@@ -2,7 +2,7 @@
 
 A feature is a field of the static mask or the scores that is not at its default, an array that was given, an option that is set, a
 dtype, or a layout. All are found by iterating over the fields, so a new field is a feature that is refused until a kernel and a
-strategy list it in their ``HANDLES``.
+strategy list it in their ``CAPABILITIES``.
 """
 
 from dataclasses import MISSING, fields

@@ -14,7 +14,7 @@ from jax import Array
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Extras, Kernel, Problem, Residuals, Scores
 from jax_core.masks.layout import Layout
-from jax_core.strategies.traffic import Traffic
+from jax_core.strategies.transfers.traffic import Traffic
 
 LAYOUTS_AND_SINKS = frozenset("softmax_aux contiguous zigzag striped".split())
 AROUND_A_KERNEL = LAYOUTS_AND_SINKS | frozenset(
@@ -99,7 +99,7 @@ class Strategy(ABC):
     """How to attend to a sharded sequence; equal objects do the same."""
 
     # The features (``request.features``) that it or its kernel handles. A request for any other is refused.
-    HANDLES: ClassVar[frozenset[str]] = AROUND_A_KERNEL
+    CAPABILITIES: ClassVar[frozenset[str]] = AROUND_A_KERNEL
     # Those of them that its kernel need not handle, because the strategy does.
     IN_PLACE_OF_A_KERNEL: ClassVar[frozenset[str]] = LAYOUTS_AND_SINKS
     # None for a strategy that runs the chosen kernel, else the platform of the strategy's own kernel.

@@ -10,14 +10,14 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Partial, Problem, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sinks_per_head
 from jax_core.strategies.contract import Operands, RingSpec, Strategy
-from jax_core.strategies.traffic import Traffic
+from jax_core.strategies.transfers.traffic import Traffic
 from jax_core.varying import vary, varying_axes
 
 
 class Empty(Strategy):
     """Zeros."""
 
-    HANDLES = frozenset()  # nothing is computed, so no feature can be ignored
+    CAPABILITIES = frozenset()  # nothing is computed, so no feature can be ignored
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
         return None if 0 in (problem.batch, problem.q_length, problem.k_length) else "there is something to compute"

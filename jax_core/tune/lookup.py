@@ -16,7 +16,6 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Kernel, Problem
 from jax_core.tune import search, store
 from jax_core.tune.agreement import agreed
-from jax_core.tune.candidates import as_pair
 from jax_core.tune.devices import device_name, file_name
 from jax_core.tune.keys import key_of
 from jax_core.tune.table import PASSES, Found, Table, from_json
@@ -123,7 +122,7 @@ def _searched(name: str, kernel: Kernel, problem: Problem, key: str, device: str
 
 def _runs(kernel: Kernel, problem: Problem, key: str, params: FwdParams) -> bool:
     """Whether the kernel takes these parameters: a table is data, and its keys stand for many problems."""
-    pair = as_pair(kernel, problem, params)
+    pair = search.as_pair(kernel, problem, params)
     reason = kernel.unsupported(problem, *pair)
     if reason is None or kernel.unsupported(problem, *kernel.default_params(problem)) is not None:
         return True  # or it is no fault of the parameters

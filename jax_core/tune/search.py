@@ -5,15 +5,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_core.config import FwdParams
+from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Kernel, Problem
 from jax_core.tune import timing
-from jax_core.tune.candidates import candidates
 from jax_core.tune.devices import versions
 from jax_core.tune.inputs import Inputs, make_inputs
 from jax_core.tune.programs import Program, Reference, Results, calls_per_sample, make_program, make_reference
@@ -23,6 +22,9 @@ FINALISTS = 2  # beside the heuristic's
 NOISE = 0.01  # what must be won, as a part of the time, to leave the heuristic
 _SUMS = {"float64": 1e-12}  # the relative error of sums over some thousand terms, else in float32:
 _SUMS_IN_FLOAT32 = 1e-5
+
+
+Candidates = tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,28 @@ class Result(NamedTuple):
     tried: int
     listed: int
     dropped: tuple[str, ...]
+
+
+def candidates(kernel: Kernel, problem: Problem) -> Candidates:
+    """Those that its ``configs(problem)`` lists for the forward and for the backward, without those that it refuses; none for a
+    kernel without ``configs``, whose parameters are not the caller's to choose."""
+    configs = getattr(kernel, "configs", None)
+    if configs is None:
+        return (), ()
+    forward, backward = configs(problem)
+    return _running(kernel, problem, forward), _running(kernel, problem, backward)
+
+
+def as_pair(kernel: Kernel, problem: Problem, params: FwdParams) -> tuple[FwdParams, BwdParams]:
+    """With the kernel's own choice for the other pass."""
+    forward, backward = kernel.default_params(problem)
+    return (forward, params) if isinstance(params, BwdParams) else (params, backward)
+
+
+def _running(kernel: Kernel, problem: Problem, listed: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(
+        params for params in dict.fromkeys(listed) if kernel.unsupported(problem, *as_pair(kernel, problem, params)) is None
+    )
 
 
 def search(kernel: Kernel, problem: Problem, limits: Limits = Limits()) -> dict[str, Result]:

@@ -7,7 +7,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Pair, Problem, accumulation_dtype
 from jax_core.masks.layout import Run
 from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
-from jax_core.strategies.traffic import Traffic, sizes
+from jax_core.strategies.transfers.traffic import Traffic, sizes
 
 
 def whole_sequence(spec: RingSpec, operands: Operands) -> Pair:
@@ -19,7 +19,7 @@ def whole_sequence(spec: RingSpec, operands: Operands) -> Pair:
 
 
 class Toy(Strategy):
-    HANDLES = frozenset("contiguous causal float32 lse_gradient".split())
+    CAPABILITIES = frozenset("contiguous causal float32 lse_gradient".split())
     IN_PLACE_OF_A_KERNEL = frozenset({"contiguous"})
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:

@@ -65,6 +65,6 @@ def kernel(**changed: Any) -> SimpleNamespace:
         forward=dense_forward,
         backward=dense_backward,
         unsupported=lambda *_: None,
-        HANDLES=frozenset(),
+        CAPABILITIES=frozenset(),
     )
     return SimpleNamespace(**(own | dict(default_params=lambda _: defaults, configs=lambda _: configs) | changed))

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_bridge.backends.interface import Results
-from torch_bridge.backends.operation import Form
+from torch_bridge.backends.operation import Form, Results
 from torch_bridge.job.ring import Tensors
 
 

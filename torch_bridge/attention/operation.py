@@ -10,7 +10,7 @@ import torch
 from jax.sharding import AbstractMesh
 
 from jax_core.request.checks import check_operands
-from jax_core.request.choice import SHARED_QUERIES
+from jax_core.request.dispatch import SHARED_QUERIES
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec
 
 from jax_core.request.options import Placement
 from torch_bridge.backends.dlpack import keeping_device, precision_scope
-from torch_bridge.backends.interface import Results
 from torch_bridge.backends.launch import Compiled, Join, Launcher, launcher
-from torch_bridge.backends.operation import Form, Local, Request
+from torch_bridge.backends.operation import Form, Local, Request, Results
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.job.ring import Tensors
 from torch_bridge.job.runtime import start

@@ -3,38 +3,19 @@
 A backend is a module that implements :class:`Backend`; ``dispatch`` chooses by the type of the tensors' device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from torch_bridge.backends.operation import Request
+from torch_bridge.backends.operation import Program, Request, Results
 from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.ring import Ring, Tensors
+from torch_bridge.job.ring import Ring
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
-
-Results = tuple[torch.Tensor, ...]
-
-
-class Program(Protocol):
-    """One request, ready to run. ``operands`` are given in the order of its forms, None for an absent one.
-
-    ``operators``: the number of its own custom ops, for ``Backend.OPERATORS``; None if the library's two custom ops call it.
-    """
-
-    @property
-    def operators(self) -> int | None: ...
-
-    def forward(self, operands: Tensors) -> Results:
-        """With the forms of ``Request.results``."""
-
-    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
-        """The gradients of the operands whose indices are in ``wanted``, in that order. Only the first result always has a
-        cotangent."""
 
 
 class Operators(NamedTuple):

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
     from jax_core.request.options import Placement
-    from torch_bridge.backends.interface import Program
     from torch_bridge.job.mesh import Ring as RingOfProcesses
 
 # What the forms of a request are made of: shape and dtype of each operand, None for an absent one.
@@ -33,6 +32,26 @@ class Form(NamedTuple):
 
 def forms_of(tensors: Tensors) -> Forms:
     return tuple(None if x is None else (tuple(x.shape), x.dtype) for x in tensors)
+
+
+Results: TypeAlias = tuple[torch.Tensor, ...]
+
+
+class Program(Protocol):
+    """A request, ready to run. ``operands`` are given in the order of its forms, None for an absent one.
+
+    ``operators``: the number of its own custom ops, for ``Backend.OPERATORS``; None if the library's two custom ops call it.
+    """
+
+    @property
+    def operators(self) -> int | None: ...
+
+    def forward(self, operands: Tensors) -> Results:
+        """With the forms of ``Request.results``."""
+
+    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
+        """The gradients of the operands whose indices are in ``wanted``, in that order. Only the first result always has a
+        cotangent."""
 
 
 class Local(Protocol):

@@ -21,8 +21,8 @@ from jax_core.request.options import Placement
 from torch_bridge.backends import shared_memory
 from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.backends.dropout import words_of_seed
-from torch_bridge.backends.interface import Operators, Results
-from torch_bridge.backends.operation import Local, Request
+from torch_bridge.backends.interface import Operators
+from torch_bridge.backends.operation import Local, Request, Results
 from torch_bridge.job.mesh import AXIS, Ring
 from torch_bridge.job.mesh import resolve as resolve
 from torch_bridge.job.ring import Ring as AnyRing

@@ -25,8 +25,7 @@ from jax.sharding import AbstractMesh
 
 from jax_core.masks import dropout
 from torch_bridge.backends.dropout import words_of_seed
-from torch_bridge.backends.interface import Results
-from torch_bridge.backends.operation import Request, Whole
+from torch_bridge.backends.operation import Request, Results, Whole
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import Ring as AnyRing
 from torch_bridge.job.ring import Tensors

@@ -13,8 +13,8 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd.function import once_differentiable
 
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.backends.interface import Operators, Program, Results
-from torch_bridge.backends.operation import Forms
+from torch_bridge.backends.interface import Operators
+from torch_bridge.backends.operation import Forms, Program, Results
 from torch_bridge.call.call_cache import PLAIN, Repeat, observed
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of

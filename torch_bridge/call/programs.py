@@ -14,8 +14,7 @@ from uuid import uuid4
 import torch
 
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.backends.interface import Program
-from torch_bridge.backends.operation import Form, Forms, Operation, Request, forms_of
+from torch_bridge.backends.operation import Form, Forms, Operation, Program, Request, forms_of
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagating
 from torch_bridge.job.ring import Ring, Tensors

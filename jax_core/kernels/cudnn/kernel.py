@@ -30,7 +30,7 @@ from jax_core.kernels.cudnn import calls, tiles
 from jax_core.kernels.merge import join
 
 CONTINUES = True
-HANDLES = frozenset("causal left logits_dtype fused_backward float16 bfloat16".split())
+CAPABILITIES = frozenset("causal left logits_dtype fused_backward float16 bfloat16".split())
 # Query rows of all heads in a call of a divided backward: eight blocks of 128 rows for each of an H200's multiprocessors.
 ROWS_OF_A_CALL = 2**17
 MOST_GROUPS = 4  # each call is compiled

@@ -10,7 +10,7 @@ from jax_core.kernels.cute.pairs import is_within, needs_lists
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import run_length
 
-HANDLES = frozenset(
+CAPABILITIES = frozenset(
     "causal left right chunk keys any_position softcap predicates logits_dtype mask q_segment_ids kv_segment_ids q_position_ids "
     "kv_position_ids plan origin lse_gradient fused_backward deterministic float16 bfloat16".split()
 )

@@ -37,7 +37,7 @@ from jax_core.masks.layout import runs
 _LISTED = 250_000  # words of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 CONTINUES = True
-HANDLES = frozenset(
+CAPABILITIES = frozenset(
     "causal left right chunk keys apart any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids alibi_slopes dropout_seed origin plan "
     "lse_gradient fused_backward deterministic bfloat16 float32".split()

@@ -1,6 +1,6 @@
 """The kernels in Triton, for NVIDIA GPUs."""
 
 from jax_core.kernels.contract import finish
-from jax_core.kernels.triton.kernel import CONTINUES, HANDLES, backward, configs, default_params, forward, unsupported
+from jax_core.kernels.triton.kernel import CAPABILITIES, CONTINUES, backward, configs, default_params, forward, unsupported
 
-__all__ = ["CONTINUES", "HANDLES", "backward", "configs", "default_params", "finish", "forward", "unsupported"]
+__all__ = ["CAPABILITIES", "CONTINUES", "backward", "configs", "default_params", "finish", "forward", "unsupported"]

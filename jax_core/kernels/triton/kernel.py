@@ -21,7 +21,7 @@ _WIDEST = 256
 _GRID = 65535  # programs along the second and third grid dimensions
 _DTYPES = ("float16", "bfloat16", "float32")
 CONTINUES = True
-HANDLES = frozenset(
+CAPABILITIES = frozenset(
     "causal left right chunk keys apart any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
     "lse_gradient fused_backward deterministic float16 bfloat16 float32".split()

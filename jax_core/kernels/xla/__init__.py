@@ -1,6 +1,6 @@
 """The kernel in plain XLA, which runs on any device."""
 
 from jax_core.kernels.contract import finish
-from jax_core.kernels.xla.kernel import CONTINUES, HANDLES, backward, configs, default_params, forward, unsupported
+from jax_core.kernels.xla.kernel import CAPABILITIES, CONTINUES, backward, configs, default_params, forward, unsupported
 
-__all__ = ["CONTINUES", "HANDLES", "backward", "configs", "default_params", "finish", "forward", "unsupported"]
+__all__ = ["CAPABILITIES", "CONTINUES", "backward", "configs", "default_params", "finish", "forward", "unsupported"]

@@ -34,7 +34,7 @@ from jax_core.kernels.xla.scores import distance, dropout_factor, logits, produc
 from jax_core.varying import vary, varying_axes
 
 CONTINUES = True
-HANDLES = frozenset(
+CAPABILITIES = frozenset(
     "causal left right chunk keys apart any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
     "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()

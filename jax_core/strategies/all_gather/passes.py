@@ -14,11 +14,10 @@ from jax import Array
 from jax_core.kernels.contract import Pair, Partial, Problem, Residuals
 from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask
-from jax_core.strategies.all_gather.edges import returned, widened
+from jax_core.strategies.all_gather.halo import returned, widened
 from jax_core.strategies.all_gather.reach import Reach, bounded, reach
 from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
-from jax_core.strategies.exchange import all_to_all, gather, in_sequence_order, in_shards
-from jax_core.strategies.local import (
+from jax_core.strategies.pairs.local import (
     Backward,
     accumulate,
     add,
@@ -28,8 +27,9 @@ from jax_core.strategies.local import (
     open_forward,
     query_runs,
 )
-from jax_core.strategies.traffic import Traffic, sizes
-from jax_core.strategies.transfer import tree_after
+from jax_core.strategies.transfers.exchange import all_to_all, gather, in_sequence_order, in_shards
+from jax_core.strategies.transfers.traffic import Traffic, sizes
+from jax_core.strategies.transfers.transfer import tree_after
 
 _WHOLE = frozenset("bias mask q_position_ids predicates".split())  # with these, keys are taken from the whole sequence
 

@@ -19,10 +19,10 @@ from jax_core.kernels.merge import join_stacked, sink_gradient
 from jax_core.masks.layout import Run
 from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
 from jax_core.strategies.decode.arrangement import Arrangement, arrangement
-from jax_core.strategies.local import Backward, Forward, kernel_of
-from jax_core.strategies.padding import clear_cotangents, clear_operands
-from jax_core.strategies.shapes import SmallOperands, in_full_shape
-from jax_core.strategies.traffic import Traffic, sizes
+from jax_core.strategies.pairs.local import Backward, Forward, kernel_of
+from jax_core.strategies.pairs.padding import clear_cotangents, clear_operands
+from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
+from jax_core.strategies.transfers.traffic import Traffic, sizes
 from jax_core.varying import vary, varying_axes
 
 _BY_POSITION = frozenset("causal left right chunk alibi_slopes predicates".split())
@@ -32,7 +32,7 @@ class Decode(Strategy):
     """It handles what its kernel handles and needs no place of a rank's keys in the sequence."""
 
     IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous".split())
-    HANDLES = IN_PLACE_OF_A_KERNEL | frozenset(
+    CAPABILITIES = IN_PLACE_OF_A_KERNEL | frozenset(
         "causal left right chunk any_position softcap predicates precision logits_dtype "
         "q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes origin "
         "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()

@@ -12,19 +12,19 @@ from jax_core.kernels.tpu.limits import block_sizes, fitting, params_reason, pro
 from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
 from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
 from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
-from jax_core.strategies.padding import clear_cotangents, clear_operands, clear_values
-from jax_core.strategies.traffic import Traffic, sizes
+from jax_core.strategies.pairs.padding import clear_cotangents, clear_operands, clear_values
+from jax_core.strategies.transfers.traffic import Traffic, sizes
 
 
 class FusedRing(Strategy):
     """The ring fused into one Pallas kernel, for TPUs."""
 
     OWN_PLATFORM = "pallas"
-    HANDLES = frozenset(
+    CAPABILITIES = frozenset(
         "causal left right chunk softcap precision q_segment_ids kv_segment_ids softmax_aux lse_gradient bfloat16 float32 "
         "contiguous zigzag striped".split()
     )
-    IN_PLACE_OF_A_KERNEL = HANDLES
+    IN_PLACE_OF_A_KERNEL = CAPABILITIES
 
     def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]:
         """Tiles of 512 x 512 and, in the backward, 256 x 512; smaller where half a shard is shorter."""

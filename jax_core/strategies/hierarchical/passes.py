@@ -7,11 +7,11 @@ from jax import Array
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Grads, Partial, Problem
 from jax_core.strategies.contract import Operands, RingSpec, Strategy
+from jax_core.strategies.hierarchical.rotation import HostRotation, PairStep
 from jax_core.strategies.hierarchical.schedule import visible_shifts
-from jax_core.strategies.hierarchical.tour import Tour, Visit
-from jax_core.strategies.local import LocalGradients, accumulate, kernel_of, open_backward, open_forward
-from jax_core.strategies.partials import MOST_APART, Found, joined, only
-from jax_core.strategies.traffic import Traffic, rotated, sizes
+from jax_core.strategies.pairs.local import LocalGradients, accumulate, kernel_of, open_backward, open_forward
+from jax_core.strategies.pairs.partial_results import PartialResults
+from jax_core.strategies.transfers.traffic import Traffic, rotated, sizes
 
 
 class Hierarchical(Strategy):
@@ -33,28 +33,28 @@ class Hierarchical(Strategy):
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         opened, continues = open_forward(spec, operands), kernel_of(spec).CONTINUES
 
-        def visit(found: Found, visit: Visit) -> Partial:
-            return opened.attend(visit.pair, found.carry if continues else None, visit.last)
+        def compute(partials: PartialResults, step: PairStep) -> Partial:
+            return opened.attend(step.pair, partials.carry if continues else None, step.last)
 
-        def keep(found: Found, _: Visit, result: Partial) -> tuple[Found, None]:
-            apart = Found(result, ()) if continues else Found(found.carry, (*found.apart, result))
-            return joined(apart, opened.wide, MOST_APART), None
+        def keep(partials: PartialResults, _: PairStep, result: Partial) -> tuple[PartialResults, None]:
+            return partials.plus(result, continues, opened.wide), None
 
-        found, *_ = Tour(spec, opened.operands, visit, keep, lambda found: joined(found, opened.wide)).make(Found(None, ()))
-        return opened.close(only(joined(found, opened.last_dtype)))
+        rotation = HostRotation(spec, opened.operands, compute, keep, lambda partials: partials.merged(opened.wide))
+        partials, *_ = rotation.run(PartialResults())
+        return opened.close(partials.result(opened.last_dtype))
 
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
     ) -> Operands:
         opened = open_backward(spec, operands, out, lse, dout, dlse)
 
-        def visit(sums: LocalGradients, visit: Visit) -> Grads:
-            return opened.differentiate(visit.pair, sums.dq)
+        def compute(sums: LocalGradients, step: PairStep) -> Grads:
+            return opened.differentiate(step.pair, sums.dq)
 
-        def keep(sums: LocalGradients, visit: Visit, grads: Grads) -> tuple[LocalGradients, tuple[Any, Any]]:
-            return accumulate(sums, grads, visit.pair.k_runs), (grads.dk, grads.dv)
+        def keep(sums: LocalGradients, step: PairStep, grads: Grads) -> tuple[LocalGradients, tuple[Any, Any]]:
+            return accumulate(sums, grads, step.pair.k_runs), (grads.dk, grads.dv)
 
-        tour = Tour(spec, opened.operands, visit, keep, lambda sums: sums)
+        rotation = HostRotation(spec, opened.operands, compute, keep, lambda sums: sums)
         # Its first transfers must neither run beside the forward's nor be merged with them, which would keep what came until now.
-        sums, dkv, send_home = tour.make(opened.no_gradients(), after=opened.residuals.delta)
+        sums, dkv, send_home = rotation.run(opened.no_gradients(), after=opened.residuals.delta)
         return opened.close(dkv, sums, send_home)

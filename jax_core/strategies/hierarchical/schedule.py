@@ -12,8 +12,8 @@ import numpy as np
 
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import Mask
-from jax_core.strategies.sight import Sight
-from jax_core.strategies.steps import Step, steps
+from jax_core.strategies.rotation import Step, steps
+from jax_core.strategies.visibility import Visibility
 
 Shift = tuple[int, int]
 Hop = tuple[int, int]
@@ -50,7 +50,7 @@ def host_steps(shifts: tuple[Shift, ...]) -> list[HostStep]:
 def visible_shifts(mask: Mask, layout: Layout, sizes: tuple[int, int], q_length: int, k_length: int) -> tuple[Shift, ...]:
     """The shifts at which some rank may see a key, ascending, and ``(0, 0)``; all if positions are data. ``q_length``,
     ``k_length``: lengths of a shard."""
-    sees = Sight(mask, layout, sizes[0] * sizes[1], q_length, k_length)
+    sees = Visibility(mask, layout, sizes[0] * sizes[1], q_length, k_length)
     ranks = np.arange(sizes[0] * sizes[1]).reshape(sizes)
     return tuple(
         shift

@@ -15,7 +15,7 @@ from jax_core.kernels.contract import Pair, Problem
 from jax_core.masks.layout import Layout, runs
 from jax_core.masks.static import Mask
 from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
-from jax_core.strategies.local import (
+from jax_core.strategies.pairs.local import (
     accumulate,
     add,
     kernel_of,
@@ -25,11 +25,11 @@ from jax_core.strategies.local import (
     query_runs,
     rank_of,
 )
-from jax_core.strategies.partials import MOST_APART, Found, joined, only
-from jax_core.strategies.sight import Sight
-from jax_core.strategies.steps import Step, run_steps, steps
-from jax_core.strategies.traffic import Traffic, rotated
-from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
+from jax_core.strategies.pairs.partial_results import PartialResults
+from jax_core.strategies.rotation import Step, run_steps, steps
+from jax_core.strategies.transfers.traffic import Traffic, rotated
+from jax_core.strategies.transfers.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
+from jax_core.strategies.visibility import Visibility
 
 
 class Ring(Strategy):
@@ -45,23 +45,23 @@ class Ring(Strategy):
         local_keys, plan = operands.keys, _plan(spec, operands)
 
         def run_step(state: Any, step: Step) -> Any:
-            buffer, shift, (carry, apart) = state
+            buffer, shift, partials = state
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             arriving = start_transfers(transfers, spec.axis_name, spec.size)
             pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
-            result = opened.attend(pair, carry if kernel.CONTINUES else None, last=not step.hop_out)
+            result = opened.attend(pair, partials.carry if kernel.CONTINUES else None, last=not step.hop_out)
             if transfers:
                 arriving, result = lax.optimization_barrier((arriving, result))
-            found = Found(result, ()) if kernel.CONTINUES else joined(Found(carry, (*apart, result)), wide, MOST_APART)
-            return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, found
+            partials = partials.plus(result, kernel.CONTINUES, wide)
+            return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, partials
 
         def settle(state: Any) -> Any:
-            buffer, shift, found = state
-            return buffer, shift, joined(found, wide)
+            buffer, shift, partials = state
+            return buffer, shift, partials.merged(wide)
 
         buffer = pack(local_keys, word_of(spec, local_keys)) if len(plan) > 1 else None
-        *_, found = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), Found(None, ())), plan)
-        return opened.close(only(joined(found, opened.last_dtype)))
+        *_, partials = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), PartialResults()), plan)
+        return opened.close(partials.result(opened.last_dtype))
 
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
@@ -108,7 +108,7 @@ def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_lengt
     """
     if mask.any_position:
         return tuple(range(size))
-    sees = Sight(mask, layout, size, q_length, k_length)
+    sees = Visibility(mask, layout, size, q_length, k_length)
     return tuple(shift for shift in range(size) if shift == 0 or sees.any_rank((np.arange(size) - shift) % size))
 
 

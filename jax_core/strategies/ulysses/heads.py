@@ -12,8 +12,8 @@ from jax import Array, lax
 
 from jax_core.kernels.contract import accumulation_dtype
 from jax_core.strategies.contract import Operands, RingSpec
-from jax_core.strategies.exchange import all_to_all, in_sequence_order, in_shards
-from jax_core.strategies.transfer import tree_after, wire_dtype
+from jax_core.strategies.transfers.exchange import all_to_all, in_sequence_order, in_shards
+from jax_core.strategies.transfers.transfer import tree_after, wire_dtype
 from jax_core.strategies.ulysses.inside import kv_heads_sent, order
 
 Results = tuple[Array, Array, Array, Array | None]  # out, lse, and their cotangents

@@ -11,9 +11,9 @@ from jax import Array
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
-from jax_core.strategies.local import rank_of
-from jax_core.strategies.shapes import SmallOperands, in_full_shape
-from jax_core.strategies.traffic import Traffic, sizes
+from jax_core.strategies.pairs.local import rank_of
+from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
+from jax_core.strategies.transfers.traffic import Traffic, sizes
 from jax_core.strategies.ulysses.heads import Exchange
 from jax_core.strategies.ulysses.inside import exchanged_over, problem_inside, spec_inside, ulysses_axis, unsupported
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jax_core.request.choice import KERNELS
+from jax_core.request.dispatch import KERNELS
 from jax_core.tune.command.work import Done, Work
 from jax_core.tune.lookup import origins
 from jax_core.tune.search import in_words

@@ -14,16 +14,15 @@ import jax.numpy as jnp
 
 from jax_core.kernels.contract import Problem
 from jax_core.masks.dropout import seed_words
-from jax_core.request.choice import KERNELS
+from jax_core.request.dispatch import KERNELS
 from jax_core.request.features import refusal
-from jax_core.request.measured import preferred_kernels
 from jax_core.request.options import Options
+from jax_core.request.preferences import preferred_kernels
 from jax_core.request.spec import make_problem
 from jax_core.strategies.contract import Operands
-from jax_core.tune.candidates import candidates
 from jax_core.tune.command.models import SHAPES
 from jax_core.tune.keys import key_of
-from jax_core.tune.search import Limits, Result, search
+from jax_core.tune.search import Limits, Result, candidates, search
 
 STOP = 0.12  # the part of the time at whose beginning no more candidates are compiled
 
@@ -90,7 +89,7 @@ def _work(name: str, options: argparse.Namespace, length: int, sizes: Sizes, set
     problem, _ = make_problem(Options(**settings), _operands(options, length, sizes, settings, arrays))
     platform = _platform(problem) if options.platform == "auto" else options.platform
     kernel = KERNELS[platform]
-    reason = refusal(problem.features - {"contiguous", "softmax_aux"}, kernel.HANDLES)
+    reason = refusal(problem.features - {"contiguous", "softmax_aux"}, kernel.CAPABILITIES)
     reason = reason or kernel.unsupported(problem, *kernel.default_params(problem))
     if reason is not None:
         raise NotImplementedError(f'platform="{platform}" cannot compute {name}: {reason}')

@@ -29,7 +29,7 @@ from jax_core.kernels.contract import Problem, Scores
 from jax_core.kernels.cudnn import calls, kernel
 from jax_core.kernels.triton import launch
 from jax_core.masks.static import make_mask
-from jax_core.request.choice import choose
+from jax_core.request.dispatch import choose
 from jax_core.request.features import of_scores, refusal
 from jax_core.request.options import Options
 
@@ -105,7 +105,7 @@ def hopper(monkeypatch):
 
 def reason(problem: Problem) -> str | None:
     asked = problem.features | of_scores(problem.scores) | {problem.dtype}
-    return refusal(asked, cudnn.HANDLES) or cudnn.unsupported(problem, FwdParams(), BwdParams())
+    return refusal(asked, cudnn.CAPABILITIES) or cudnn.unsupported(problem, FwdParams(), BwdParams())
 
 
 @pytest.mark.usefixtures("hopper")
@@ -274,7 +274,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(calls, "missing", lambda: None)
     monkeypatch.setattr(calls, "capability", lambda: 90)
     # The cases ask for the LSE, with cotangent 0.
-    monkeypatch.setattr(cudnn, "HANDLES", cudnn.HANDLES | {"float32", "float64", "lse_gradient"})
+    monkeypatch.setattr(cudnn, "CAPABILITIES", cudnn.CAPABILITIES | {"float32", "float64", "lse_gradient"})
 
 
 def _case(name: str, **settings: Any) -> Case:

@@ -43,9 +43,9 @@ from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import runs
 from jax_core.masks.plan import Plan
 from jax_core.masks.static import make_mask, visible
-from jax_core.request.choice import KERNELS
+from jax_core.request.dispatch import KERNELS
 from jax_core.request.features import refusal
-from jax_core.request.measured import ON_GPUS
+from jax_core.request.preferences import ON_GPUS
 
 FULL, WINDOW, CHUNKS = Scores(make_mask(), 0.2), Scores(make_mask(True, 37), 0.2), Scores(make_mask(True, None, 50), 0.2)
 PROBLEM = Problem(Scores(make_mask(True), 0.125), "bfloat16", 2, 256, 256, 8, 2, 128, 128, backend="gpu")
@@ -62,7 +62,7 @@ def stand_in(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(kernel, "call", cute_stand_in.call)
     monkeypatch.setattr(sums, "call", cute_stand_in.call)
     on_hopper(monkeypatch)
-    monkeypatch.setattr(cute, "HANDLES", cute.HANDLES | {"float32"})
+    monkeypatch.setattr(cute, "CAPABILITIES", cute.CAPABILITIES | {"float32"})
     with quick_compiles():
         yield
 
@@ -187,7 +187,7 @@ def test_deterministic_reaches_every_backward(monkeypatch, wanted: bool):
 
 
 def test_deterministic_is_a_feature_of_every_kernel_or_refused():
-    words = {name: refusal(frozenset({"deterministic"}), module.HANDLES) for name, module in KERNELS.items()}
+    words = {name: refusal(frozenset({"deterministic"}), module.CAPABILITIES) for name, module in KERNELS.items()}
     assert words.pop("cuda") == "it does not handle deterministic=True"
     assert set(words.values()) == {None}
 

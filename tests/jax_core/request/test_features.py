@@ -13,7 +13,7 @@ import pytest
 from jax_core.kernels.contract import Scores
 from jax_core.masks.static import Mask
 from jax_core.request import spec
-from jax_core.request.choice import KERNELS, STRATEGIES
+from jax_core.request.dispatch import KERNELS, STRATEGIES
 from jax_core.request.options import Options
 from jax_core.strategies.contract import Operands
 from jax_core.strategies.ring import Ring
@@ -61,7 +61,7 @@ def test_every_strategy_refuses_what_it_does_not_declare(monkeypatch, name: str,
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_refuses_what_it_does_not_declare(monkeypatch, name: str, ask: Callable):
     """In a ring that declares it."""
-    monkeypatch.setattr(Ring, "HANDLES", Ring.HANDLES | {"spin"})
+    monkeypatch.setattr(Ring, "CAPABILITIES", Ring.CAPABILITIES | {"spin"})
     with pytest.raises(NotImplementedError, match=f'platform="{name}": it does not handle (.*, )?spin;'):
         ask(monkeypatch, 3, platform=name)
 
@@ -79,6 +79,6 @@ def test_auto_refuses_too(monkeypatch, ask: Callable):
 
 def test_every_field_is_declared_by_someone():
     """A field that is new here and that nobody handles would be refused by all."""
-    handled = frozenset().union(*(kernel.HANDLES for kernel in KERNELS.values()))
+    handled = frozenset().union(*(kernel.CAPABILITIES for kernel in KERNELS.values()))
     asked = {field.name for kind in (Mask, Scores) for field in fields(kind)} - {"mask", "scale"}
     assert asked <= handled

@@ -24,7 +24,7 @@ from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands
 from jax_core.strategies.hierarchical.schedule import HostStep, host_steps, visible_shifts, way_home
-from jax_core.strategies.steps import Step
+from jax_core.strategies.rotation import Step
 
 WINDOW = {"sliding_window": (9, 0)}
 HIERARCHICAL = {"strategy": "hierarchical"}

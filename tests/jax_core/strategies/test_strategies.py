@@ -29,7 +29,7 @@ from oracle_assertions import assert_like_the_oracle
 from jax_core.kernels import cudnn, cute, triton
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.static import Mask
-from jax_core.request.choice import STRATEGIES
+from jax_core.request.dispatch import STRATEGIES
 from jax_core.strategies.all_gather import AllGather
 
 SHARING = ("all_gather", "ulysses", "ulysses_ring", "ring_ulysses", "hierarchical")
@@ -113,7 +113,7 @@ def test_kernels_that_go_by_lengths_are_not_asked_for_other_keys():
     cross = AllGather().kernel_problem(Problem(Scores(Mask(causal=True), 1.0), "bfloat16", features=asked, **lengths))  # type: ignore[arg-type]
     new = cross.features - asked
     assert cross.q_length == cross.k_length
-    assert not new <= cute.HANDLES and not new <= cudnn.HANDLES and new <= triton.HANDLES
+    assert not new <= cute.CAPABILITIES and not new <= cudnn.CAPABILITIES and new <= triton.CAPABILITIES
 
 
 @pytest.mark.parametrize("strategy", SHARING)

@@ -14,11 +14,11 @@ from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_core.request.choice import STRATEGIES
+from jax_core.request.dispatch import STRATEGIES
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_problem, make_spec
 from jax_core.strategies.contract import Operands
-from jax_core.strategies.traffic import Traffic
+from jax_core.strategies.transfers.traffic import Traffic
 
 LENGTH, HEADS, KV_HEADS, DIM, VALUE_DIM = 256, 8, 4, 8, 16
 MASKS = {"full": {}, "causal": dict(causal=True), "window": dict(causal=True, sliding_window=100)}

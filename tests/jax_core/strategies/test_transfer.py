@@ -7,7 +7,15 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_core.strategies.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, wire_dtype
+from jax_core.strategies.transfers.transfer import (
+    Transfer,
+    finish_transfers,
+    ordered_after,
+    pack,
+    start_transfers,
+    unpack,
+    wire_dtype,
+)
 
 BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -14,8 +14,8 @@ from jax_core.kernels import cudnn, tpu, triton, xla
 from jax_core.kernels.triton import launch
 from jax_core.masks.static import Mask
 from jax_core.tune import programs, search, timing
-from jax_core.tune.candidates import candidates
 from jax_core.tune.inputs import make_inputs
+from jax_core.tune.search import candidates
 
 CAUSAL = problem("causal", Mask(causal=True))
 

@@ -19,10 +19,10 @@ from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.kernels import tpu, xla
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.static import Mask
-from jax_core.request import choice
-from jax_core.request.choice import choose, named_platform
-from jax_core.request.measured import ON_GPUS, preferred_kernels, preferred_strategies
+from jax_core.request import dispatch
+from jax_core.request.dispatch import choose, named_platform
 from jax_core.request.options import Options
+from jax_core.request.preferences import ON_GPUS, preferred_kernels, preferred_strategies
 from jax_core.strategies.fused_ring import FusedRing
 from jax_core.strategies.ring import Ring
 
@@ -123,7 +123,7 @@ def test_axes_that_are_named_as_a_strategy():
     asked = problem(size=4, heads=8)
     two_axes = replace(asked, sizes=(2, 2))
     for axes in (("ulysses", "ring"), ("ring", "ulysses")):
-        assert choose(Options(), two_axes, axes=axes).strategy is choice.STRATEGIES["_".join(axes)]
+        assert choose(Options(), two_axes, axes=axes).strategy is dispatch.STRATEGIES["_".join(axes)]
     assert choose(Options(), two_axes, axes=("a", "b")).strategy == Ring()
     assert choose(Options(), replace(two_axes, heads=3, kv_heads=1), axes=("ulysses", "ring")).strategy == Ring()
     assert choose(Options(strategy="ring"), two_axes, axes=("ulysses", "ring")).strategy == Ring()
@@ -131,12 +131,12 @@ def test_axes_that_are_named_as_a_strategy():
 
 def test_what_a_strategy_says_of_itself():
     """That its queries are shared, that axes of these names mean it, and that a window lets it send its edges alone."""
-    assert {name for name in choice.STRATEGIES if name in choice.SHARED_QUERIES} == {"decode"}
-    axes = {name: strategy.axes for name, strategy in choice.STRATEGIES.items() if strategy.axes}
+    assert {name for name in dispatch.STRATEGIES if name in dispatch.SHARED_QUERIES} == {"decode"}
+    axes = {name: strategy.axes for name, strategy in dispatch.STRATEGIES.items() if strategy.axes}
     assert axes == {"ulysses_ring": ("ulysses", "ring"), "ring_ulysses": ("ring", "ulysses")}
     window = problem("gpu", PLAIN | {"causal", "left"}, scores=Scores(Mask(causal=True, left=100), 1.0))
-    assert {name for name, strategy in choice.STRATEGIES.items() if strategy.only_near(window)} == {"all_gather"}
-    assert not any(strategy.only_near(problem()) for strategy in choice.STRATEGIES.values())
+    assert {name for name, strategy in dispatch.STRATEGIES.items() if strategy.only_near(window)} == {"all_gather"}
+    assert not any(strategy.only_near(problem()) for strategy in dispatch.STRATEGIES.values())
 
 
 # ---------------------------------------------------------------------------------------------------------- a new strategy
@@ -145,7 +145,7 @@ def test_what_a_strategy_says_of_itself():
 @pytest.fixture
 def registered(monkeypatch):
     """The one line that a new strategy needs, under which it has its name."""
-    monkeypatch.setattr(choice, "STRATEGIES", MappingProxyType({**choice.STRATEGIES, "toy": Toy()}))
+    monkeypatch.setattr(dispatch, "STRATEGIES", MappingProxyType({**dispatch.STRATEGIES, "toy": Toy()}))
 
 
 @pytest.mark.usefixtures("registered")

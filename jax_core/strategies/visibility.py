@@ -6,7 +6,7 @@ from jax_core.masks.layout import Layout, Run, runs
 from jax_core.masks.static import Mask, empty
 
 
-class Sight:
+class Visibility:
     """Of the queries of all ranks. ``q_length``, ``k_length``: lengths of a shard."""
 
     def __init__(self, mask: Mask, layout: Layout, size: int, q_length: int, k_length: int) -> None:

@@ -14,10 +14,10 @@ from jax import Array, lax
 from jax_core.kernels.contract import Grads, Kernel, Pair, Partial, Residuals, Runs, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient
 from jax_core.masks.layout import runs
-from jax_core.strategies.columns import put_columns, take_columns
 from jax_core.strategies.contract import Keys, Operands, RingSpec, make_residuals
-from jax_core.strategies.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
-from jax_core.strategies.shapes import SmallOperands, in_full_shape
+from jax_core.strategies.pairs.bias_slices import put_slice, take_slice
+from jax_core.strategies.pairs.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
+from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
 from jax_core.varying import vary, varying_axes
 
 
@@ -35,8 +35,8 @@ def query_runs(spec: RingSpec, operands: Operands) -> Runs:
 def make_pair(spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_runs: Runs, diagonal: bool = False) -> Pair:
     """Of the queries and ``keys``, whose places in the sequence are ``k_runs``."""
     extras = operands.extras._replace(
-        bias=None if operands.bias is None else take_columns(operands.bias, k_runs),
-        mask=None if operands.mask is None else take_columns(operands.mask, k_runs),
+        bias=None if operands.bias is None else take_slice(operands.bias, k_runs),
+        mask=None if operands.mask is None else take_slice(operands.mask, k_runs),
         kv_segment_ids=keys.segment_ids,
         kv_position_ids=keys.position_ids,
     )
@@ -129,7 +129,7 @@ def open_backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, do
 
 
 def accumulate(sums: LocalGradients, grads: Grads, k_runs: Runs) -> LocalGradients:
-    dbias = None if sums.dbias is None else put_columns(sums.dbias, grads.dbias, k_runs)
+    dbias = None if sums.dbias is None else put_slice(sums.dbias, grads.dbias, k_runs)
     return LocalGradients(grads.dq, dbias, add(sums.dalibi_slopes, grads.dalibi_slopes))
 
 

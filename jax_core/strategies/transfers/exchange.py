@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jax_core.masks.layout import inverse_permutation, permutation, run_length
 from jax_core.strategies.contract import RingSpec
-from jax_core.strategies.transfer import pack, unpack, word_of
+from jax_core.strategies.transfers.transfer import pack, unpack, word_of
 
 Tree = TypeVar("Tree")
 

@@ -1,4 +1,4 @@
-"""The keys' tour of all ranks, and their gradients': within a host as in a ring, between hosts once for each host.
+"""The rotation of the keys past all ranks, and of their gradients: within a host as in a ring, between hosts once for each host.
 
 While the ranks of a host pass round the keys of one host, those of the next come from the host before, in as many pieces as there
 are steps: they have all of these steps to arrive. dK/dV follow their keys one step behind within a host, and the sums of what the
@@ -21,9 +21,9 @@ from jax_core.masks.layout import runs
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_piece
 from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, visible_shifts, way_home
-from jax_core.strategies.local import add, make_pair, query_runs, rank_of
-from jax_core.strategies.steps import Step, run_steps
-from jax_core.strategies.transfer import (
+from jax_core.strategies.pairs.local import add, make_pair, query_runs, rank_of
+from jax_core.strategies.rotation import Step, run_steps
+from jax_core.strategies.transfers.transfer import (
     Transfer,
     finish_transfers,
     ordered_after,
@@ -35,7 +35,7 @@ from jax_core.strategies.transfer import (
 )
 
 
-class Visit(NamedTuple):
+class PairStep(NamedTuple):
     """A pair, and whether it is the last."""
 
     pair: Pair
@@ -75,26 +75,26 @@ class _AtStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tour:
-    """``visit(result, Visit)`` runs the kernel on a pair, beside what travels; ``keep(result, visit, found) -> (result, dkv)`` adds
-    to a rank's own result what was found, and gives the pair's gradients of keys and values, None in a forward. ``settle(result)``:
-    in the form that a loop's body gives it."""
+class HostRotation:
+    """``compute(result, step)`` runs the kernel on a pair, beside what travels; ``keep(result, step, computed) -> (result, dkv)``
+    adds to a rank's own result what was computed, and gives the pair's gradients of keys and values, None in a forward.
+    ``settle(result)``: in the form that a loop's body gives it."""
 
     spec: RingSpec
     operands: Operands
-    visit: Callable[[Any, Visit], Any]
-    keep: Callable[[Any, Visit, Any], tuple[Any, Any]]
+    compute: Callable[[Any, PairStep], Any]
+    keep: Callable[[Any, PairStep, Any], tuple[Any, Any]]
     settle: Callable[[Any], Any]
 
-    def make(self, result: Any, after: Array | None = None) -> tuple[Any, Any, Callable[[Any], Any]]:
-        """The result of all visits; the sums of dK/dV of the keys that came last, and what sends such to the rank that owns the
+    def run(self, result: Any, after: Array | None = None) -> tuple[Any, Any, Callable[[Any], Any]]:
+        """The result of all steps; the sums of dK/dV of the keys that came last, and what sends such to the rank that owns the
         keys. Nothing is sent before ``after`` is computed."""
         shifts, keys = self._shifts(), self.operands.keys
         if after is not None and len(shifts) > 1:
             keys = tree_after(self.spec, keys, after)
         hosts = host_steps(shifts)
         begin = _AtHost(jnp.int32(0), _Relay(keys, room_for(keys) if len(hosts) > 1 else None), None, None, result)
-        end = run_steps(self.spec, self._visit_host, self._settled, begin, hosts)
+        end = run_steps(self.spec, self._step_of_host, self._settled, begin, hosts)
         return end.result, end.sums and end.sums.sent, partial(self._send_home, way_home(shifts, self._sizes), end.before)
 
     def _send_home(self, home: Hop, before: Array | None, dkv: Any) -> Any:
@@ -103,10 +103,10 @@ class Tour:
         (arrived,), *_ = self._exchange([(dkv, home)], before, lambda: ())
         return arrived
 
-    def _visit_host(self, state: _AtHost, step: HostStep) -> _AtHost:
+    def _step_of_host(self, state: _AtHost, step: HostStep) -> _AtHost:
         shift, keys, sums, before, result = state
         begin = _AtStep(jnp.int32(0), jnp.int32(step.first), keys.sent, None, keys, sums, before, result)
-        end = run_steps(self.spec, partial(self._visit_rank, host_shift=shift, host=step), self._settled, begin, step.steps)
+        end = run_steps(self.spec, partial(self._step_of_rank, host_shift=shift, host=step), self._settled, begin, step.steps)
         keys, sums = end.keys, end.sums
         if step.hop_out:
             keys, shift = _Relay(keys.room, keys.sent), shift + step.hop_out[0]
@@ -115,7 +115,7 @@ class Tour:
             sums = _Relay(total, sums.sent if sums else room_for(total))
         return _AtHost(shift, keys, sums, end.before, end.result)
 
-    def _visit_rank(self, state: _AtStep, host_shift: Array, host: HostStep, step: Step) -> _AtStep:
+    def _step_of_rank(self, state: _AtStep, host_shift: Array, host: HostStep, step: Step) -> _AtStep:
         """In flight meanwhile: within the host the keys for the next step and dK/dV of the step before; between hosts a piece of
         the keys for the next host, and of the sums that this host's are added to."""
         number, shift, held, dkv, keys, sums, before, result = state
@@ -128,12 +128,12 @@ class Tour:
         }
         sent = {name: way for name, way in ways.items() if way is not None}
         pair = self._pair(held, (host_shift, shift), diagonal=not (host.hop_in or step.hop_in))
-        visit = Visit(pair, last=not (host.hop_out or step.hop_out))
+        pair_step = PairStep(pair, last=not (host.hop_out or step.hop_out))
         # What is sent on later waits for this step: all its pieces might leave at once otherwise.
-        arrived, before, (found, keys, sums) = self._exchange(
-            list(sent.values()), before, lambda: (self.visit(result, visit), keys, sums)
+        arrived, before, (computed, keys, sums) = self._exchange(
+            list(sent.values()), before, lambda: (self.compute(result, pair_step), keys, sums)
         )
-        result, share = self.keep(result, visit, found)
+        result, share = self.keep(result, pair_step, computed)
         came = dict(zip(sent, arrived, strict=True))
         if "keys" in came:
             keys = keys._replace(room=put_piece(keys.room, came["keys"], number, count))

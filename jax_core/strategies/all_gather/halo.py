@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax_core.masks.layout import runs
 from jax_core.strategies.all_gather.reach import Reach
 from jax_core.strategies.contract import Keys, RingSpec
-from jax_core.strategies.transfer import numbered, ordered_after, pack, unpack, word_of
+from jax_core.strategies.transfers.transfer import numbered, ordered_after, pack, unpack, word_of
 
 Ways = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a rank's runs to which: the pairs of ranks
 

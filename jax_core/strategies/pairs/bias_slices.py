@@ -13,15 +13,15 @@ _SLICES = 2  # one for each run; from more runs the columns are gathered by thei
 _UNIQUE: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
 
 
-def take_columns(x, runs: Runs):
+def take_slice(x, runs: Runs):
     """``[..., keys of the whole sequence] -> [..., keys of the shard]``"""
     if len(runs) > _SLICES:
         return jnp.asarray(x).at[..., index(runs)].get(**_UNIQUE)
     return jnp.concatenate([_take(x, run) for run in runs], axis=-1)
 
 
-def put_columns(x, columns, runs: Runs):
-    """``x`` with the shard's columns replaced: the transpose of :func:`take_columns` if every shard is put once."""
+def put_slice(x, columns, runs: Runs):
+    """``x`` with the shard's columns replaced: the transpose of :func:`take_slice` if every shard is put once."""
     if len(runs) > _SLICES:
         return x.at[..., index(runs)].set(columns, **_UNIQUE)
     start = 0

@@ -11,8 +11,8 @@ from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, checked_p
 from jax_core.kernels import cudnn, cute, tpu, triton, xla
 from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.features import refusal
-from jax_core.request.measured import preferred_kernels, preferred_strategies
 from jax_core.request.options import Options
+from jax_core.request.preferences import preferred_kernels, preferred_strategies
 from jax_core.strategies.all_gather import AllGather
 from jax_core.strategies.contract import Strategy
 from jax_core.strategies.decode import Decode
@@ -85,7 +85,7 @@ def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem
     strategy = STRATEGIES[name]
     forward, backward = strategy.default_params(problem)
     params = given.fwd_params.completed(forward), given.bwd_params.completed(backward)
-    reason = refusal(problem.features, strategy.HANDLES) or _platform_reason(strategy, platform)
+    reason = refusal(problem.features, strategy.CAPABILITIES) or _platform_reason(strategy, platform)
     reason = reason or strategy.unsupported(problem, *params)
     if reason is not None:
         raise NotImplementedError(f'strategy="{name}": {reason}; use strategy="auto"')
@@ -119,7 +119,7 @@ def _kernel_reason(choice: Choice, name: str, problem: Problem) -> str | None:
     if name in _PER_PROCESS and problem.backend != jax.default_backend():
         return f'the arrays are on "{problem.backend}", and this process computes on "{jax.default_backend()}"'
     assert choice.kernel is not None
-    reason = refusal(problem.features - choice.strategy.IN_PLACE_OF_A_KERNEL, choice.kernel.HANDLES)
+    reason = refusal(problem.features - choice.strategy.IN_PLACE_OF_A_KERNEL, choice.kernel.CAPABILITIES)
     return reason or choice.kernel.unsupported(problem, choice.fwd_params, choice.bwd_params)
 
 

@@ -1,0 +1,1 @@
+"""What strategies share of what is sent: how, and how many bytes."""
