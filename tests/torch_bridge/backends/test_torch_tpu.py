@@ -79,7 +79,7 @@ def form(tensor):
 def test_torch_tpu_is_loaded_only_for_its_tensors():
     code = "import sys, torch_bridge.backends.torch_tpu\nassert 'torch_tpu' not in sys.modules"
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[2], env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[3], env=environment)
 
 
 @pytest.mark.skipif(find_spec("torch_tpu") is not None, reason="torch-tpu is here")

@@ -43,7 +43,7 @@ from jax_core.masks.layout import LAYOUTS, padded_length, permutation
 xla_runtime.use_spmd()
 
 DEVICES = 4
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # What torch calls the arguments of the JAX function.
 NAMES = {
     "query": "q",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).parent.parent / "support" / "workers" / "kept_programs.py"
+WORKER = Path(__file__).parents[2] / "support" / "workers" / "kept_programs.py"
 
 
 def start(what, folder, **environment):
