@@ -1,15 +1,15 @@
 """Exact attention for PyTorch over sequences too long for one GPU, sharded over a ring of processes."""
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ring_attn.balancing import balance
 from ring_attn.functional import ring_attention
 from ring_attn.models.replace import replace_attention
 from ring_attn.models.routing import context_parallel_sdpa
 from ring_attn.models.sdpa import sdpa
-from ring_attn.module import RingAttention
+from ring_attn.module.attention import RingAttention
 from ring_attn.packed.batch import PackedShard, shard_packed
 from ring_attn.ring import Ring
-from ring_attn.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
+from ring_attn.sharding.balancing import balance
+from ring_attn.sharding.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss
 from torch_bridge.job.runtime import PeerFailure, start

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import Layout
-from ring_attn.checks import check_integers, check_numbers, check_settings, check_tensors
-from ring_attn.formats import as_given, batch_first, check_format, dims_of
-from ring_attn.names import OF_FUNCTION
+from ring_attn.arguments.checks import check_integers, check_numbers, check_settings, check_tensors
+from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
+from ring_attn.arguments.names import OF_FUNCTION
 from ring_attn.packed.ids import Packing, with_documents, with_positions
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagates_errors
@@ -81,7 +81,7 @@ def _where(*tensors: object, mesh: MeshLike = None, mesh_dim: MeshDim = None, qk
     query = tensors[0] if tensors else others.get("q")
     if mesh is not None or not is_dtensor(query):
         return mesh, mesh_dim
-    from ring_attn.dtensor import where_sharded
+    from ring_attn.arguments.dtensor import where_sharded
 
     return where_sharded(query, dim=qkv_format.find("s") if "s" in qkv_format else 0)
 
@@ -278,7 +278,7 @@ def attention(
         key = None  # so that it is objected to each time
     whole = None
     if any(map(is_dtensor, qkv.values())):
-        from ring_attn.dtensor import local_parts
+        from ring_attn.arguments.dtensor import local_parts
 
         where, qkv, others, whole = local_parts(where, names, qkv, others, options)
     if packing is not None and packing.given:

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ring_attn.module import RingAttention
-from ring_attn.projections import separate
+from ring_attn.module.attention import RingAttention
+from ring_attn.module.projections import separate
 
 # Where a parameter is split. All others are replicated: in_proj_bias holds the rows of three projections, which are split apart.
 _SPLIT = {

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, check_layout
-from ring_attn import sequence
 from ring_attn.functional import AttentionOptions, ring_attention
-from ring_attn.sequence import ShardedBatch
+from ring_attn.sharding import sequence
+from ring_attn.sharding.sequence import ShardedBatch
 from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
 from torch_bridge.job.mesh import Ring as ProcessRing
 

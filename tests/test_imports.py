@@ -259,7 +259,10 @@ def test_the_rule_sees(module, source):
     [
         ("jax_core.api.attention", "import jax\nfrom jax_core.strategies import ring\nfrom jax_core.kernels import xla"),
         ("torch_bridge.call.autograd", "import jax, torch\nfrom jax_core.strategies.contract import Operands"),
-        ("ring_attn.sequence", "import torch\nfrom jax_core.masks.layout import runs\nfrom torch_bridge.job.mesh import resolve"),
+        (
+            "ring_attn.sharding.sequence",
+            "import torch\nfrom jax_core.masks.layout import runs\nfrom torch_bridge.job.mesh import resolve",
+        ),
         ("jax_core.masks.static", "from typing import NamedTuple\nfrom jax_core.masks.layout import Run"),
         (
             "jax_core.kernels.xla.kernel",
@@ -284,7 +287,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 def test_the_torch_packages_load_no_jax():
-    assert not loaded_after("import ring_attn.sequence, torch_bridge.job.mesh") & {"jax", "jaxlib"}
+    assert not loaded_after("import ring_attn.sharding.sequence, torch_bridge.job.mesh") & {"jax", "jaxlib"}
 
 
 @pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)

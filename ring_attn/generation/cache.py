@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ring_attn.functional import ring_attention
 from ring_attn.generation.checks import check_appended, check_operands, check_prompt, reach_of
 from ring_attn.generation.layer import EMPTY, Held, Layer, Sum, whole_layer, window_layer, written_layer
-from ring_attn.reduction import agree, sum_over_ring
 from ring_attn.ring import Ring
+from ring_attn.sharding.reduction import agree, sum_over_ring
 
 _SAME = "every rank of the ring must make the same call of its KVCache"
 _BY_POSITION = ("sliding_window", "chunk_size", "alibi_slopes", "mask_mod")  # options that read positions

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
-from ring_attn.reduction import agree, recorded
+from ring_attn.sharding.reduction import agree, recorded
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.watchdog import watch
 

@@ -1,25 +1,22 @@
 """``RingAttention`` with a cache: self-attention whose keys and values are kept."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ring_attn.generation.cache import KVCache
 
-if TYPE_CHECKING:
-    from ring_attn.module import RingAttention
-
 
 def attend_with_cache(
-    module: "RingAttention",
+    module: Any,
     cache: KVCache,
     itself: bool,
     *qkv: Tensor,
     causal: bool,
     **given: Tensor | None,
 ) -> Tensor:
-    """``itself``: whether queries, keys and values come from one tensor; ``given``: the call's masks and ids. Raises ValueError
-    for what a cache does not take."""
+    """Attention of ``module``, a ``RingAttention``, to what the cache keeps. ``itself``: whether queries, keys and values come from
+    one tensor; ``given``: the call's masks and ids. Raises ValueError for what a cache does not take."""
     masks = [name for name, x in given.items() if x is not None]
     where = module.mesh, module.mesh_dim, module.layout
     reasons = {

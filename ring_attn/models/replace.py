@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from jax_core.masks.layout import Layout
-from ring_attn.module import RingAttention
+from ring_attn.module.attention import RingAttention
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.job.mesh import MeshDim, MeshLike
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout
-from ring_attn.reduction import where
 from ring_attn.ring import Ring, one_ring
+from ring_attn.sharding.reduction import where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike

@@ -12,7 +12,7 @@ from jax_core.masks.layout import Layout, shard_multiple
 from ring_attn.packed.documents import CUMULATIVE, LONGEST, NUMBERED, Documents, read_documents
 from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sequence import unshard
+from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 

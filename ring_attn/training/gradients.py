@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
+from ring_attn.sharding.reduction import agree, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike

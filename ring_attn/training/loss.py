@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ring_attn.packed.batch import PackedShard
-from ring_attn.reduction import agree, sum_over_ring, where
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sequence import ShardedBatch
+from ring_attn.sharding.reduction import agree, sum_over_ring, where
+from ring_attn.sharding.sequence import ShardedBatch
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating

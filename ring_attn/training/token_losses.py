@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.nn import functional
 
-from ring_attn.reduction import HALF
+from ring_attn.sharding.reduction import HALF
 
 _AT_ONCE = 2**25  # logits that are in float32 at a time: 128 MiB
 

@@ -12,7 +12,7 @@ import jax_core
 from jax_core.api.names import OTHERS
 from jax_core.keywords import NO_OTHERS, explains
 from ring_attn import RingAttention, ring_attention, sync_gradients, unshard
-from ring_attn.names import OF_FORWARD, OF_FUNCTION, OF_MODULE
+from ring_attn.arguments.names import OF_FORWARD, OF_FUNCTION, OF_MODULE
 
 X = torch.zeros(1, 4, 2, 8)
 A = jnp.zeros((1, 4, 2, 8))

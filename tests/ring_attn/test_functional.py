@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import ring_attn
 from ring_attn.functional import NAMES, AttentionOptions
-from ring_attn.module import _NAMES as MODULE_NAMES
+from ring_attn.module.attention import _NAMES as MODULE_NAMES
 from torch_bridge.backends import shared_memory
 
 ROOT = Path(__file__).parents[2]

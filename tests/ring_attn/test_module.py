@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn.functional import ring_attention
-from ring_attn.module import RingAttention
+from ring_attn.module.attention import RingAttention
 
 N, L, S, E, H = 2, 6, 6, 16, 4
 

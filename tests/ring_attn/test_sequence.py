@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launch import torchrun
 
 from jax_core.masks.layout import LAYOUTS, shard_indices, shard_multiple
-from ring_attn.sequence import pad, positions, shard, shard_batch, unshard
+from ring_attn.sharding.sequence import pad, positions, shard, shard_batch, unshard
 from torch_bridge.backends import shared_memory
 
 ROOT = Path(__file__).parents[2]
@@ -220,7 +220,7 @@ def test_bad_input_is_named(call, words):
 
 @pytest.mark.slow
 def test_importing_loads_no_jax():
-    code = "import sys, ring_attn.sequence, ring_attn.module; assert 'jax' not in sys.modules"
+    code = "import sys, ring_attn.sharding.sequence, ring_attn.module; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=_environment(), timeout=120)
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_attn.module import RingAttention
-from ring_attn.sequence import shard
+from ring_attn.module.attention import RingAttention
+from ring_attn.sharding.sequence import shard
 
 BATCH, EMBED, HEADS = 2, 16, 4
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from jax_core.masks.layout import LAYOUTS, shard_indices
-from ring_attn.sequence import pad, positions, shard, shard_batch, unshard
+from ring_attn.sharding.sequence import pad, positions, shard, shard_batch, unshard
 
 
 def random(*shape, seed, dtype=torch.float64):

@@ -58,7 +58,7 @@ def torch_tpu(world):
             "torch_bridge.call.autograd",
             "torch_bridge.attention.functional",
             "torch_bridge.call.programs",
-            "ring_attn.module",
+            "ring_attn.module.attention",
         ):
             patch.setattr(f"{module}.backend_of", lambda device: tpu)
         yield

@@ -13,14 +13,14 @@ from jax_core.config import RingAttentionConfig
 from jax_core.keywords import explains
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import make_mask
-from ring_attn.checks import check_dense, check_inputs, check_sizes
+from ring_attn.arguments.checks import check_dense, check_inputs, check_sizes
+from ring_attn.arguments.masks import Masks, joined_segments, split_mask
+from ring_attn.arguments.names import OF_FORWARD, OF_MODULE
 from ring_attn.functional import NAMES, attention
 from ring_attn.generation.modules import KVCache, attend_with_cache
-from ring_attn.masks import Masks, joined_segments, split_mask
-from ring_attn.names import OF_FORWARD, OF_MODULE
-from ring_attn.projections import repack, rows
+from ring_attn.module.projections import repack, rows
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sequence import positions, unshard
+from ring_attn.sharding.sequence import positions, unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length, check_whole_length, padded_length, runs
-from ring_attn.reduction import agree, gather_from_ring, sum_over_ring, where
+from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating
 from torch_bridge.job.mesh import MeshDim, MeshLike

@@ -1,0 +1,5 @@
+"""``RingAttention``, the module."""
+
+from ring_attn.module.attention import RingAttention
+
+__all__ = ["RingAttention"]

@@ -1,0 +1,1 @@
+"""Sequences in shards: taking them, putting them together again, and sums over a ring."""
