@@ -28,7 +28,8 @@ from torchtitan.protocols.model import BaseModel, ModelConfigConverter
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
-from ring_attn import Ring, start
+from ring_attn.ring import Ring
+from torch_bridge.job.runtime import start
 
 _BACKENDS = ("spmd_types", "full_dtensor")
 _LAYOUTS = {"headtail": "zigzag", None: "contiguous"}

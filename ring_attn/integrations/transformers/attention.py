@@ -225,9 +225,9 @@ def _no_mask(module: nn.Module, mask: Any) -> str:
 
 def _mean_of_values(query: Tensor, key: Tensor, value: Tensor, scale: float, keys: Sequence) -> Tensor:
     """What transformers' "eager" attention gives a query that sees no key, as padding before the first token: the mean of the
-    values of the whole sequence, for queries ``[batch, local, heads, dim]``. It adds the lowest number of the dtype to every score, so the
-    scores vanish beside it, while their gradients do not. It matters only because the last such token predicts the first token, and
-    that label counts in the model's loss. With "sdpa" the output is 0.
+    values of the whole sequence, for queries ``[batch, local, heads, dim]``. It adds the lowest number of the dtype to every
+    score, so the scores vanish beside it, while their gradients do not. It matters only because the last such token predicts the
+    first token, and that label counts in the model's loss. With "sdpa" the output is 0.
 
     Around equal weights a softmax is linear in the scores, so a sum over the keys is all that ranks need to exchange. A soft cap's
     part in the gradient is left out."""
