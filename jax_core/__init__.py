@@ -9,9 +9,11 @@ if TYPE_CHECKING:
     from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
     from jax_core.masks.balance import balance
     from jax_core.request.options import MaskInfo
+    from jax_core.tiers import ExperimentalWarning
 
 __all__ = [
     "BwdParams",
+    "ExperimentalWarning",
     "FwdParams",
     "MaskInfo",
     "RingAttentionConfig",
@@ -27,6 +29,7 @@ _HOMES = {
     "blockwise_attention": "api.blockwise",
     "balance": "masks.balance",
     "MaskInfo": "request.options",
+    "ExperimentalWarning": "tiers",
     "RingAttentionConfig": "config",
     "FwdParams": "config",
     "BwdParams": "config",

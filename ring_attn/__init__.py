@@ -1,6 +1,7 @@
 """Exact attention for PyTorch over sequences too long for one GPU, sharded over a ring of processes."""
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
+from jax_core.tiers import ExperimentalWarning
 from ring_attn.functional import ring_attention
 from ring_attn.models.replace import replace_attention
 from ring_attn.models.routing import context_parallel_sdpa
@@ -16,6 +17,7 @@ from torch_bridge.job.runtime import PeerFailure, start
 
 __all__ = [
     "BwdParams",
+    "ExperimentalWarning",
     "FwdParams",
     "PackedShard",
     "PeerFailure",

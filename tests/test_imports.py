@@ -17,7 +17,7 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 STANDARD_LIBRARY_ONLY = ("jax_core.caches", "jax_core.masks.layout", "jax_core.masks.static")
 # The layers of jax_core from the lowest up: none imports one above it.
 LAYERS = (
-    ("caches", "config", "keywords", "varying"),
+    ("caches", "config", "keywords", "tiers", "varying"),
     ("masks",),
     ("kernels",),
     ("tune",),

@@ -21,6 +21,7 @@ from jax_core.strategies.fused_ring import FusedRing
 from jax_core.strategies.hierarchical import Hierarchical
 from jax_core.strategies.ring import Ring
 from jax_core.strategies.ulysses import Ulysses
+from jax_core.tiers import say_experimental
 from jax_core.tune import lookup
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
@@ -89,6 +90,8 @@ def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem
     reason = reason or strategy.unsupported(problem, *params)
     if reason is not None:
         raise NotImplementedError(f'strategy="{name}": {reason}; use strategy="auto"')
+    if strategy.EXPERIMENTAL and problem.backend == "tpu":
+        say_experimental(f'strategy="{name}"', strategy.EXPERIMENTAL)
     if strategy.OWN_PLATFORM is not None:
         return Choice(strategy, None, *params)
     return _with_kernel(strategy, platform, params, given.autotune, problem)
@@ -109,6 +112,9 @@ def _with_kernel(
         choice = Choice(strategy, KERNELS[name], forward, backward)
         reasons[name] = _kernel_reason(choice, name, asked)
         if reasons[name] is None:
+            tried = getattr(KERNELS[name], "EXPERIMENTAL", "")
+            if tried and problem.backend == "tpu":
+                say_experimental(f'platform="{name}"', tried)
             return choice
     said = "; ".join(f'platform="{name}": {reason}' for name, reason in reasons.items())
     raise NotImplementedError(f'{said}; use platform="auto"' if named else f"no platform can: {said}")

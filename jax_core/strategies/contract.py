@@ -104,6 +104,8 @@ class Strategy(ABC):
     IN_PLACE_OF_A_KERNEL: ClassVar[frozenset[str]] = LAYOUTS_AND_SINKS
     # None for a strategy that runs the chosen kernel, else the platform of the strategy's own kernel.
     OWN_PLATFORM: ClassVar[str | None] = None
+    # Of what has not met its hardware: what was checked, and what was not (``tiers``).
+    EXPERIMENTAL: ClassVar[str] = ""
     # Are the queries the same on all ranks?
     SHARED_QUERIES: ClassVar[bool] = False
 

@@ -1,4 +1,6 @@
-"""The TorchTPU backend (docs/torch_tpu.md): the ring as custom ops that ``torch.tpu.pallas.jax_op`` makes from JAX functions.
+"""The TorchTPU backend (docs/torch_tpu.md). Experimental: traced and compiled without a TPU, never run on one.
+
+It is the ring as custom ops that ``torch.tpu.pallas.jax_op`` makes from JAX functions.
 
 torch-tpu owns the TPU and compiles what JAX has traced; JAX itself runs nothing there. A custom op is one program of the whole
 world, in which equal rings that tile the world run side by side.
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_core.request.options import Placement
+from jax_core.tiers import say_experimental
 from torch_bridge.backends import shared_memory
 from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.backends.dropout import words_of_seed
@@ -69,6 +72,7 @@ def program(request: Request) -> "Program":
     are not compared. Raises NotImplementedError for rings that do not tile the world, ImportError without torch-tpu, RuntimeError
     if JAX would take the TPU."""
     keep_jax_on_cpu()
+    say_experimental('device "tpu" (TorchTPU)', "traced and compiled without a TPU, never run on one")
     return Program(operators(request).number)
 
 

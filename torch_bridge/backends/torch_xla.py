@@ -1,4 +1,5 @@
 """The torch-xla backend: for tensors on an XLA device in SPMD mode, the ring becomes part of torch-xla's graph.
+Experimental: run on CPU devices and lowered for TPUs, never run on one.
 
 One process sees whole tensors and XLA splits them over the devices of a ``torch_xla.distributed.spmd.Mesh``, so no data crosses
 from torch to JAX here: JAX only traces the forward and backward (an operation's ``whole``), and their HLO goes into torch-xla's
@@ -24,6 +25,7 @@ import torch_xla.runtime as xla_runtime
 from jax.sharding import AbstractMesh
 
 from jax_core.masks import dropout
+from jax_core.tiers import say_experimental
 from torch_bridge.backends.dropout import words_of_seed
 from torch_bridge.backends.operation import Request, Results, Whole
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -179,6 +181,8 @@ def _given(tensors: Tensors) -> list[torch.Tensor]:
 
 def program(request: Request) -> Program:
     ring, platform = request.ring, _platform()
+    if platform == "tpu":
+        say_experimental('device "xla" (torch-xla)', "run on CPU devices and lowered for TPUs, never run on one")
     assert isinstance(ring, Ring)
     with _jax_for_torch_xla():
         forward, backward = request.operation.whole(request, ring.mesh, ring.dim, platform)

@@ -1,4 +1,7 @@
-"""The ring fused into one Pallas kernel, for TPUs."""
+"""The ring fused into one Pallas kernel, for TPUs.
+
+Experimental: run in Pallas' interpreter and compiled for four generations of TPUs, never run on one.
+"""
 
 from jax_core.strategies.fused_ring.host import FusedRing
 

@@ -20,6 +20,7 @@ class FusedRing(Strategy):
     """The ring fused into one Pallas kernel, for TPUs."""
 
     OWN_PLATFORM = "pallas"
+    EXPERIMENTAL = "run in Pallas' interpreter and compiled for four generations of TPUs, never run on one"
     CAPABILITIES = frozenset(
         "causal left right chunk softcap precision q_segment_ids kv_segment_ids softmax_aux lse_gradient bfloat16 float32 "
         "contiguous zigzag striped".split()

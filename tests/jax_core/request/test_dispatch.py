@@ -1,5 +1,6 @@
 """Which strategy and which kernel do it; and that a new strategy is a class and a line in the registry."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -25,6 +26,7 @@ from jax_core.request.options import Options
 from jax_core.request.preferences import ON_GPUS, preferred_kernels, preferred_strategies
 from jax_core.strategies.fused_ring import FusedRing
 from jax_core.strategies.ring import Ring
+from jax_core.tiers import ExperimentalWarning, say_experimental
 
 PLAIN = frozenset({"contiguous", "float32"})
 
@@ -33,6 +35,20 @@ def problem(backend: str = "cpu", asked: frozenset[str] = PLAIN, **changed: Any)
     sizes = dict(batch=1, q_length=512, k_length=512, heads=4, kv_heads=2, dim=128, value_dim=128, size=4)
     settings = dict(scores=Scores(Mask(), 1.0), dtype="float32", features=asked, backend=backend)
     return Problem(**(settings | sizes | changed))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"strategy": "fused"}, 'strategy="fused"'), ({"platform": "pallas"}, 'platform="pallas"')]
+)
+def test_what_has_not_met_its_hardware_says_so_once(options: dict[str, Any], named: str):
+    say_experimental.cache_clear()
+    with pytest.warns(ExperimentalWarning, match=f"{named} is experimental: .* never run on one"):
+        choose(Options(**options), problem("tpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose(Options(**options), problem("tpu"))
+        say_experimental.cache_clear()
+        choose(Options(**{**options, "strategy": "ring", "platform": "xla"}), problem("tpu"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- a choice
