@@ -19,7 +19,8 @@ PRELOADED = (
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
     "jax_core",
-    "torch_bridge.call.autograd",
+    "torch_bridge.attention.functional",
+    "torch_bridge.backends.compiled",
     "torch_bridge.runtime",
     "ring_attn",
 )
