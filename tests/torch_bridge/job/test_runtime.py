@@ -18,6 +18,7 @@ from launch import WORKERS, environment, processes
 from torch_bridge.job import coordinator, jax_memory, mesh, peers, runtime, watchdog
 from torch_bridge.job.mesh import Ring, jax_mesh, resolve, to_global, to_local
 from torch_bridge.job.network import open_relay
+from torch_bridge.runtime import EXIT_PEER_FAILURE
 
 PEER_TIMEOUT = 12.0  # what killed_peer.py gives to start()
 NOISE = re.compile(r"Traceback|Check failure|grpc|CANCELLED|UNAVAILABLE|coordination|Error|Warning")
@@ -78,7 +79,7 @@ def test_the_death_of_a_peer_ends_the_others_with_the_ring_and_the_step(victim, 
     assert noticed < PEER_TIMEOUT + 6 * (survivors == "linger")  # those who linger sleep on after they have caught it
     if survivors == "linger":
         opposite = ended[2]
-        assert opposite.status == runtime.EXIT_PEER_FAILURE  # no connection of its own broke: the watchdog ended it
+        assert opposite.status == EXIT_PEER_FAILURE  # no connection of its own broke: the watchdog ended it
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_a_world_that_the_program_has_started_rightly_is_used():
 @pytest.mark.slow
 def test_a_death_during_the_start_does_not_hang():
     survivor, _ = processes(2, "starts.py", "death", forked=False)
-    assert survivor.status == runtime.EXIT_PEER_FAILURE, survivor.err
+    assert survivor.status == EXIT_PEER_FAILURE, survivor.err
     assert "the ring of global ranks [0, 1] lost a member in start step 1, on global rank 0: global rank 1 (died)" in survivor.err
 
 
