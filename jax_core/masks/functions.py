@@ -4,16 +4,14 @@ Arrays that the user's function closes over are lifted out and become operands: 
 ``scan``, ``checkpoint`` and the custom VJP.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-
-from jax_core.varying import vary
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tupl
 
     ``axes``: the mesh axes that the scalars vary over. Returns the predicate and the arrays that it closes over.
     """
-    scalars = [vary(jnp.int32(0), axes)] * 4
+    scalars = [_varying(jnp.int32(0), axes)] * 4
     try:
         closed = jax.make_jaxpr(lambda *where: mask_mod(*where))(*scalars)  # a new function: traces are cached by function
     except Exception as error:
@@ -84,13 +82,18 @@ def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bo
     """Whether the predicate's result can depend on the batch entry, and on the head; True if that is not known. ``axes``: the mesh
     axes that its arguments vary over."""
     scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    jaxpr = jax.make_jaxpr(lambda *where: predicate.apply(arrays, *vary(where, axes)))(*scalars).jaxpr
+    jaxpr = jax.make_jaxpr(lambda *where: predicate.apply(arrays, *(_varying(x, axes) for x in where)))(*scalars).jaxpr
     needed = {variable for variable in jaxpr.outvars if not hasattr(variable, "val")}
     for equation in reversed(jaxpr.eqns):
         if needed & set(equation.outvars):
             needed |= {variable for variable in equation.invars if not hasattr(variable, "val")}
     batch, head = jaxpr.invars[:2]
     return batch in needed, head in needed
+
+
+def _varying(scalar: Array, axes: Iterable[str]) -> Array:
+    """Typed as varying over the mesh axes."""
+    return lax.pcast(scalar, tuple(sorted(axes, key=str)), to="varying") if axes else scalar
 
 
 # What the kernel compilers accept: Mosaic has no select of booleans, no loops over tiles, and no other types.

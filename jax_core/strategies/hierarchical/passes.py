@@ -8,10 +8,10 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Grads, Partial, Problem
 from jax_core.strategies.contract import Operands, RingSpec, Strategy
 from jax_core.strategies.hierarchical.rotation import HostRotation, PairStep
-from jax_core.strategies.hierarchical.schedule import visible_shifts
 from jax_core.strategies.pairs.local import LocalGradients, accumulate, kernel_of, open_backward, open_forward
 from jax_core.strategies.pairs.partial_results import PartialResults
 from jax_core.strategies.transfers.traffic import Traffic, rotated, sizes
+from jax_core.strategies.visibility import visible_shifts
 
 
 class Hierarchical(Strategy):

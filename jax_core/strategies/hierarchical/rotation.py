@@ -20,7 +20,7 @@ from jax_core.kernels.contract import Pair
 from jax_core.masks.layout import runs
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_piece
-from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, visible_shifts, way_home
+from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, way_home
 from jax_core.strategies.pairs.local import add, make_pair, query_runs, rank_of
 from jax_core.strategies.rotation import Step, run_steps
 from jax_core.strategies.transfers.transfer import (
@@ -33,6 +33,7 @@ from jax_core.strategies.transfers.transfer import (
     unpack,
     word_of,
 )
+from jax_core.strategies.visibility import visible_shifts
 
 
 class PairStep(NamedTuple):
@@ -169,9 +170,9 @@ class HostRotation:
     def _settled(self, state: Any) -> Any:
         return state._replace(result=self.settle(state.result))
 
-    def _shifts(self) -> tuple[Shift, ...]:
+    def _shifts(self) -> list[Shift]:
         lengths = self.operands.query.shape[1], self.operands.key.shape[1]
-        return visible_shifts(self.spec.scores.mask, self.spec.layout, self._sizes, *lengths)
+        return [(host, rank) for host, rank in visible_shifts(self.spec.scores.mask, self.spec.layout, self._sizes, *lengths)]
 
     @property
     def _sizes(self) -> tuple[int, int]:

@@ -4,16 +4,12 @@ Rank ``(h, g)`` is rank ``g`` of host ``h``. A *shift* ``(o, i)`` stands for the
 ``(o, i)`` sends what a rank has to rank ``(h + o, g + i)``; both count modulo the hosts and the ranks of a host.
 """
 
-from itertools import groupby, pairwise, product
+from collections.abc import Sequence
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-
-from jax_core.masks.layout import Layout
-from jax_core.masks.static import Mask
 from jax_core.strategies.rotation import Step, steps
-from jax_core.strategies.visibility import Visibility
 
 Shift = tuple[int, int]
 Hop = tuple[int, int]
@@ -33,7 +29,7 @@ class HostStep(NamedTuple):
     hop_out: Hop | None
 
 
-def host_steps(shifts: tuple[Shift, ...]) -> list[HostStep]:
+def host_steps(shifts: Sequence[Shift]) -> list[HostStep]:
     """``shifts``: ascending, from ``(0, 0)``."""
     hosts = [(host, [inner for _, inner in group]) for host, group in groupby(shifts, itemgetter(0))]
     hops = [
@@ -47,19 +43,7 @@ def host_steps(shifts: tuple[Shift, ...]) -> list[HostStep]:
     ]
 
 
-def visible_shifts(mask: Mask, layout: Layout, sizes: tuple[int, int], q_length: int, k_length: int) -> tuple[Shift, ...]:
-    """The shifts at which some rank may see a key, ascending, and ``(0, 0)``; all if positions are data. ``q_length``,
-    ``k_length``: lengths of a shard."""
-    sees = Visibility(mask, layout, sizes[0] * sizes[1], q_length, k_length)
-    ranks = np.arange(sizes[0] * sizes[1]).reshape(sizes)
-    return tuple(
-        shift
-        for shift in product(range(sizes[0]), range(sizes[1]))
-        if shift == (0, 0) or mask.any_position or sees.any_rank(np.roll(ranks, shift, axis=(0, 1)).reshape(-1))
-    )
-
-
-def way_home(shifts: tuple[Shift, ...], sizes: tuple[int, int]) -> Hop:
+def way_home(shifts: Sequence[Shift], sizes: tuple[int, int]) -> Hop:
     """From the rank that has the sums of a shard's dK/dV after the last step to the shard's owner."""
     host, inner = shifts[-1]
     return -host % sizes[0], -inner % sizes[1]

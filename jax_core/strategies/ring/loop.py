@@ -8,12 +8,12 @@ step behind until they are back at the rank that owns the shard.
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from jax_core.kernels.contract import Pair, Problem
 from jax_core.masks.layout import Layout, runs
 from jax_core.masks.static import Mask
+from jax_core.strategies import visibility
 from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
 from jax_core.strategies.pairs.local import (
     accumulate,
@@ -29,7 +29,6 @@ from jax_core.strategies.pairs.partial_results import PartialResults
 from jax_core.strategies.rotation import Step, run_steps, steps
 from jax_core.strategies.transfers.traffic import Traffic, rotated
 from jax_core.strategies.transfers.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
-from jax_core.strategies.visibility import Visibility
 
 
 class Ring(Strategy):
@@ -101,15 +100,10 @@ def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal
 
 
 def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
-    """The shifts to visit, ascending from 0: at shift ``s`` rank ``r`` has the K/V of rank ``(r - s) % size``.
-
-    A shift at which no rank has a visible pair is left out, and the rotation jumps over it (a sliding window that reaches one shard
-    back needs two shifts, whatever the ring's size), unless positions are data. ``q_length``, ``k_length``: lengths of a shard.
-    """
-    if mask.any_position:
-        return tuple(range(size))
-    sees = Visibility(mask, layout, size, q_length, k_length)
-    return tuple(shift for shift in range(size) if shift == 0 or sees.any_rank((np.arange(size) - shift) % size))
+    """The shifts to visit, ascending from 0: at shift ``s`` rank ``r`` has the K/V of rank ``(r - s) % size``. The rotation jumps
+    over those at which no rank has a visible pair (a sliding window that reaches one shard back needs two, whatever the ring's
+    size). ``q_length``, ``k_length``: lengths of a shard."""
+    return tuple(shift for (shift,) in visibility.visible_shifts(mask, layout, (size,), q_length, k_length))
 
 
 def _plan(spec: RingSpec, operands: Operands) -> list[Step]:

@@ -23,8 +23,9 @@ from jax_core.masks.static import Mask, empty
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands
-from jax_core.strategies.hierarchical.schedule import HostStep, host_steps, visible_shifts, way_home
+from jax_core.strategies.hierarchical.schedule import HostStep, host_steps, way_home
 from jax_core.strategies.rotation import Step
+from jax_core.strategies.visibility import visible_shifts
 
 WINDOW = {"sliding_window": (9, 0)}
 HIERARCHICAL = {"strategy": "hierarchical"}
@@ -66,7 +67,7 @@ def test_visits_what_a_rank_may_see_and_nothing_else(sizes, mask, layout):
 
     shifts = visible_shifts(mask, layout, sizes, length, length)
     every = list(product(range(hosts), range(ranks)))
-    assert shifts == tuple(s for s in every if s == (0, 0) or any(sees(rank, owner(rank, s)) for rank in range(size)))
+    assert shifts == [s for s in every if s == (0, 0) or any(sees(rank, owner(rank, s)) for rank in range(size))]
 
 
 def test_the_steps_of_a_whole_tour():
@@ -80,7 +81,7 @@ def test_the_steps_of_a_whole_tour():
 def test_the_steps_of_a_window():
     """One shard back: the first rank of a host needs the last one's of the host before, and all take the same way."""
     shifts = visible_shifts(Mask(left=3, right=0), "contiguous", (4, 2), 4, 4)
-    assert shifts == ((0, 0), (0, 1), (1, 1))
+    assert shifts == [(0, 0), (0, 1), (1, 1)]
     assert host_steps(shifts) == [HostStep(0, (Step(0, 1), Step(1, 0)), None, (1, 1)), HostStep(1, (Step(0, 0),), (1, 0), None)]
     assert way_home(shifts, (4, 2)) == (3, 1)
 
