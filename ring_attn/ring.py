@@ -66,19 +66,19 @@ class Ring:
         return {"mesh": self.mesh, "mesh_dim": self.mesh_dim, "layout": self.layout}
 
     def shard(self, tensor: Tensor, *, dim: int = 1) -> Tensor:
-        """:func:`ring_attn.shard`."""
+        """:func:`ring_attn.shard`: ``[..., length, ...] -> [..., shard length, ...]`` along ``dim``."""
         return sequence.shard(tensor, dim=dim, **self.arguments())
 
     def unshard(self, tensor: Tensor, *, dim: int = 1, length: int | None = None) -> Tensor:
-        """:func:`ring_attn.unshard`."""
+        """:func:`ring_attn.unshard`: ``[..., shard length, ...] -> [..., length, ...]`` along ``dim``."""
         return sequence.unshard(tensor, dim=dim, length=length, **self.arguments())
 
     def pad(self, tensor: Tensor, *, dim: int = 1, value: float = 0) -> Tensor:
-        """:func:`ring_attn.pad`."""
+        """:func:`ring_attn.pad`, along ``dim``; the other dimensions keep their shape."""
         return sequence.pad(tensor, dim=dim, value=value, **self.arguments())
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
-        """:func:`ring_attn.positions`."""
+        """:func:`ring_attn.positions`: int64 ``[shard length]``."""
         return sequence.positions(length, device=device, **self.arguments())
 
     def shard_batch(
@@ -90,7 +90,7 @@ class Ring:
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> ShardedBatch:
-        """:func:`ring_attn.shard_batch`."""
+        """:func:`ring_attn.shard_batch`; all tensors ``[batch, length]``."""
         tensors: dict[str, Any] = dict(
             labels=labels, position_ids=position_ids, segment_ids=segment_ids, attention_mask=attention_mask
         )
@@ -105,7 +105,7 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
     ) -> tuple[Tensor, Tensor]: ...
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """:func:`ring_attn.ring_attention`."""
+        """:func:`ring_attn.ring_attention`; q ``[batch, seq, heads, dim]`` unless ``qkv_format`` says otherwise."""
         return ring_attention(q, k, v, **{"strategy": self.strategy, **options}, **self.arguments())
 
 

@@ -150,8 +150,8 @@ class Strategy(ABC):
 
 
 def make_residuals(out: Array, lse: Array, dout: Array, dlse: Array | None) -> Residuals:
-    """What kernels need per query row, computed once for all steps. ``out``, ``lse``: the results of the whole forward, ``-inf``
-    where a row saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
+    """What kernels need per query row, ``delta [batch, heads, q_length]``, computed once for all steps. ``out``, ``lse``: the
+    results of the whole forward, ``-inf`` where a row saw no key; ``dout``, ``dlse`` (or None): their cotangents."""
     delta = jnp.swapaxes((out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1), 1, 2)
     delta = delta if dlse is None else delta - dlse.astype(lse.dtype)
     return Residuals(out, dout.astype(out.dtype), jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta)

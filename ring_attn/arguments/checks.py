@@ -20,7 +20,7 @@ def check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: floa
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, features: tuple[int, int, int]) -> None:
-    """Checks batch-first tensors, made from inputs that were all 3-D or all 2-D."""
+    """Checks ``[batch, seq, features]`` tensors, made from inputs that were all 3-D or all 2-D."""
     for name, tensor, expected in zip(("query", "key", "value"), (query, key, value), features, strict=True):
         if tensor.ndim != 3 or tensor.shape[-1] != expected:
             raise ValueError(

@@ -16,7 +16,8 @@ class Masks(NamedTuple):
 
 
 def split_mask(mask: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
-    """Splits torch's bool mask (True: not attended to) or float mask into a bool part, forbidden, and a finite additive part."""
+    """Splits torch's bool mask (True: not attended to) or float mask into a bool part, forbidden, and a finite additive part,
+    of the mask's shape."""
     if mask.dtype == torch.bool:
         return mask, None
     if not mask.is_floating_point():
@@ -28,7 +29,8 @@ def split_mask(mask: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
 def joined_segments(
     padding: Tensor, query: Tensor, q_segment_ids: Tensor | None, kv_segment_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Segment ids in which padded keys are -1. Queries keep theirs, so a padded query still attends, as in torch."""
+    """Segment ids ``[batch, seq]`` of both sides, in which keys padded by ``padding [batch, keys]`` are -1. Queries keep theirs,
+    so a padded query still attends, as in torch."""
     if q_segment_ids is None and kv_segment_ids is None:
         q_segment_ids = torch.zeros(query.shape[:2], dtype=torch.int32, device=query.device)
         kv_segment_ids = torch.zeros_like(padding, dtype=torch.int32)

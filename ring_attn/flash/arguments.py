@@ -29,7 +29,8 @@ def attend(
     group: MeshLike,
     **more: Any,
 ) -> Result:
-    """``more``: further arguments of :func:`ring_attention`."""
+    """``q [batch, seq, heads, dim]``, or ``[tokens, heads, dim]`` with ``qkv_format="thd"`` in ``more``: further arguments of
+    :func:`ring_attention`."""
     options = dict(
         mesh=group,
         dropout_p=dropout_p,

@@ -24,7 +24,8 @@ def flash_attn_func(
     *,
     group: MeshLike = None,
 ) -> Result:
-    """flash-attn's function over a ring whose ranks hold contiguous shards; see :mod:`ring_attn.flash`."""
+    """flash-attn's function over a ring whose ranks hold contiguous shards: ``q [batch, seq, heads, dim]``, ``k`` and ``v [batch,
+    seq, kv_heads, dim]``, ``alibi_slopes [heads]`` or ``[batch, heads]``; see :mod:`ring_attn.flash`."""
     return attend(
         q,
         k,

@@ -21,11 +21,10 @@ Prepared = tuple[Tensor, Tensor, int, int, slice]
 def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank: int, world_size: int) -> Prepared:
     """What ``llama3_flash_attn_varlen_func`` needs to know about this rank's shard.
 
-    ``cu_seqlens``: those of the whole sequence, whose length must be divisible by ``world_size``. Returns ``(cu_seqlens_q,
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)``: the documents in the shard's queries; those in the keys that they
-    may see, from the start of the first document, to the shard's end if causal, or else to the end of the last one; and where
-    those keys are in the whole sequence. Waits for a GPU.
-    """
+    ``cu_seqlens [documents + 1]``: those of the whole sequence, whose length must be divisible by ``world_size``. Returns
+    ``(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)``: the documents in the shard's queries; those in the
+    keys that they may see, from the start of the first document, to the shard's end if causal, or else to the end of the last one;
+    and where those keys are in the whole sequence. Waits for a GPU."""
     ends = cu_seqlens.tolist()
     total = ends[-1]
     if total % world_size:
@@ -60,7 +59,8 @@ def llama3_flash_attn_varlen_func(
     *,
     softcap: float = 0.0,
 ) -> Result:
-    """Attention within documents over contiguous shards of all tokens.
+    """Attention within documents over contiguous shards of all tokens: ``q [tokens, heads, dim]``, ``k`` and ``v [tokens, kv_heads,
+    dim]``.
 
     ``cu_seqlens_q`` to ``max_seqlen_k`` and ``local_k_slice``: from :func:`llama3_flash_attn_prepare_cu_seqlens`.
     ``heads_k_stride``, how many K/V heads to gather at a time, must divide their number, and has no effect: nothing is gathered.

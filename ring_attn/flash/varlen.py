@@ -32,8 +32,9 @@ def flash_attn_varlen_func(
     *,
     group: MeshLike = None,
 ) -> Result:
-    """flash-attn's function over a ring whose ranks hold contiguous shards of the tokens; ``cu_seqlens_q`` and ``cu_seqlens_k`` are
-    those of the whole sequence, the same on all ranks. See :mod:`ring_attn.flash`."""
+    """flash-attn's function over a ring whose ranks hold contiguous shards of the tokens: ``q [tokens, heads, dim]``, ``k`` and
+    ``v [tokens, kv_heads, dim]``; ``cu_seqlens_q`` and ``cu_seqlens_k [documents + 1]`` are those of the whole sequence, the same
+    on all ranks. See :mod:`ring_attn.flash`."""
     if block_table is not None:
         raise NotImplementedError("a block_table pages a K/V cache, which a ring does not have; pass keys and values as tensors")
     check_slopes(alibi_slopes)
@@ -123,7 +124,7 @@ def _place(group: MeshLike, device: torch.device) -> tuple[int, int]:
 
 
 def _ids(cu_seqlens: Tensor, length: int, place: tuple[int, int], offsets: Offsets) -> dict[str, Tensor]:
-    """Segment and position ids of the local tokens. Positions are those in the whole packed sequence."""
+    """Segment and position ids ``[tokens]`` of the local tokens. Positions are those in the whole packed sequence."""
     rank, size = place
     index = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = documents_of(index, cu_seqlens)
@@ -190,7 +191,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     group: MeshLike = None,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` with ``qkv`` and one ``cu_seqlens``."""
+    """:func:`flash_attn_varlen_func` with ``qkv [tokens, 3, heads, dim]`` and one ``cu_seqlens [documents + 1]``."""
     result: Result = qkvpacked(flash_attn_varlen_func)(
         qkv,
         cu_seqlens,

@@ -194,7 +194,7 @@ class KVCache:
         self.layers[layer].source = segments
 
     def fork(self, index: Tensor) -> "KVCache":
-        """A second cache of the batch entries ``index`` (int64, one for each entry of the new batch, the same on all ranks), as
+        """A second cache of the batch entries ``index [new batch]`` (int64, the same on all ranks), as
         where one prompt is continued in several ways. Its memory is its own."""
         ring = self.ring.processes
         if not self.layers or index.dtype != torch.int64 or index.dim() != 1:
@@ -206,7 +206,7 @@ class KVCache:
         return replace(self, layers=layers, lengths=lengths, segments=segments, _new=None, _first={})
 
     def reorder(self, index: Tensor) -> None:
-        """The batch entries become those of ``index``, as after a step of a beam search."""
+        """The batch entries become those of ``index [batch]`` (int64), as after a step of a beam search."""
         new = self.fork(index)
         self.layers, self.lengths, self.segments = new.layers, new.lengths, new.segments
         self._new, self._first = None, {}

@@ -15,7 +15,8 @@ def attend_with_cache(
     causal: bool,
     **given: Tensor | None,
 ) -> Tensor:
-    """Attention of ``module``, a ``RingAttention``, to what the cache keeps. ``itself``: whether queries, keys and values come from
+    """Attention of ``module``, a ``RingAttention``, to what the cache keeps: ``qkv``, each ``[batch, new tokens, heads,
+    dim]``. ``itself``: whether queries, keys and values come from
     one tensor; ``given``: the call's masks and ids. Raises ValueError for what a cache does not take."""
     masks = [name for name, x in given.items() if x is not None]
     where = module.mesh, module.mesh_dim, module.layout

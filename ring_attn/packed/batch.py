@@ -48,7 +48,8 @@ class PackedShard:
 
     @property
     def attention(self) -> dict[str, Tensor]:
-        """The arguments of :func:`ring_attn.ring_attention` (beside the ring) that keep its documents apart."""
+        """The arguments of :func:`ring_attn.ring_attention` (beside the ring) that keep its documents apart, each
+        ``[1, shard length]``."""
         return {"q_segment_ids": self.segment_ids, "q_position_ids": self.offsets}
 
     def unshard(self, tensor: Tensor) -> Tensor:

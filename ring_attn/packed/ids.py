@@ -92,7 +92,8 @@ def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str
 
 
 def documents_of(index: Tensor, ends: Tensor) -> Tensor:
-    """The number of the document of each place; that of padding is the number of documents."""
+    """The number of the document of each place ``index [tokens]``, by ``ends [documents + 1]``; that of padding is the number of
+    documents. int32 ``[tokens]``."""
     return torch.searchsorted(ends, index.to(ends.dtype), right=True, out_int32=True) - 1
 
 
@@ -101,8 +102,8 @@ def _or_padding(document: Tensor, ends: Tensor) -> Tensor:
 
 
 def check_cumulative(name: str, ends: Tensor, total: int, device: torch.device, longest: int | None = None) -> None:
-    """ValueError for what is no ``cu_seqlens`` of ``total`` tokens. On a GPU the values are checked when the device gets there, so
-    that the host need not wait."""
+    """ValueError unless ``ends`` is a ``cu_seqlens [documents + 1]`` of ``total`` tokens. On a GPU the values are checked when the
+    device gets there, so that the host need not wait."""
     if not isinstance(ends, Tensor) or ends.ndim != 1 or not len(ends) or ends.is_floating_point() or ends.dtype == torch.bool:
         raise ValueError(f"{name} must be a tensor of ints [documents + 1], got {ends!r}")
     if ends.device != device:

@@ -27,7 +27,8 @@ def agree(ring: Ring, device: torch.device, call: str, must: str) -> None:
 
 
 def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
-    """The sum of a tensor over the ring, in its dtype. Half precision is summed in float32: it would round once per rank."""
+    """The sum over the ring of tensors of one shape, in their dtype. Half precision is summed in float32: it would round once per
+    rank."""
     total = tensor.to(torch.float32 if tensor.dtype in HALF else tensor.dtype, copy=True).contiguous()
     with watch(ring, step, call) as watched:
         for group in ring.groups if ring.size > 1 else ():

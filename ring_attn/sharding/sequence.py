@@ -129,7 +129,8 @@ def pad(
     layout: Layout = "contiguous",
     value: float = 0,
 ) -> Tensor:
-    """A whole tensor padded at the end of ``dim`` with ``value`` to the smallest length that the layout can split over the ring.
+    """A whole tensor ``[..., length, ...]``, padded at the end of ``dim`` with ``value`` to the smallest length that the layout can
+    split over the ring.
 
     Returned as it is if it already fits. Mask the padding (segment id -1, or a key padding mask) unless the attention is
     causal, where no token sees what follows it. Differentiable; any dtype.
