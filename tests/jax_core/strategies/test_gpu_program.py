@@ -33,7 +33,6 @@ from jax_core.kernels.triton import launch
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands
-from torch_bridge.job import watchdog
 from torch_bridge.job.xla_options import options_of_ring
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for GPUs is not installed: make test-gpu-aot")
@@ -90,7 +89,7 @@ def hopper() -> Iterator[None]:
             (launch, "capability", 90),
             (calls, "missing", None),
             (calls, "capability", 90),
-            (watchdog._private(), "check_cudnn_version", 91900),
+            (calls._private(), "check_cudnn_version", 91900),
             (cute_calls, "missing", None),
             (cute_calls, "capability", 90),
         ):
