@@ -25,17 +25,20 @@ def keep_programs() -> None:
 
     with patch.dict(os.environ, {VARIABLE: folder()}):
         keep()
-    _let_every_rank_write()
+    _change_who_writes()
 
 
-def _let_every_rank_write() -> None:
-    """On CPUs a program has another key on each rank, and JAX lets the first one alone write."""
+def _change_who_writes() -> None:
+    """Every rank writes: on CPUs a program has another key on each, and JAX lets the first one alone. Nothing is written for
+    hardware that is not here: JAX cannot read it again."""
     with suppress(ImportError, AttributeError):
         from jax._src import compiler
 
         write, first = compiler._cache_write, SimpleNamespace(global_state=SimpleNamespace(process_id=0))
 
         def write_as_the_first(*arguments: Any) -> None:
+            if any(isinstance(argument, compiler._jax.CompileOnlyPyClient) for argument in arguments):
+                return
             with patch.object(compiler, "distributed", first):
                 write(*arguments)
 
