@@ -94,7 +94,7 @@ def test_options_have_their_type(answers: dict[str, str]):
         assert re.fullmatch(r"str \| jax_core.masks.layout.Arrangement", kind(signature, "layout"))
         assert kind(signature, "sliding_window").startswith("int | tuple[int | None, int | None]")
         assert "RingAttentionConfig" in kind(signature, "cfg")
-    assert "-> ring_attn.module.RingAttention" in revealed(answers, "RingAttention")
+    assert "-> ring_attn.module.attention.RingAttention" in revealed(answers, "RingAttention")
     assert "fwd_params: jax_core.config.FwdParams =" in revealed(answers, "jax_core.RingAttentionConfig")
 
 
