@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels import tpu
 from jax_core.kernels.contract import Partial, Problem
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
 from jax_core.kernels.tpu import launch
@@ -20,7 +21,7 @@ class FusedRing(Strategy):
     """The ring fused into one Pallas kernel, for TPUs."""
 
     OWN_PLATFORM = "pallas"
-    EXPERIMENTAL = "run in Pallas' interpreter and compiled for four generations of TPUs, never run on one"
+    EXPERIMENTAL = tpu.EXPERIMENTAL
     CAPABILITIES = frozenset(
         "causal left right chunk softcap precision q_segment_ids kv_segment_ids softmax_aux lse_gradient bfloat16 float32 "
         "contiguous zigzag striped".split()
