@@ -114,10 +114,45 @@ def check_cumulative(name: str, ends: Tensor, total: int, device: torch.device, 
         good = good & (lengths <= longest).all()
     must = f"{name} must ascend from 0 to at most the {total} tokens of the whole sequence"
     must += "" if longest is None else f", in steps of at most {name.replace('cu_', 'max_').replace('seqlens', 'seqlen')}={longest}"
-    if device.type == "cuda" or torch.compiler.is_compiling():
+    require(good, must, ends)
+
+
+def require(good: Tensor, must: str, *got: object) -> None:
+    """ValueError unless ``good``, one bool. On a GPU an assertion of the device, so that the host need not wait."""
+    if good.device.type == "cuda" or torch.compiler.is_compiling():
         torch._assert_async(good, must)
     elif not bool(good):
-        raise ValueError(f"{must}; got {ends.tolist()}")
+        raise ValueError(f"{must}; got {', '.join(str(x.tolist() if isinstance(x, Tensor) else x) for x in got)}")
+
+
+def ids_by_document(layout: str, cu_seqlens: Tensor, length: int, group: MeshLike) -> dict[str, Tensor]:
+    """Segment and position ids ``[length]`` of this rank's tokens, whose ``cu_seqlens [documents + 1]`` are the local ones: each
+    document is laid out over the ring by itself. Positions are those in the whole packed sequence."""
+    rank, size = rank_in(group, cu_seqlens.device)
+    index = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = documents_of(index, cu_seqlens)
+    segments = {"q_segment_ids": _or_padding(document, cu_seqlens)}
+    if size == 1:
+        return segments
+    start, lengths = cu_seqlens[document], torch.cat([cu_seqlens.diff(), cu_seqlens[:1]])
+    offset, local = index - start, lengths[document]
+    if layout == "striped":
+        offset = offset * size + rank
+    elif layout == "contiguous":
+        offset = rank * local + offset
+    else:
+        half = local // 2
+        offset = torch.where(offset < half, rank * half + offset, (2 * size - 2 - rank) * half + offset)
+    return {**segments, "q_position_ids": size * start + offset}
+
+
+@torch.compiler.assume_constant_result
+def rank_in(group: MeshLike, device: torch.device) -> tuple[int, int]:
+    """This process's rank in the ring, and the ring's size."""
+    ring = backend_of(device).resolve(group, None)
+    if len(ring.held) != 1:
+        raise NotImplementedError("one process holds all shards here (torch-xla): use flash_attn_varlen_func, with whole tensors")
+    return ring.held[0], ring.size
 
 
 @torch.compiler.assume_constant_result
