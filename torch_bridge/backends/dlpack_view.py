@@ -17,16 +17,13 @@ _POINTER = Struct("P")
 _LIBC = ctypes.CDLL(None)
 _FREE = ctypes.cast(_LIBC.free, ctypes.c_void_p)
 
-
-def _function(function: Any, result: type, *arguments: type) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
-
-
-_malloc = _function(_LIBC.malloc, ctypes.c_void_p, ctypes.c_size_t)
-_memmove = _function(_LIBC.memmove, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
-_new_capsule = _function(ctypes.pythonapi.PyCapsule_New, ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_pointer_of = _function(ctypes.pythonapi.PyCapsule_GetPointer, ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+# Function objects of this module's own: those that ctypes keeps in a library are shared, and whoever sets their argtypes (tvm_ffi does
+# for PyCapsule_New) sets everybody's.
+_malloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", _LIBC))
+_memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)(("memmove", _LIBC))
+_NewCapsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_new_capsule = _NewCapsule(("PyCapsule_New", ctypes.pythonapi))
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
 
 
 class _Managed(ctypes.Structure):

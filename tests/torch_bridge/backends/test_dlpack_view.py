@@ -1,5 +1,6 @@
 """Capsules of memory that they do not own: what JAX and torch read of them, and what they keep alive, which is nothing."""
 
+import ctypes
 import weakref
 
 import jax
@@ -45,6 +46,15 @@ def test_views_of_one_form_are_apart():
     arrays = [as_array(tensor) for tensor in tensors]
     del arrays[::2]
     assert [array.tolist() for array in arrays] == [tensor.tolist() for tensor in tensors[1::2]]
+
+
+def test_others_may_declare_what_python_shares(monkeypatch):
+    """A library that gives ``ctypes.pythonapi``'s functions argument types of its own gives them to all who use those objects."""
+    destructor = ctypes.CFUNCTYPE(None, ctypes.py_object)
+    monkeypatch.setattr(ctypes.pythonapi.PyCapsule_New, "argtypes", (ctypes.c_void_p, ctypes.c_char_p, destructor))
+    monkeypatch.setattr(ctypes.pythonapi.PyCapsule_GetPointer, "argtypes", (ctypes.c_void_p,))
+    tensor = torch.ones(3, 11)
+    assert torch.equal(from_dlpack(view_capsule(tensor)), tensor)
 
 
 def test_on_a_cpu_jax_holds_what_it_reads():
