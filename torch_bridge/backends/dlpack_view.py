@@ -17,8 +17,8 @@ _POINTER = Struct("P")
 _LIBC = ctypes.CDLL(None)
 _FREE = ctypes.cast(_LIBC.free, ctypes.c_void_p)
 
-# Function objects of this module's own: those that ctypes keeps in a library are shared, and whoever sets their argtypes (tvm_ffi does
-# for PyCapsule_New) sets everybody's.
+# Function objects of this module's own: those that ctypes keeps in a library are shared, and whoever sets their argtypes sets
+# everybody's (tvm_ffi does so).
 _malloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", _LIBC))
 _memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)(("memmove", _LIBC))
 _NewCapsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
