@@ -3,13 +3,12 @@
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.tiers import ExperimentalWarning
 from ring_attn.functional import ring_attention
-from ring_attn.models.replace import replace_attention
 from ring_attn.models.routing import context_parallel_sdpa
 from ring_attn.models.sdpa import sdpa
 from ring_attn.module.attention import RingAttention
+from ring_attn.module.replace import replace_attention
 from ring_attn.packed.batch import PackedShard, shard_packed
-from ring_attn.ring import Ring
-from ring_attn.sharding.balancing import balance
+from ring_attn.ring import Ring, balance
 from ring_attn.sharding.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss

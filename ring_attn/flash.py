@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import shard_multiple
+from ring_attn.arguments.documents import check_cumulative, documents_of, ids_by_document, rank_in, require
 from ring_attn.functional import ring_attention
-from ring_attn.packed.ids import check_cumulative, documents_of, ids_by_document, rank_in, require
 from torch_bridge.job.mesh import MeshLike
 
 Result = Tensor | tuple[Tensor, Tensor, None]

@@ -11,9 +11,9 @@ from torch import Tensor
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import Layout
 from ring_attn.arguments.checks import check_integers, check_numbers, check_settings, check_tensors
+from ring_attn.arguments.documents import Packing, with_documents, with_positions
 from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.arguments.names import OF_FUNCTION
-from ring_attn.packed.ids import Packing, with_documents, with_positions
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from jax_core.masks.balance import balance as plan_for
 from jax_core.masks.layout import Layout, check_layout
+from jax_core.masks.plan import Plan
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.sharding import sequence
 from ring_attn.sharding.sequence import ShardedBatch
@@ -119,3 +121,21 @@ def one_ring(ring: Ring | None, mesh: MeshLike = None, mesh_dim: MeshDim = None,
     if loose != Ring():
         raise ValueError("give either ring, which holds mesh, mesh_dim and layout, or these three; got both")
     return ring
+
+
+def balance(length: int, ranks: "int | Ring | MeshLike" = None, *, mesh_dim: MeshDim = None, **mask: Any) -> Plan:
+    """A layout under which all ranks of a ring have nearly equal work: ``layout=plan``, or ``Ring(layout=plan)``, wherever a layout
+    is taken. Print it to see its imbalance.
+
+    ``length``: of the whole sequence. ``ranks``: a number, a :class:`Ring`, or what :func:`ring_attention` takes as ``mesh`` (with
+    ``mesh_dim``). ``mask`` and the rest: the keyword arguments of :func:`jax_core.balance`, for instance ``causal=True,
+    documents=lengths``, or ``cu_seqlens``, which may be tensors. Every rank calls it with the same, and gets an equal plan.
+
+    Nothing is sent, and no JAX is loaded. Raises ValueError as :func:`jax_core.balance`.
+    """
+    if isinstance(ranks, Ring):
+        size = ranks.size
+    else:
+        size = ranks if isinstance(ranks, int) else resolve(ranks, mesh_dim).size
+    given: dict[str, Any] = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in mask.items()}
+    return plan_for(length, size, **given)

@@ -1,1 +1,1 @@
-"""torch models as they are: their attention routed to a ring, or swapped."""
+"""torch models as they are: their attention routed to a ring."""

@@ -1,4 +1,4 @@
-"""``RingAttention``, the module."""
+"""``RingAttention``, the module, and what puts it in the place of another."""
 
 from ring_attn.module.attention import RingAttention
 

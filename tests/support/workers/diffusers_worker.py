@@ -13,6 +13,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from ring_attn import sync_gradients
 from ring_attn.integrations.diffusers import RING_ATTN, enable_ring_attention, use_ring_attention
+from tests.support.healthy import gloo_world
 
 
 def noise(*shape, seed):
@@ -107,16 +108,12 @@ def check_masks(size, rank):
 
 
 def main():
-    dist.init_process_group("gloo")
-    size, rank = dist.get_world_size(), dist.get_rank()
-    check("wan", wan, of_wan(), enable_ring_attention)
-    check("flux", flux, of_flux(), enable_ring_attention)
-    if size == 2:
-        check("as diffusers does", wan, of_wan(height=8), as_diffusers_does)
-    check_masks(size, rank)
-    dist.barrier()
-    print("diffusers worker: all right", flush=True)
-    dist.destroy_process_group()
+    with gloo_world("diffusers") as (rank, size):
+        check("wan", wan, of_wan(), enable_ring_attention)
+        check("flux", flux, of_flux(), enable_ring_attention)
+        if size == 2:
+            check("as diffusers does", wan, of_wan(height=8), as_diffusers_does)
+        check_masks(size, rank)
 
 
 if __name__ == "__main__":

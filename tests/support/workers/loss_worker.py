@@ -4,7 +4,6 @@ Sequences have few different lengths: each is a program to compile."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_attn import Ring, RingAttention, cross_entropy, shard_batch, start, sync_gradients, total_loss
+from tests.support.healthy import gloo_world
 
 VOCABULARY, WIDTH = 17, 8
 
@@ -193,22 +193,18 @@ def check_under_compile():
 
 
 def main():
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    start()  # before the first call without a ring
-    check_a_step_is_that_of_one_process()
-    check_weights_and_num_items()
-    check_no_label_at_all()
-    check_accumulation_is_summed_once()
-    check_gradients_of_some_ranks(rank)
-    check_disagreement_raises_on_both(rank)
-    check_what_has_been_reduced_is_refused()
-    check_a_mean_over_the_ring_needs_a_factor()
-    check_dtensors_beside_the_ring(rank)
-    check_under_compile()
-    dist.barrier()
-    print("loss worker: all right", flush=True)
-    dist.destroy_process_group()
+    with gloo_world("loss") as (rank, _):
+        start()  # before the first call without a ring
+        check_a_step_is_that_of_one_process()
+        check_weights_and_num_items()
+        check_no_label_at_all()
+        check_accumulation_is_summed_once()
+        check_gradients_of_some_ranks(rank)
+        check_disagreement_raises_on_both(rank)
+        check_what_has_been_reduced_is_refused()
+        check_a_mean_over_the_ring_needs_a_factor()
+        check_dtensors_beside_the_ring(rank)
+        check_under_compile()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn.module.attention import RingAttention
 from ring_attn.sharding.sequence import shard
+from tests.support.healthy import gloo_world
 
 BATCH, EMBED, HEADS = 2, 16, 4
 
@@ -127,15 +128,11 @@ def check_grouped_heads_and_dropout(rank, size):
 
 
 def main():
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    meshes = (None, init_device_mesh("cpu", (size,)))
-    for index, case in enumerate(cases(8 * size)):
-        check(case, rank, size, meshes[index % 2])
-    check_grouped_heads_and_dropout(rank, size)
-    dist.barrier()
-    print("module worker: all right", flush=True)
-    dist.destroy_process_group()
+    with gloo_world("module") as (rank, size):
+        meshes = (None, init_device_mesh("cpu", (size,)))
+        for index, case in enumerate(cases(8 * size)):
+            check(case, rank, size, meshes[index % 2])
+        check_grouped_heads_and_dropout(rank, size)
 
 
 if __name__ == "__main__":

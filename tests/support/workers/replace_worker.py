@@ -5,10 +5,10 @@ the same model on the whole sequence in one process.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ring_attn import Ring, replace_attention, sync_gradients
+from tests.support.healthy import gloo_world
 
 EMBED, HEADS, SOURCE, TARGET = 8, 2, 12, 16
 
@@ -100,17 +100,14 @@ def check_refusals(ring):
 
 
 def main():
-    dist.init_process_group("gloo")
-    ring = Ring(layout="zigzag")
-    for case in cases(ring):
-        check(ring, *case)
-    local = Ring("local")
-    for case in cases(local):
-        check(local, *case)
-    check_refusals(ring)
-    dist.barrier()
-    print("replace worker: all right", flush=True)
-    dist.destroy_process_group()
+    with gloo_world("replace"):
+        ring = Ring(layout="zigzag")
+        for case in cases(ring):
+            check(ring, *case)
+        local = Ring("local")
+        for case in cases(local):
+            check(local, *case)
+        check_refusals(ring)
 
 
 if __name__ == "__main__":

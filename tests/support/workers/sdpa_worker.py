@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn import Ring, context_parallel_sdpa, sdpa, sync_gradients
+from tests.support.healthy import gloo_world
 
 LENGTH = 16
 ZIGZAG = Ring(layout="zigzag")
@@ -145,15 +146,12 @@ def check_compiled():
 
 
 def main():
-    dist.init_process_group("gloo")
-    for ring in (ZIGZAG, Ring()):
-        check_function(ring)
-    check_manager(ZIGZAG)
-    check_refusals()
-    check_compiled()
-    dist.barrier()
-    print("sdpa worker: all right", flush=True)
-    dist.destroy_process_group()
+    with gloo_world("sdpa"):
+        for ring in (ZIGZAG, Ring()):
+            check_function(ring)
+        check_manager(ZIGZAG)
+        check_refusals()
+        check_compiled()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from jax_core.masks.layout import LAYOUTS, shard_indices
 from ring_attn.sharding.sequence import pad, positions, shard, shard_batch, unshard
+from tests.support.healthy import gloo_world
 
 
 def random(*shape, seed, dtype=torch.float64):
@@ -108,18 +109,14 @@ def check_disagreement_raises_everywhere(rank, size):
 
 
 def main():
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    check_round_trip(rank, size)
-    check_gradients(rank, size)
-    check_the_incoming_gradient_is_left_alone(rank, size)
-    check_half_precision_sums_once(rank, size)
-    check_batch(rank, size)
-    check_rings_of_a_mesh(rank, size)
-    check_disagreement_raises_everywhere(rank, size)
-    dist.barrier()
-    print("sequence worker: all right", flush=True)
-    dist.destroy_process_group()
+    with gloo_world("sequence") as (rank, size):
+        check_round_trip(rank, size)
+        check_gradients(rank, size)
+        check_the_incoming_gradient_is_left_alone(rank, size)
+        check_half_precision_sums_once(rank, size)
+        check_batch(rank, size)
+        check_rings_of_a_mesh(rank, size)
+        check_disagreement_raises_everywhere(rank, size)
 
 
 if __name__ == "__main__":
