@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from attention_cases import Arrays, Case, oracle_results
+from attention_cases import Arrays, Case, make_cotangents, make_inputs, oracle_results, ring_results
 
 
 def assert_like_the_oracle(case: Case, got: Arrays, inputs: Arrays, cotangents: Arrays, more: float = 0.0) -> None:
@@ -20,6 +20,12 @@ def assert_like_the_oracle(case: Case, got: Arrays, inputs: Arrays, cotangents: 
         for measure in (largest, root_mean_square):
             have, allowed = measure(error), 2 * measure(plain_error) + roundings * measure(finite(wanted))
             assert have <= allowed, f"{name}: {measure.__name__} error {have:.2e}, allowed {allowed:.2e}"
+
+
+def assert_ring_is_like_the_oracle(case: Case, more: float = 0.0, **options: bool) -> None:
+    """The same of what the library makes of the case."""
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    assert_like_the_oracle(case, ring_results(case, inputs, cotangents, **options), inputs, cotangents, more)
 
 
 def allowed_roundings(case: Case, name: str, lse: np.ndarray) -> float:

@@ -126,49 +126,30 @@ def bert() -> Any:
     )
 
 
+_SEQ2SEQ: dict[str, Any] = dict(vocab_size=VOCABULARY, d_model=32, pad_token_id=0, attn_implementation="eager")
+
+
 def t5() -> Any:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            d_kv=8,
-            d_ff=48,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=4,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=16,
-            dropout_rate=0.0,
-            pad_token_id=0,
-            decoder_start_token_id=0,
-            attn_implementation="eager",
-        )
+    config = transformers.T5Config(
+        **_SEQ2SEQ,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def whisper() -> Any:
-    return transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            num_mel_bins=8,
-            max_source_positions=12,
-            max_target_positions=64,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-            attn_implementation="eager",
-        )
-    )
+    ids = dict(bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    layers = dict(encoder_layers=1, decoder_layers=2, num_mel_bins=8, max_source_positions=12, max_target_positions=64)
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_SEQ2SEQ, **layers, **heads, **ids))
 
 
 def tokens(length: int = LENGTH, rows: int = 2, seed: int = 0) -> Tensor:
