@@ -63,7 +63,14 @@ def shard(
     check_whole_length(layout, ring.size, tensor.shape[dim], f" in dim {dim}")
     note_layout(ring, layout)
     shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
+    if len(ring.held) < ring.size and not torch.compiler.is_compiling():
+        shards.ring_attn_shard = True  # type: ignore[attr-defined]  # for those who take whole sequences, to refuse it
     return ring.split(shards, dim)
+
+
+def is_shard(value: object) -> bool:
+    """Whether ``value`` is what :func:`shard` returned, one rank's part."""
+    return getattr(value, "ring_attn_shard", False) is True
 
 
 @propagates_errors(where)

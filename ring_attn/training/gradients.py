@@ -9,13 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sharding.reduction import agree, sum_over_ring, where
+from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
+from ring_attn.training.gradient_record import ADDED_TO, CHANGED, GradientRecord, records_of
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.mesh import Ring as ProcessRing
 
 _BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time
+_ROUNDING = 1e-3  # relative: what it may make of one factor on two ranks
 _MUST_AGREE = (
     "sync_gradients needs the same parameters in the same order, with gradients of the same shapes and dtypes, "
     "on every rank of the ring"
@@ -55,8 +57,9 @@ def sync_gradients(
         mesh, mesh_dim, or ring: as for :func:`ring_attn.ring_attention`.
 
     Raises ValueError for a sparse gradient, for a gradient that DistributedDataParallel or FSDP has reduced over ranks of the ring
-    already, and on all ranks where parameters differ; :class:`ring_attn.PeerFailure` when another process of the ring died or
-    stopped.
+    already, and on all ranks where parameters differ; where the model is that of a ``ContextParallel`` also for sums to which a
+    backward has added, and for gradients that each rank has clipped by its own norm; :class:`ring_attn.PeerFailure` when another
+    process of the ring died or stopped.
     """
     chosen = one_ring(ring, mesh, mesh_dim)
     trained = _trained(parameters)
@@ -70,6 +73,12 @@ def sync_gradients(
     _sum(trained, device, processes)
 
 
+def reduced_by_ddp(ring: Ring) -> bool:
+    """Whether this is inside the forward of a DistributedDataParallel that takes a mean over ranks of the ring."""
+    wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    return wrapper is not None and bool(_others(dist.get_process_group_ranks(wrapper.process_group), ring.processes))
+
+
 def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     strange = next((x for x in given if not isinstance(x, Tensor)), None)
@@ -80,8 +89,10 @@ def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
 @torch.compiler.disable
 def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None:
-    call = _call(trained)
+    records = records_of(trained)
+    call = _call(trained, records)
     agree(ring, device, call, _MUST_AGREE)
+    _check_story(records, device, ring, call)
     # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
     present = torch.tensor([x.grad is not None for x in trained], dtype=torch.int32, device=device)
     held = sum_over_ring(present, ring, "sync_gradients", call).tolist()
@@ -92,13 +103,38 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None
         total = sum_over_ring(torch.cat([gradient.reshape(-1) for gradient in bucket]), ring, "sync_gradients", call)
         for gradient, part in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view(gradient.shape))
+    for record in records:
+        record.summed()
 
 
-def _call(trained: list[Tensor]) -> str:
-    """The call in words that differ where the parameters do."""
+def _call(trained: list[Tensor], records: list[GradientRecord]) -> str:
+    """The call in words that differ where the parameters do, or what became of their gradients."""
     forms = [(tuple(_local(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
     elements = sum(_local(x).numel() for x in trained)
-    return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x})"
+    stories = "".join(f", {story}" for record in records if (story := record.story()))
+    return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x}){stories}"
+
+
+def _check_story(records: list[GradientRecord], device: torch.device, ring: ProcessRing, call: str) -> None:
+    """Raises ValueError, on all ranks, for gradients whose sum would not be the whole sequence's."""
+    if any(record.reduced_elsewhere for record in records):
+        raise ValueError(f"DistributedDataParallel {_COUNTED_TWICE}")
+    if ADDED_TO in call:
+        for record in records:
+            record.clear()
+        raise ValueError(
+            f"sync_gradients: {ADDED_TO}, which would be counted again. Sum the gradients once, after the last backward() before "
+            "the optimizer's step, not after each micro-batch; zero_grad() drops them"
+        )
+    if CHANGED not in call:
+        return
+    mine = torch.cat([record.factors() for record in records])
+    factors = gather_from_ring(mine.to(device), ring, "sync_gradients", call)
+    if bool(((factors - factors[0]).abs() > _ROUNDING * factors[0].abs()).any()):
+        raise ValueError(
+            "sync_gradients: the gradients were changed since the backward by another factor on each rank of the ring, as by "
+            "clipping each rank's own norm. Sum them first and clip then: cp.reduce_gradients(); clip_grad_norm_(...)"
+        )
 
 
 def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from ring_attn.integrations.transformers.documents import PACKING, documents_of
 from ring_attn.integrations.transformers.plan import Plan
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
 from ring_attn.ring import Ring
+from ring_attn.sharding.sequence import is_shard
 
 MARK = "ring_attn"  # the entry of a sharded batch that says so; the model's pre-forward hook takes it out
 
@@ -51,6 +52,8 @@ REFUSED = {
 def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole batch: what :meth:`ContextParallel.shard` returns."""
     given = {name: _tensor(value) for name, value in batch.items() if value is not None}
+    _check_whole(given)
+    whole = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim and not x.is_floating_point()}
     labels, items = _labels(plan, given), given.pop("num_items_in_batch", None)
     own: dict[str, Any] = {}
     sequences: dict[str, Sequence] = {}
@@ -67,7 +70,18 @@ def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any])
     if labels is not None:
         own["labels"] = own["shift_labels"] = sequence.shard(labels, IGNORED)
         own["num_items_in_batch"] = items = (labels != IGNORED).sum() if items is None else items
-    return {**own, MARK: Sharded(owner, sequences, items)}
+    checked = (names.ids, names.embeddings, names.positions, "labels", "shift_labels")
+    entries = {name: own[name] for name in checked if name in own}
+    return {**own, MARK: Sharded(owner, sequences, items, whole, entries)}
+
+
+def _check_whole(given: Mapping[str, Any]) -> None:
+    sharded = [name for name, value in given.items() if is_shard(value)]
+    if sharded:
+        raise ValueError(
+            f"cp.shard takes the whole batch, the same on all ranks, and {', '.join(sharded)} of this one hold one rank's part "
+            "already (Ring.shard, or an earlier cp.shard); leave that call out"
+        )
 
 
 def _tensor(value: Any) -> Any:

@@ -3,15 +3,34 @@
 from contextvars import ContextVar
 from typing import Any
 
+from torch import Tensor
+
 from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.ring import Ring
 
 
 class Sharded:
-    """What the model's hooks need to know of a sharded batch. No dataclass: FSDP takes those apart."""
+    """What the model's hooks need to know of a sharded batch. ``whole``: the integers that it was made of; ``entries``: what was
+    made of them, by name. No dataclass: FSDP takes those apart."""
 
-    def __init__(self, owner: object, sequences: dict[str, Sequence], items: Any) -> None:
-        self.owner, self.sequences, self.items = owner, sequences, items
+    def __init__(
+        self, owner: object, sequences: dict[str, Sequence], items: Any, whole: dict[str, Tensor], entries: dict[str, Tensor]
+    ) -> None:
+        self.owner, self.sequences, self.items, self.whole = owner, sequences, items, whole
+        self.entries = {name: (tensor, _version(tensor)) for name, tensor in entries.items()}
+
+    def changed(self, name: str, given: Tensor) -> Tensor | bool:
+        """Whether ``given`` is another entry than was made; a copy of it, on any device, is not."""
+        made, version = self.entries[name]
+        if given is made:
+            return _version(made) != version
+        if given.shape != made.shape:
+            return True
+        return given.ne(made.to(given.device)).any()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Call:

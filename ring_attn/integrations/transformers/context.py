@@ -18,8 +18,14 @@ from ring_attn.integrations.transformers.patches import Patches
 from ring_attn.integrations.transformers.plan import plan_of
 from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import Ring, one_ring
-from ring_attn.training.gradients import sync_gradients
+from ring_attn.sharding.sequence import is_shard
+from ring_attn.training.gradient_record import GradientRecord
+from ring_attn.training.gradients import reduced_by_ddp, sync_gradients
+from ring_attn.training.loss_record import watch_logits
+from ring_attn.training.shared_state import SharedState
 from torch_bridge.job.mesh import MeshDim, MeshLike
+
+_LABELS = ("labels", "shift_labels")  # which a caller may keep for cp.loss
 
 
 class _Entered(NamedTuple):
@@ -45,6 +51,8 @@ class ContextParallel:
         register()
         entrances = list(dict.fromkeys((self.model, self.plan.base)))
         self._patches = Patches(self.plan, ring, self, {module: self._through_hooks(module) for module in entrances})
+        self._shared = SharedState(ring)
+        self._gradients: GradientRecord | None = None
         self._hooks: list[RemovableHandle] = []
         for module in entrances:
             self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -73,6 +81,7 @@ class ContextParallel:
         sharded = batch.get(MARK)
         if not isinstance(sharded, Sharded) or "labels" not in batch:
             raise ValueError("cp.loss needs the batch that cp.shard made, with labels")
+        self._check_entries(sharded, {"labels": batch["labels"]})
         items = batch.get("num_items_in_batch", sharded.items)
         return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded, items)
 
@@ -82,6 +91,7 @@ class ContextParallel:
         It is :func:`ring_attn.sync_gradients`, which refuses FSDP and DDP over ranks of the ring: they take a mean over them
         already, so there ``(outputs.loss * ranks of that mean).backward()`` is all.
         """
+        self._shared.settle()
         sync_gradients(self._outer, ring=self.ring)
 
     def remove(self) -> None:
@@ -89,12 +99,15 @@ class ContextParallel:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._gradients is not None:
+            self._gradients.remove()
+            self._gradients = None
         self._patches.undo()
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
         """The model's own ``generate``, with its own attention, on a whole prompt; ``model.generate`` is this."""
         tensors = [*arguments, *options.values()]
-        if MARK in options or any(getattr(x, "ring_attn_shard", False) for x in tensors):
+        if MARK in options or any(is_shard(x) for x in tensors):
             raise ValueError(
                 "generate takes the whole prompt, and this one is sharded: its K/V cache would hold one rank's part. Call "
                 "model.generate(input_ids) with the unsharded prompt: it uses the model's own attention, on each rank by itself"
@@ -146,6 +159,8 @@ class ContextParallel:
         labels, items = None, None
         if sharded is not None:
             self._check(sharded, options)
+            self._shared.compare(sharded.whole, self.model)
+            self._record_gradients()
             labels, items = _taken(sharded, options)
         call = Call(self.ring, self.previous, sharded)
         # Without the head, which is the caller's, there is no loss to be made.
@@ -158,9 +173,31 @@ class ContextParallel:
             if name in options and not (options[name] is None or options[name] is False or name == self.plan.whole_encoder):
                 raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
         mask: Any = None if self.plan.whole_encoder else options.get("attention_mask")
-        ours = not isinstance(mask, Tensor) or mask.ndim != 2 or hasattr(mask, "ring_attn_shard")
+        ours = not isinstance(mask, Tensor) or mask.ndim != 2 or is_shard(mask)
         if not ours and bool(mask.ne(1).any()):
             raise ValueError("the attention mask of a sharded batch was changed; give the whole mask to cp.shard")
+        missing = [name for name in sharded.entries if name not in _LABELS and options.get(name) is None]
+        if missing:
+            raise ValueError(f"{missing[0]} was taken out of a sharded batch: the model would make its own of this rank's tokens")
+        self._check_entries(sharded, options)
+
+    def _check_entries(self, sharded: Sharded, given: Mapping[str, Any]) -> None:
+        """Foreign entries are compared on their device, which nobody waits for."""
+        for name in sharded.entries:
+            tensor = given.get(name)
+            if not isinstance(tensor, Tensor) or (changed := sharded.changed(name, tensor)) is False:
+                continue
+            doubt = f"{name} of a sharded batch is not what cp.shard made"
+            self._shared.ask([doubt], torch.as_tensor(changed, device=tensor.device).view(1))
+
+    def _record_gradients(self) -> None:
+        """From the first forward that makes any: until then the model may have been wrapped, and its parameters replaced."""
+        if self.ring.size == 1 or not torch.is_grad_enabled():
+            return
+        if self._gradients is None:
+            self._gradients = GradientRecord(self.model)
+        if reduced_by_ddp(self.ring):
+            self._gradients.note_reduced_elsewhere()
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
@@ -178,6 +215,8 @@ class ContextParallel:
                 f"{call.attended} attentions of {type(self.model).__name__} went through the ring, but it has {self.plan.layers} "
                 "layers: the others attended to this rank's tokens alone, or carry a state along the sequence"
             )
+        if self.ring.size > 1:
+            watch_logits(getattr(output, "logits", None))
         if labels is None:
             return output
         return with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded, items))

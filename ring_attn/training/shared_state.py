@@ -1,0 +1,128 @@
+"""What all ranks of a ring must hold alike, compared by checksums: a sampler that gives each rank a batch of its own, or weights
+from another seed on each, raises no error, and every number is then wrong."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn.ring import Ring
+from ring_attn.sharding.reduction import agree, gather_from_ring, recorded
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.job.mesh import Ring as ProcessRing
+
+_FIRST, _THEN_EVERY = 3, 100  # forwards before which parameters are compared
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Answer(NamedTuple):
+    """What a device was asked: whether each of ``doubts`` is true; to be read once ``arrived``, None where that is now."""
+
+    doubts: list[str]
+    true: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class SharedState:
+    """What one model's ranks hold, compared with each forward. A GPU's answer is read at the next occasion, without a wait."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring, self._forwards = ring, 0
+        self._answers: list[_Answer] = []
+
+    def compare(self, batch: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Once a forward, by all ranks: the integers of the whole ``batch`` each time; at the first forwards, and now and then, the
+        parameters that are not meant to differ.
+
+        Raises ValueError, then or when it is called next, on all ranks of the ring, by name of what differs.
+        """
+        self.settle()
+        self._forwards += 1
+        device = next((x.device for x in batch.values()), None) or next(model.parameters()).device
+        ring = backend_of(device).resolve(self._ring.mesh, self._ring.mesh_dim)
+        if not isinstance(ring, ProcessRing) or ring.size == 1:
+            return
+        labels = {name: x for name, x in batch.items() if "labels" in name}
+        inputs = {name: x for name, x in batch.items() if name not in labels}
+        sums = {f"the batch's {kind}": _together(x, device) for kind, x in (("inputs", inputs), ("labels", labels))}
+        call = "a forward of a sharded model"
+        if self._forwards <= _FIRST or self._forwards % _THEN_EVERY == 0:
+            parameters = {f"the parameter {name}": _bits(x).to(device) for name, x in _replicated(model, ring)}
+            call += f" with {len(parameters)} parameters"
+            agree(ring, device, call, "all ranks of a ring must have the same model")
+            sums |= parameters
+        everywhere = gather_from_ring(torch.stack(list(sums.values())), ring, "what all ranks hold alike", call)
+        self.ask([f"{name} differ between the ranks of the {ring}" for name in sums], (everywhere != everywhere[0]).any(0))
+
+    def ask(self, doubts: list[str], true: Tensor) -> None:
+        """Has :meth:`settle` raise for each of the ``doubts`` that is true, at once on a CPU."""
+        self._answers.append(_Answer(doubts, true.to("cpu", non_blocking=True), recorded(true.device)))
+        if true.device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Reads the answers that are due."""
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            if answer.arrived is not None:
+                answer.arrived.synchronize()
+            wrong = [doubt for doubt, true in zip(answer.doubts, answer.true.tolist(), strict=True) if true]
+            if wrong:
+                more = f" (and {len(wrong) - 1} more of this kind)" if len(wrong) > 1 else ""
+                raise ValueError(f"{wrong[0]}{more}. {_advice(wrong[0])}")
+
+
+def _checksum(ids: Tensor) -> Tensor:
+    """int64 ``[]``, of the shape of integers or bools ``[...]`` and of the values at their places."""
+    places = torch.arange(1, ids.numel() + 1, device=ids.device)
+    return ((ids.flatten().long() + 1) * places).sum() + hash(tuple(ids.shape)) % (1 << 31)
+
+
+def _together(entries: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """int64 ``[]``, of all entries at their places."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return sum((_checksum(entries[name]).to(device) * place for place, name in enumerate(sorted(entries), 1)), zero)
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    """int64 ``[]``: the sum of the bit patterns of what is here of a parameter."""
+    local = parameter.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    local = torch.view_as_real(local) if local.is_complex() else local
+    return local.view(_BITS[local.dtype.itemsize]).sum(dtype=torch.int64) + hash(tuple(local.shape)) % (1 << 31)
+
+
+def _replicated(model: nn.Module, ring: ProcessRing) -> Iterable[tuple[str, Tensor]]:
+    """The parameters of which every rank of the ring holds the same: FSDP's and tensor parallelism's shards over these ranks differ
+    by design."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if local.device.type != "meta" and local.dtype.itemsize in _BITS and not _split_over(parameter, ring):
+            yield name, parameter
+
+
+def _split_over(parameter: Tensor, ring: ProcessRing) -> bool:
+    """Whether a DTensor is split along a dimension of its mesh on which ranks of the ring are apart."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return False
+    places = [where[0].tolist() for rank in ring.ranks if len(where := (mesh.mesh == rank).nonzero())]
+    apart = [len(set(dim)) > 1 for dim in zip(*places, strict=True)]
+    placements = getattr(parameter, "placements", ())
+    return any(differ and not placement.is_replicate() for differ, placement in zip(apart, placements, strict=True))
+
+
+def _advice(doubt: str) -> str:
+    if "parameter" in doubt:
+        return (
+            "Load or initialise the same weights on all ranks of a ring (one seed, or a broadcast), and sum the gradients over the "
+            "ring once before each step of the optimizer: cp.reduce_gradients()"
+        )
+    if "cp.shard" in doubt:
+        return "Change the whole batch before cp.shard, which keeps positions and shifted labels in the order of the layout"
+    return (
+        "The ranks of a ring hold different batches, and each must hold the same: let the Accelerator with the RingParallelism "
+        "prepare the data loader, or sample by data-parallel ranks (DistributedSampler with the number and rank of rings), not by "
+        "processes"
+    )

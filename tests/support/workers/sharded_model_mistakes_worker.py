@@ -1,0 +1,163 @@
+"""Two ranks train a tiny Llama on a ring and make the mistakes that raise no error by themselves; run by test_mistakes.py under
+torch.distributed.run. Each must be told, in words that name it; the same work done right must be told nothing."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import tiny_transformers as tiny
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_attn import cross_entropy as over_the_ring
+from ring_attn.integrations.transformers import ContextParallel, context_parallel
+from ring_attn.training import loss_record
+from tests.support.healthy import gloo_world
+from torch_bridge.job import sanity_checks
+
+LABELS = tiny.batch()["labels"]
+
+
+@contextmanager
+def ours(seed: int = 0, lr: float = 0.1) -> Iterator[tuple[ContextParallel, torch.optim.Optimizer]]:
+    torch.manual_seed(seed)
+    model = tiny.CAUSAL["llama"]()
+    cp = context_parallel(model)
+    yield cp, torch.optim.SGD(model.parameters(), lr)
+    cp.remove()
+
+
+def told(words: str, work: Callable[[], object]) -> None:
+    """That the work raises ValueError, or warns, with these words; none: that it is told nothing."""
+    sanity_checks._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            work()
+            heard = "; ".join(str(warning.message) for warning in caught)
+        except ValueError as error:
+            heard = str(error)
+    assert (words in heard) if words else not heard, f"{words!r} is not in {heard!r}"
+    dist.barrier()
+
+
+def backward(cp: ContextParallel, batch: dict[str, Tensor] | None = None, **changed: object) -> None:
+    sharded = cp.shard(tiny.batch() if batch is None else batch)
+    cp.model(**{**sharded, **changed}).loss.backward()
+
+
+def check_what_ranks_share(rank: int) -> None:
+    other = tiny.batch()["input_ids"].roll(rank, 1)
+    with ours() as (cp, _):
+        told("inputs differ", lambda: cp.model(**cp.shard({**tiny.batch(), "input_ids": other})))
+        told("labels differ", lambda: cp.model(**cp.shard({**tiny.batch(), "labels": LABELS.roll(rank, 1)})))
+        told("", lambda: cp.model(**cp.shard(tiny.batch())))
+    with ours(seed=rank) as (cp, _):
+        told("the parameter model.embed_tokens.weight differ", lambda: cp.model(**cp.shard(tiny.batch())))
+
+
+def check_entries(rank: int) -> None:
+    with ours() as (cp, _):
+        own = {name: cp.ring.shard(cp.ring.pad(x)) for name, x in tiny.batch().items()}
+        local = own["input_ids"].shape[1]
+        told("one rank's part already", lambda: cp.shard(own))
+        told("labels of a sharded batch", lambda: backward(cp, labels=own["labels"], shift_labels=None))
+        told("shift_labels of a sharded batch", lambda: backward(cp, shift_labels=own["labels"]))
+        told("position_ids of a sharded batch", lambda: backward(cp, position_ids=torch.arange(local).expand(2, -1)))
+        told("position_ids was taken out", lambda: backward(cp, position_ids=None))
+        sharded = cp.shard(tiny.batch())
+        sharded["input_ids"].add_(0)
+        told("input_ids of a sharded batch", lambda: cp.model(**sharded))
+        told("", lambda: cp.model(**{k: x.clone() if isinstance(x, Tensor) else x for k, x in cp.shard(tiny.batch()).items()}))
+
+
+def check_losses() -> None:
+    with ours() as (cp, _):
+        sharded = cp.shard(tiny.batch())
+        labels = sharded["labels"].flatten()
+
+        def own(reduction: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+            return lambda: reduction(cp.model(**sharded).logits).backward()
+
+        told("made over the ring", own(lambda logits: cross_entropy(logits.flatten(0, 1), labels)))
+        told("", own(lambda logits: over_the_ring(logits, sharded["labels"], ring=cp.ring)))
+        told("", own(lambda logits: cp.loss(logits, sharded)))
+        told("", lambda: cp.model(**sharded).loss.backward())
+    assert loss_record._last[0] != -1
+
+
+def check_gradients() -> None:
+    def forgotten() -> None:
+        backward(cp)
+        optimizer.step()
+
+    def after_each() -> None:
+        for _ in range(2):
+            backward(cp)
+            cp.reduce_gradients()
+
+    def clipped_first() -> None:
+        optimizer.zero_grad()
+        backward(cp)
+        nn.utils.clip_grad_norm_(cp.model.parameters(), 0.1)
+        cp.reduce_gradients()
+
+    for words, work in (("nothing has summed", forgotten), ("counted again", after_each), ("clipping", clipped_first)):
+        with ours() as (cp, optimizer):
+            told(words, work)
+
+
+def check_right_loops() -> None:
+    """Accumulation, clipping after the sum, zeroing in place or not, a scaler, frozen parameters, a skipped step, two backwards of
+    which the first was only looked at."""
+
+    def steps(in_place: bool) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for turn in range(4):
+            for _ in range(2):
+                scaler.scale(cp.model(**cp.shard(tiny.batch())).loss).backward()
+            if turn == 1:
+                scaler.unscale_(optimizer)
+            cp.reduce_gradients()
+            if turn != 1:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(cp.model.parameters(), 0.1)
+            if turn != 2:
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=not in_place)
+
+    for in_place in (False, True):
+        with ours() as (cp, optimizer):
+            cp.model.model.embed_tokens.requires_grad_(False)
+            told("", lambda in_place=in_place: steps(in_place))
+
+
+def check_ddp() -> None:
+    """It takes the mean over the ring by itself: nobody forgot anything, and a sum would count twice."""
+    with ours() as (cp, optimizer):
+        model = DistributedDataParallel(cp.model)
+
+        def step() -> None:
+            model(**cp.shard(tiny.batch())).loss.mul(cp.ring.size).backward()
+            optimizer.step()
+
+        told("", step)
+        told("count it again", cp.reduce_gradients)
+
+
+def main() -> None:
+    with gloo_world("mistakes") as (rank, _):
+        check_what_ranks_share(rank)
+        check_entries(rank)
+        check_losses()
+        check_gradients()
+        check_right_loops()
+        check_ddp()
+
+
+if __name__ == "__main__":
+    main()
