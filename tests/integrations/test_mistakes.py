@@ -1,9 +1,11 @@
-"""Mistakes with a sharded model that raise no error by themselves, made by two processes (``sharded_model_mistakes_worker.py``)."""
+"""Mistakes with a sharded model that raise no error by themselves, made by two processes, and what ``cp.verify`` says."""
 
+import pytest
 from launch import PYTHONPATH, ROOT, torchrun
 
+PATH = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
 
-def test_mistakes_with_a_sharded_model_are_told():
-    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
-    said = torchrun("sharded_model_mistakes_worker.py", 2, PYTHONPATH=path, HF_HUB_OFFLINE="1")
-    assert "mistakes worker: all right" in said
+
+@pytest.mark.parametrize("worker", ["sharded_model_mistakes", "verify"])
+def test_they_are_told(worker):
+    assert "worker: all right" in torchrun(f"{worker}_worker.py", 2, PYTHONPATH=PATH, HF_HUB_OFFLINE="1")

@@ -270,14 +270,15 @@ def test_models_that_cannot_be_sharded_are_refused(name):
 
 
 def test_what_a_sharded_batch_is_given_after_it_was_made_counts(local):
-    """The count of labels of all micro-batches, other labels, and a mask, which would be too late."""
+    """The count of labels of all micro-batches does; other labels and a mask would be too late, and are refused."""
     model, cp = local
     batch = cp.shard(tiny.batch())
     items = batch["num_items_in_batch"]
     loss = model(**batch).loss
     torch.testing.assert_close(model(**batch | {"num_items_in_batch": items * 2}).loss, loss / 2)
     torch.testing.assert_close(cp.loss(model(**batch), batch | {"num_items_in_batch": items * 2}), loss / 2)
-    assert model(**batch | {"shift_labels": batch["labels"].roll(1, 1)}).loss != loss
+    with pytest.raises(ValueError, match=r"shift_labels of a sharded batch is not what cp\.shard made"):
+        model(**batch | {"shift_labels": batch["labels"].roll(1, 1)})
     mask = batch["attention_mask"].clone()
     mask[:, :3] = 0
     with pytest.raises(ValueError, match="mask of a sharded batch was changed"):

@@ -1,6 +1,7 @@
 """``context_parallel``: a transformers model whose sequence is sharded over a ring."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Token
 from functools import wraps
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
 from ring_attn.integrations.transformers.loss import loss_of, with_loss
 from ring_attn.integrations.transformers.patches import Patches
 from ring_attn.integrations.transformers.plan import plan_of
+from ring_attn.integrations.transformers.verify import Verdict, verify
 from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sharding.sequence import is_shard
@@ -48,12 +50,15 @@ class ContextParallel:
         if self.previous == NAME:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
         self._outer, self._entered, self._off = model, [], False  # type: tuple[nn.Module, list[_Entered], bool]
-        register()
-        entrances = list(dict.fromkeys((self.model, self.plan.base)))
-        self._patches = Patches(self.plan, ring, self, {module: self._through_hooks(module) for module in entrances})
         self._shared = SharedState(ring)
         self._gradients: GradientRecord | None = None
         self._hooks: list[RemovableHandle] = []
+        register()
+        self._attach()
+
+    def _attach(self) -> None:
+        entrances = list(dict.fromkeys((self.model, self.plan.base)))
+        self._patches = Patches(self.plan, self.ring, self, {module: self._through_hooks(module) for module in entrances})
         for module in entrances:
             self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
@@ -103,6 +108,32 @@ class ContextParallel:
             self._gradients.remove()
             self._gradients = None
         self._patches.undo()
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """The model as it was before, for a while."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self._attach()
+
+    def verify(self, batch: Mapping[str, Any], *, loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None) -> Verdict:
+        """Compares this model on the ring with the same model in one process, in float32 and without dropout, on a short whole
+        ``batch`` with labels, the same on all ranks: the loss, the logits, each parameter's gradient, and whether packed documents
+        see each other. Collective. Neither the model nor its gradients are changed.
+
+        Each process holds a float32 copy of the model and its activations; of a model above 2 GiB, or one in shards (FSDP), one
+        with fewer layers of the same kinds and random weights. ``loss(outputs, sharded batch)``: your own, this rank's share;
+        without it the model's.
+
+        ``print(cp.verify(batch))`` says what is wrong, the first layer that differs, and why as far as can be told; ``.ok`` is for
+        tests. In one process transformers' own attention is the measure. Where that lets packed documents see each other, as for
+        models that give their masks no position ids, the measure is each document by itself, of which only the logits are compared.
+
+        Raises ValueError for a batch without labels, and what :meth:`shard` and the model raise.
+        """
+        return verify(self, batch, loss, lambda twin: ContextParallel(twin, self.ring))
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
         """The model's own ``generate``, with its own attention, on a whole prompt; ``model.generate`` is this."""

@@ -1,0 +1,156 @@
+"""Two ranks verify tiny models on a ring, right ones and ones with a fault that has been somebody's; run by test_mistakes.py."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import tiny_transformers as tiny
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ring_attn.integrations.transformers import attention, context, context_parallel
+from ring_attn.integrations.transformers import batch as batches
+from ring_attn.integrations.transformers import loss as losses
+from ring_attn.ring import Ring
+from tests.support.healthy import gloo_world
+
+
+def verified(make: Callable[[], Any], batch: dict[str, Tensor], loss: Any = None) -> Any:
+    torch.manual_seed(0)
+    cp = context_parallel(make())
+    verdict = cp.verify(batch, loss=loss)
+    cp.remove()
+    return verdict
+
+
+def check_right_models_are_not_accused(rank: int) -> None:
+    causal = tiny.CAUSAL
+    right = {
+        "llama, left": (causal["llama"], tiny.batch("left")),
+        "llama, packed": (causal["llama"], tiny.packed(10, 5, 12)),
+        "gemma 3, right": (causal["gemma 3"], tiny.batch("right")),
+        "gpt-oss": (causal["gpt-oss"], tiny.batch()),
+        "gpt-oss, packed": (causal["gpt-oss"], tiny.packed(10, 17)),
+        "qwen 3 moe": (causal["qwen 3 moe"], tiny.batch()),
+        "modernbert": (tiny.modernbert, tiny.batch("right")),
+    }
+    for name, (make, batch) in right.items():
+        verdict = verified(make, batch)
+        assert verdict.ok, f"{name}: {verdict}"
+        if rank == 0:
+            print(f"{name}: {verdict}", flush=True)
+
+
+def check_large_models_are_tried_with_fewer_layers() -> None:
+    with patch("ring_attn.integrations.transformers.verify.LARGEST", 0):
+        assert "with 2 of its 2 layers, random weights" in str(verified(tiny.CAUSAL["gemma 3"], tiny.batch()))
+
+
+class Convolved(nn.Module):
+    """The user's own convolution beside attention: it sees this rank's tokens."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mixer = norm, nn.Conv1d(32, 32, 3, padding=2, groups=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.mixer(x.mT)[..., : x.shape[1]].mT
+
+
+def convolved() -> Any:
+    model = tiny.CAUSAL["llama"]()
+    model.model.layers[1].post_attention_layernorm = Convolved(model.model.layers[1].post_attention_layernorm)
+    return model
+
+
+@contextmanager
+def attended(**changed: Any) -> Iterator[None]:
+    """Attention with other options, or other gradients of its keys."""
+    right, gradient = Ring.attention, changed.pop("gradient", None)
+
+    def wrong(self: Ring, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if gradient is not None and k.requires_grad:
+            k = k.clone()
+            k.register_hook(gradient)
+        return right(self, q, k, v, **options | changed)
+
+    with patch.object(Ring, "attention", wrong):
+        yield
+
+
+@contextmanager
+def contiguous() -> Iterator[None]:
+    """Zigzag shards given to a contiguous operator."""
+    right = attention._ring_mask
+
+    def wrong(call: Any, arguments: Any) -> Any:
+        mask = right(call, arguments)
+        mask.ring = Ring(call.ring.mesh, layout="contiguous")
+        return mask
+
+    with patch.object(attention, "_ring_mask", wrong):
+        yield
+
+
+def unshifted(plan: Any, given: dict[str, Any]) -> Any:
+    given.pop("shift_labels", None)
+    return given.pop("labels", None)
+
+
+def local_positions(sequence: Any, positions: Any) -> Tensor:
+    return torch.arange(sequence.local).expand(sequence.batch, -1)
+
+
+def check_faults_are_found(rank: int, size: int) -> None:
+    llama, plain, packed = tiny.CAUSAL["llama"], tiny.batch(), tiny.packed(10, 5, 12)
+    whole_loss = losses.loss_of
+
+    def twice_normalised(*arguments: Any) -> Tensor:
+        return whole_loss(*arguments) / size
+
+    def own_mean(outputs: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), batch["labels"].flatten()) / size
+
+    on_llama: dict[str, tuple[Any, str]] = {
+        "keys of another step in the backward": (attended(gradient=lambda g: g.roll(1, 1)), "the backward is not"),
+        "no gradient of the keys": (attended(gradient=torch.zeros_like), "the backward is not"),
+        "zigzag shards as contiguous": (contiguous(), "layers.0.self_attn.o_proj"),
+        "not causal": (attended(causal=False), "layers.0.self_attn.o_proj"),
+        "another scale": (attended(scale=1.0), "layers.0.self_attn.o_proj"),
+        "normalised twice": (patch.object(context, "loss_of", twice_normalised), "normalised"),
+        "unshifted labels": (patch.object(batches, "_labels", unshifted), "not shifted"),
+        "positions of the rank": (patch.object(batches, "_positions", local_positions), "rotary_emb"),
+        "gradients not summed": (patch.object(context, "sync_gradients", lambda *_, **__: None), "gradients"),
+    }
+    faults: dict[str, tuple[Any, Any, dict[str, Tensor], Any, str]] = {
+        name: (fault, llama, plain, None, words) for name, (fault, words) in on_llama.items()
+    }
+    no_documents = attended(q_segment_ids=None, kv_segment_ids=None)
+    faults["documents see each other"] = (no_documents, llama, packed, None, "see each other")
+    mixer = "layers.1.post_attention_layernorm.mixer"
+    faults["a convolution of one's own"] = (nullcontext(), convolved, plain, None, mixer)
+    faults["the mean of one's own labels"] = (nullcontext(), llama, tiny.batch("right"), own_mean, "normalised")
+    for name, (fault, make, batch, loss, words) in faults.items():
+        with fault:
+            verdict = verified(make, batch, loss)
+        assert not verdict.ok and words in str(verdict), f"{name}: {verdict}"
+        if rank == 0:
+            print(f"{name}: {verdict}", flush=True)
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    with gloo_world("verify") as (rank, size):
+        begun = time.monotonic()
+        check_right_models_are_not_accused(rank)
+        check_large_models_are_tried_with_fewer_layers()
+        check_faults_are_found(rank, size)
+        print(f"{time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
