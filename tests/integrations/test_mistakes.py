@@ -1,7 +1,11 @@
 """Mistakes with a sharded model that raise no error by themselves, made by two processes, and what ``cp.verify`` says."""
 
+import subprocess
+import sys
+
 import pytest
-from launch import PYTHONPATH, ROOT, torchrun
+import tiny_transformers as tiny
+from launch import PYTHONPATH, ROOT, environment, torchrun
 
 PATH = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
 
@@ -9,3 +13,11 @@ PATH = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
 @pytest.mark.parametrize("worker", ["sharded_model_mistakes", "verify"])
 def test_they_are_told(worker):
     assert "worker: all right" in torchrun(f"{worker}_worker.py", 2, PYTHONPATH=PATH, HF_HUB_OFFLINE="1")
+
+
+def test_the_command_verifies_a_model_in_a_folder(tmp_path):
+    tiny.CAUSAL["llama"]().save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "ring_attn", "verify", str(tmp_path), "--packed", "--length", "40"]
+    done = subprocess.run(command, env={**environment(), "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "right: LlamaForCausalLM with 2 of its 2 layers, random weights, batch [1, 40], 2 ranks" in done.stdout

@@ -76,30 +76,34 @@ def verify(context: Any, batch: Mapping[str, Any], loss: LossOf | None, make: Ca
         leaks = _leaks(parallel, batch)
     finally:
         parallel.remove()
-    rows = f"{tried}, {labels.shape[0]} rows of {labels.shape[1]} tokens, {context.ring.size} ranks, layout {context.ring.layout}"
+    rows = f"{tried}, batch {list(labels.shape)}, {context.ring.size} ranks, layout {context.ring.layout}"
     expected = whole if alone is None else whole._replace(logits=alone)
     return _verdict(rows, batch, expected, ring, leaks, by_itself=alone is not None, ring_size=context.ring.size)
 
 
 def _twin(context: Any) -> tuple[Any, str]:
-    """A float32 copy of the model as it was before, without dropout; where it is too large or in shards, the same model with fewer
-    layers of the same kinds."""
+    """A float32 copy of the model as it was before, without dropout. Of one that is too large, the same with fewer layers of the
+    same kinds; of one that is not here (FSDP's shards, meta tensors, quantised weights), one with other weights."""
     model: Any = context.model
     parameters = list(model.parameters())
     elsewhere = any(hasattr(x, "device_mesh") or x.device.type == "meta" or not x.is_floating_point() for x in parameters)
+    large = 4 * sum(x.numel() for x in parameters) > LARGEST
     kind = type(model).__name__
-    if not elsewhere and 4 * sum(x.numel() for x in parameters) <= LARGEST:
+    if not elsewhere and not large:
         with context.detached():
             return copy.deepcopy(model).float().eval(), kind
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
-    layers, text.num_hidden_layers = text.num_hidden_layers, min(text.num_hidden_layers, _layers_of_all_kinds(text))
+    layers = text.num_hidden_layers
+    if large:
+        text.num_hidden_layers = min(layers, _layers_of_all_kinds(text))
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     config._attn_implementation = context.previous
     torch.manual_seed(0)
-    small = type(model)(config).float().eval().to(next(iter(parameters)).device)
-    return small, f"{kind} with {text.num_hidden_layers} of its {layers} layers, random weights"
+    device = parameters[0].device if parameters[0].device.type != "meta" else torch.device("cpu")
+    twin = type(model)(config).float().eval().to(device)
+    return twin, f"{kind} with {text.num_hidden_layers} of its {layers} layers, random weights"
 
 
 def _layers_of_all_kinds(config: Any) -> int:

@@ -1,0 +1,50 @@
+"""One rank of ``python -m ring_attn verify``."""
+
+import argparse
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ring_attn.integrations.transformers.context import context_parallel
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--layout")
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--trust_remote_code", action="store_true")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    with torch.device("meta"):  # its shapes decide how much of it is tried
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+    vocabulary = config.get_text_config().vocab_size
+    verdict = context_parallel(model, layout=options.layout).verify(_batch(options.length, vocabulary, options.packed))
+    if dist.get_rank() == 0:
+        print(verdict)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if verdict.ok else 1
+
+
+def _batch(length: int, vocabulary: int, packed: bool) -> dict[str, Tensor]:
+    """``input_ids``, ``labels`` ``[rows, length]``, and ``position_ids`` of three uneven documents if packed."""
+    tokens = torch.randint(3, vocabulary, (1 if packed else 2, length), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if packed:
+        ends = [length // 5, length // 2, length]
+        starts = [0, *ends[:-1]]
+        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in zip(starts, ends, strict=True)])[None]
+        batch["labels"][0, starts] = -100
+    return batch
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    sys.exit(main())
