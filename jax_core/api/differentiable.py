@@ -3,14 +3,18 @@
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import TypeVar
 
 import jax
-from jax import lax
+import jax.numpy as jnp
+from jax import Array, lax
 
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec
 from jax_core.varying import vary, varying_axes
+
+Tree = TypeVar("Tree")
 
 
 def local_attention(
@@ -18,7 +22,7 @@ def local_attention(
 ):
     """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None. ``torus``: the
     ring's devices form a ring in the TPU topology."""
-    axes = varying_axes(operands)
+    axes, operands = varying_axes(operands), _empty_made_here(operands)
     backend = backend or _backend_here()
     sizes: tuple[int, ...] = ()
     if axis_name is not None:
@@ -55,6 +59,20 @@ def _backend_here() -> str | None:
     return getattr(device, "platform", None)
 
 
+def _empty_made_here(tree: Tree) -> Tree:
+    """``tree`` with its arrays of no elements replaced by ones made here, so that nothing reads those that came.
+
+    jaxlib 0.11.2 crashes where the body of a ``shard_map`` reads an operand of no elements (a constant becomes an operand, too).
+    XLA puts a constant in the place of what such an operand is split into, then imports the body with an input of which it does not
+    know the sharding, and Shardy's canonicalizer (ManualComputationUnusedInputsPattern) looks for it beyond the end of a list.
+    """
+
+    def made(x: Array) -> Array:
+        return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)) if 0 in x.shape else x
+
+    return jax.tree.map(made, tree)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(spec: RingSpec, operands: Operands):
     return spec.strategy.forward(spec, operands)
@@ -66,7 +84,7 @@ def _attention_forward(spec: RingSpec, operands: Operands):
 
 
 def _attention_backward(spec: RingSpec, residuals, cotangents):
-    return (spec.strategy.backward(spec, *residuals, *cotangents),)
+    return (spec.strategy.backward(spec, *_empty_made_here((*residuals, *cotangents))),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

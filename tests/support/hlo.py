@@ -35,6 +35,13 @@ class Op(NamedTuple):
 Program = dict[str, list[Op]]
 
 
+def operands_without_elements(lowered: str) -> list[str]:
+    """The types of such operands of the ``shard_map``s in a program as JAX lowers it: what has crashed XLA."""
+    heads = [line for line in lowered.splitlines() if "sdy.manual_computation(" in line]
+    assert heads, "no shard_map, or lowered in another way"
+    return [kind for line in heads for kind in re.findall(r"%\w+: (tensor<(?:\d+x)*0x[^>]*>)", line)]
+
+
 def computations(program: str) -> Program:
     """The program's computations with their instructions as listed: each after those whose results it uses."""
     found: Program = {}

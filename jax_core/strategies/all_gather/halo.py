@@ -45,8 +45,10 @@ def _rows(tree: Any, start: int, end: int) -> Any:
 
 
 def _added(x: Array, tail: Array, head: Array) -> Array:
-    x = x.at[:, x.shape[1] - tail.shape[1] :].add(tail)
-    return x.at[:, : head.shape[1]].add(head)
+    for start, share in ((x.shape[1] - tail.shape[1], tail), (0, head)):
+        # All rows are not indexed: the index would be an array of no elements, as a constant (``api.differentiable``).
+        x = x + share if share.shape == x.shape else x.at[:, start : start + share.shape[1]].add(share)
+    return x
 
 
 def _ways(spec: RingSpec, run: int, direction: int) -> Ways:
