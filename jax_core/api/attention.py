@@ -5,6 +5,7 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.lax import Precision
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
@@ -290,8 +291,8 @@ def _request(
         mask=_array(mask),
         q_segment_ids=_array(q_segment_ids),
         kv_segment_ids=_array(kv_segment_ids),
-        q_position_ids=_array(q_position_ids),
-        kv_position_ids=_array(kv_position_ids),
+        q_position_ids=_positions("q_position_ids", q_position_ids, static.get("mask_mod")),
+        kv_position_ids=_positions("kv_position_ids", kv_position_ids, static.get("mask_mod")),
         alibi_slopes=_array(alibi_slopes),
         dropout_seed=None if dropout_seed is None else seed_words(dropout_seed),
     )
@@ -314,6 +315,18 @@ def _check_precision(precision: object) -> None:
 
 def _array(x: ArrayLike | None) -> Array | None:
     return None if x is None else jnp.asarray(x)
+
+
+def _positions(name: str, ids: ArrayLike | None, mask_mod: MaskMod | None) -> Array | None:
+    """A mask function is traced for positions of 32 bits; without one 64 stay, which masks then use."""
+    x = _array(ids)
+    if x is None or mask_mod is None or x.dtype.name != "int64":
+        return x
+    if x.size and not isinstance(x, Tracer) and x.is_fully_addressable:  # else its values are not known here
+        low, high = int(x.min()), int(x.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"mask_mod takes positions of 32 bits: {name} has values from {low} to {high}")
+    return x.astype(jnp.int32)
 
 
 def _open_mask_info(mask_info: MaskInfo | None, operands: Operands, axis_name: AxisName) -> tuple[Operands, AxisName]:

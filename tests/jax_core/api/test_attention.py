@@ -294,6 +294,35 @@ def test_ids_of_every_integer_type(dtype: str):
     np.testing.assert_allclose(out, wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtypes", [("int64", "int64"), ("int64", "int32")], ids="-".join)
+def test_a_mask_function_of_wide_position_ids(dtypes: tuple[str, str]):
+    """Traced for positions of 32 bits, with an array that it closes over, a constant of 32 bits, and both sides together."""
+    query, key, value = small_inputs()
+    ids = np.arange(16)[::-1]
+    last = jnp.full(16, 9, jnp.int32)
+    positions = dict(zip(("q_position_ids", "kv_position_ids"), map(ids.astype, dtypes), strict=True))
+
+    def mask_mod(batch, head, q, k):
+        return (k <= q) & (k <= last[q]) & (jnp.where(q > 3, q, jnp.int32(0)) >= k)
+
+    @jax.jit
+    def results(positions):
+        out, transpose = jax.vjp(lambda *qkv: jax_core.ring_attention(*qkv, mask_mod=mask_mod, **positions), query, key, value)
+        return out, transpose(jnp.ones_like(out))
+
+    wanted = results({name: x.astype(np.int32) for name, x in positions.items()})
+    with jax.enable_x64(True):
+        jax.tree.map(np.testing.assert_array_equal, results(positions), wanted)
+        on_ring = jax_core.ring_attention(query, key, value, mask_mod=mask_mod, mesh=ring_mesh(2), **positions)
+    np.testing.assert_allclose(on_ring, wanted[0], atol=1e-6)
+
+
+def test_a_mask_function_takes_positions_of_32_bits():
+    query, key, value = small_inputs()
+    with jax.enable_x64(True), pytest.raises(ValueError, match="q_position_ids has values from 0 to 2147483648"):
+        jax_core.ring_attention(query, key, value, mask_mod=lambda b, h, q, k: k <= q, q_position_ids=np.array([0] * 15 + [2**31]))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_sinks_slopes_and_bias_keep_their_own_dtype(dtype: str):
     """They need not have the query's; each gradient comes back in its operand's dtype."""
