@@ -22,7 +22,9 @@ To the coordinator                                    What it does
 ``{"bye": true}``                                     marks the end of the connection as clean
 ====================================================  ======================================================================
 
-When a connection ends, all others get ``{"gone": rank, "clean": bool}``.
+When a connection ends, all others get ``{"gone": rank, "clean": bool}``. A rank whose connection the coordinator ends, because it
+cannot take what was sent or because it dies itself, gets ``{"ends": why}`` first. Whoever does not send a rank's first line within
+``HELLO_TIME`` is disconnected without a word. Lines are bounded before they are parsed.
 """
 
 import json
@@ -34,6 +36,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,8 +51,10 @@ VANISHED_AFTER = 0.5
 SERVICE_HEARTBEAT = 100
 # How long the answers to one question may take, in seconds; a rank that is silent for longer is treated as idle.
 ANSWER_TIME = 1.0
-# A connection that sends more than this before it has named its rank does not belong to the job.
-_HELLO = 4096
+# Seconds within which a connection names its rank, and the length of that line in bytes. Others do not belong to the job.
+HELLO_TIME, LONGEST_HELLO = 10.0, 4096
+# The length of a rank's later lines. The longest is a report, with about 4 kB for each of its rings.
+LONGEST_LINE = 1 << 24
 
 # The packages' folder goes last on sys.path: nothing in it may shadow a standard-library module.
 _MAIN = "import sys; sys.path.append({folder!r}); from torch_bridge.job.coordinator import main; main()"
@@ -112,6 +117,8 @@ class _Peer:
 
     connection: socket.socket
     rank: int = -1
+    trusted: bool = False  # it knows the token
+    accepted: float = field(default_factory=time.monotonic)
     limit: float = 0.0  # seconds without a sign of its host
     clean: bool = False
     pending: bytes = b""
@@ -135,27 +142,42 @@ class Exchange:
 
     listener: socket.socket
     token: str
+    world: int
     connections: dict[int, _Peer] = field(default_factory=dict)  # by file descriptor
     gone: list[bytes] = field(default_factory=list)
+    known: set[int] = field(default_factory=set)  # all ranks that have ever connected
     comparisons: dict[tuple[Ranks, int], dict[int, str]] = field(default_factory=dict)
     question: _Question = field(default_factory=_Question)
 
-    def serve(self, world: int, timeout: float) -> None:
-        """Run until every rank has left, or until ``timeout`` seconds after the start if no rank is connected then."""
-        deadline = time.monotonic() + timeout
+    def serve(self, timeout: float) -> None:
+        """Run until every rank has left, or until ``timeout`` seconds after the start if no rank is connected then. The ranks are
+        told what else ends it."""
+        try:
+            self._serve(time.monotonic() + timeout)
+        except BaseException as error:
+            self._tell(list(self._peers()), {"ends": _in_words(error)})
+            raise
+
+    def _serve(self, deadline: float) -> None:
         with selectors.DefaultSelector() as selector:
             self.listener.setblocking(False)
             selector.register(self.listener, selectors.EVENT_READ, None)
-            while len(self.gone) < world and (self._peers() or time.monotonic() < deadline):
+            while len(self.gone) < self.world and (self._peers() or time.monotonic() < deadline):
                 for key, _ in selector.select(timeout=0.1 if self.question.open else 0.5):
                     if key.data is None:
                         self._accept(selector)
                     else:
                         self._read(selector, key.data)
-                for peer in [peer for peer in self._peers().values() if unheard(peer.connection) > peer.limit]:
+                for peer in [peer for peer in self.connections.values() if self._is_lost(peer)]:
                     self._close(selector, peer)
                 if self.question.open and time.monotonic() - self.question.asked > ANSWER_TIME:
                     self._judge()
+
+    def _is_lost(self, peer: _Peer) -> bool:
+        """Its host has vanished, or it never said who it is."""
+        if peer.rank < 0:
+            return time.monotonic() - peer.accepted > HELLO_TIME
+        return unheard(peer.connection) > peer.limit
 
     def _peers(self) -> dict[int, _Peer]:
         return {peer.rank: peer for peer in self.connections.values() if peer.rank >= 0}
@@ -171,28 +193,39 @@ class Exchange:
     def _read(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
         try:
             data = peer.connection.recv(65536)
+            self._handle(peer, data)
         except OSError:
             data = b""
-        if data:
-            *lines, peer.pending = (peer.pending + data).split(b"\n")
-            understood = all(self._understand(peer, line) for line in lines)
-            if understood and (peer.rank >= 0 or len(peer.pending) <= _HELLO):
-                return
-        self._close(selector, peer)
+        except Exception as error:  # whatever a connection brings, it ends no other
+            data = b""
+            if peer.trusted:
+                self._send(peer, _line({"ends": f"the coordinator could not take what it sent: {_in_words(error)}"}))
+        if not data:
+            self._close(selector, peer)
 
-    def _understand(self, peer: _Peer, line: bytes) -> bool:
-        """Handle one line; False if it does not come from a rank of this job."""
-        with suppress(ValueError, KeyError, TypeError):
-            message = json.loads(line)
-            if peer.rank >= 0:
+    def _handle(self, peer: _Peer, data: bytes) -> None:
+        """Handle all lines that are complete with ``data``. Raises if they do not come from a rank of this job."""
+        *lines, peer.pending = (peer.pending + data).split(b"\n")
+        for line in lines:
+            message = json.loads(_bounded(peer, line))
+            if peer.rank < 0:
+                self._welcome(peer, **message)
+            else:
                 self._take(peer, message)
-                return True
-            if secrets.compare_digest(str(message["token"]), self.token):
-                peer.rank, peer.limit = int(message["rank"]), VANISHED_AFTER * float(message["peer_timeout"])
-                keep_alive(peer.connection, peer.limit)
-                self._send(peer, b"".join(self.gone))
-                return True
-        return False
+        _bounded(peer, peer.pending)
+
+    def _welcome(self, peer: _Peer, token: str, rank: int, peer_timeout: float) -> None:
+        peer.trusted = secrets.compare_digest(token.encode(), self.token.encode())
+        if not peer.trusted:
+            raise ValueError("this is another job's token")
+        if type(rank) is not int or not 0 <= rank < self.world:
+            raise ValueError(f"there is no global rank {rank!r} in a world of {self.world}")
+        if rank in self.known:
+            raise ValueError(f"global rank {rank} has a connection already, or had one")
+        keep_alive(peer.connection, limit := VANISHED_AFTER * float(peer_timeout))
+        peer.rank, peer.limit = rank, limit
+        self.known.add(rank)
+        self._send(peer, b"".join(self.gone))
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         if "compare" in message:
@@ -273,6 +306,21 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
+def _bounded(peer: _Peer, line: bytes) -> bytes:
+    """The line, or its beginning, unless it is too long to be looked at: then ValueError."""
+    limit = LONGEST_HELLO if peer.rank < 0 else LONGEST_LINE
+    if len(line) > limit:
+        raise ValueError(f"a line of more than {limit} bytes")
+    return line
+
+
+def _in_words(error: BaseException) -> str:
+    """The error and the line of this package where it was raised."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == Path(__file__).parent]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}"[:2000] + where
+
+
 def _report(peer: _Peer, limit: float) -> Report:
     """A rank's last report; if it has not answered since, what is known about it."""
     report = peer.report or Report(limit, 0.0, "", {})
@@ -336,5 +384,7 @@ def main() -> None:
     _service, port = _start_service(world)  # the service lives as long as this object
     print(json.dumps({"service": port, "ranks": listener.getsockname()[1]}), flush=True)
     _close_standard_streams()
-    Exchange(listener, token).serve(world, timeout)
-    os._exit(0)  # skips the service's own shutdown: no rank is left to notify
+    try:
+        Exchange(listener, token, world).serve(timeout)
+    finally:
+        os._exit(0)  # skips the service's own shutdown: no rank is left to notify

@@ -36,7 +36,12 @@ class Report(NamedTuple):
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> "Report":
         rings = {
-            tuple(ring): Standing(number, waits, {int(key): digest for key, digest in calls.items()}, last)
+            tuple(ring): Standing(
+                int(number),
+                None if waits is None else float(waits),
+                {int(key): str(digest) for key, digest in calls.items()},
+                str(last),
+            )
             for ring, (number, waits, calls, last) in message["rings"]
         }
         return cls(float(message["limit"]), float(message["idle"]), str(message["place"]), rings)

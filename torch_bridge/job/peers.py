@@ -77,6 +77,7 @@ class State:
     connection: socket.socket | None = None
     hosts: list[str] = field(default_factory=list)  # of all ranks
     cut_off: bool = False  # from the coordinator
+    why_cut_off: str = ""  # if it said so
     sending: threading.Lock = field(default_factory=threading.Lock)
     news: threading.Condition = field(default_factory=threading.Condition)
     gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
@@ -126,6 +127,8 @@ def own_address() -> str:
 def without_coordinator() -> str:
     """Who may be lost with the connection to the coordinator, on whose host some of the ranks are."""
     ended = "the connection to the coordinator process beside global rank 0 has ended"
+    if state.why_cut_off:
+        return f"{ended} ({state.why_cut_off})"
     beside = [rank for rank, host in enumerate(state.hosts) if host == state.hosts[0]]
     if len(beside) == len(state.hosts):  # one host, which is this one
         return ended
@@ -186,6 +189,8 @@ def _note(message: dict[str, Any]) -> None:
     elif "failed" in message:
         failed = message["failed"]
         state.failed[tuple(failed["ring"]), failed["number"]] = f"global rank {failed['rank']} ({failed['error']})"
+    elif "ends" in message:
+        state.why_cut_off = str(message["ends"])
     elif "stuck" in message:
         _stick(tuple(message["stuck"]["ring"]), message["stuck"]["words"])
 
