@@ -43,6 +43,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_bridge.job.addresses import listen, with_port
 from torch_bridge.job.deadlock import Ranks, Report, asked_for, deadlocked_rings
 
 # The share of `peer_timeout` after which a host that does not answer has vanished. The rest is for the call to end by itself.
@@ -68,11 +69,12 @@ class Endpoint(NamedTuple):
     token: str
 
 
-def launch(world: int, timeout: float) -> Endpoint:
-    """Start a coordinator for ``world`` ranks in its own process; it ends by itself. Raises RuntimeError if it cannot start."""
+def launch(world: int, timeout: float, address: str) -> Endpoint:
+    """Start a coordinator for ``world`` ranks in its own process. It listens at ``address`` (:mod:`torch_bridge.job.addresses`) and
+    ends by itself. Raises RuntimeError if it cannot start."""
     token = secrets.token_hex(16)
     program = _MAIN.format(folder=str(Path(__file__).parents[2]))
-    command = [sys.executable, "-P", "-c", program, str(world), str(timeout)]
+    command = [sys.executable, "-P", "-c", program, str(world), str(timeout), address]
     try:
         done = subprocess.run(
             command, input=token, capture_output=True, text=True, timeout=timeout, check=False, start_new_session=True
@@ -333,29 +335,21 @@ def _report(peer: _Peer, limit: float) -> Report:
     )
 
 
-def _listener(world: int) -> socket.socket:
-    """Also listens on IPv6 if the host supports it, because the other ranks may resolve the address to either version."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=world)
-    return socket.create_server(("", 0), backlog=world)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+def _free_port(address: str) -> int:
+    with listen(address) as probe:
         return int(probe.getsockname()[1])
 
 
-def _start_service(world: int, attempts: int = 5) -> tuple[object, int]:
+def _start_service(world: int, address: str, attempts: int = 5) -> tuple[object, int]:
     """JAX's coordination service and its port. The service does not accept port 0, so a free port may be lost to a race: retry."""
     from jaxlib import _jax
 
     while True:
-        port = _free_port()
+        port = _free_port(address)
         try:
             # Recoverable: a task's death neither aborts the others from C++ nor delays their shutdown.
             service = _jax.get_distributed_runtime_service(
-                f"[::]:{port}", world, heartbeat_timeout=SERVICE_HEARTBEAT, shutdown_timeout=1, recoverable=True
+                with_port(address, port), world, heartbeat_timeout=SERVICE_HEARTBEAT, shutdown_timeout=1, recoverable=True
             )
         except Exception:
             attempts -= 1
@@ -378,10 +372,10 @@ def _close_standard_streams() -> None:
 
 
 def main() -> None:
-    world, timeout, token = int(sys.argv[1]), float(sys.argv[2]), sys.stdin.readline().strip()
+    world, timeout, address, token = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.stdin.readline().strip()
     _detach()
-    listener = _listener(world)
-    _service, port = _start_service(world)  # the service lives as long as this object
+    listener = listen(address, world)
+    _service, port = _start_service(world, address)  # the service lives as long as this object
     print(json.dumps({"service": port, "ranks": listener.getsockname()[1]}), flush=True)
     _close_standard_streams()
     try:

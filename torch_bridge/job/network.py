@@ -1,4 +1,4 @@
-"""JAX's connections: those of its CPU collectives reach other hosts; and those to its coordination service are passed on, their
+"""JAX's connections: those of its CPU collectives reach all ranks; and those to its coordination service are passed on, their
 ends here kept open when the service is lost.
 
 JAX aborts the process from C++ as soon as such a connection breaks, as it does when the host of global rank 0 dies: before this
@@ -6,7 +6,6 @@ process could say which ranks are lost. Without an answer it waits for its heart
 """
 
 import ctypes
-import ipaddress
 import os
 import socket
 import threading
@@ -71,20 +70,19 @@ def leave_jax() -> None:
         jax.distributed.shutdown()
 
 
-def let_gloo_reach_other_hosts(address: str) -> None:
-    """Make JAX's gloo listen where the other hosts can reach it: on torch's ``GLOO_SOCKET_IFNAME``, else at ``address``, with which
-    this host reaches the coordinator's. By itself it takes the address of the host's name, often 127.0.1.1. Before the backends."""
+def let_gloo_reach_all_ranks(address: str) -> None:
+    """Make JAX's gloo listen where the others can reach it, and nowhere else: on torch's ``GLOO_SOCKET_IFNAME``, else at the
+    ``address`` with which this process reaches the coordinator. By itself it takes the address of the host's name, often
+    127.0.1.1. Before the backends."""
     from jax._src import xla_bridge
 
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
-    hostname = None if interface or ipaddress.ip_address(address).is_loopback else address
 
     def cpu_client() -> Any:
         from jax._src import distributed
         from jaxlib import _jax
 
-        collectives = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname, interface)
+        collectives = _jax.make_gloo_tcp_collectives(distributed.global_state.client, None if interface else address, interface)
         return xla_bridge.make_cpu_client(collectives)
 
-    if hostname or interface:
-        xla_bridge.register_backend_factory("cpu", cpu_client, priority=0, fail_quietly=False)
+    xla_bridge.register_backend_factory("cpu", cpu_client, priority=0, fail_quietly=False)

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -20,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from torch_bridge.job import coordinator, peers
+from torch_bridge.job.addresses import loopback, meeting_place
 from torch_bridge.job.compilation_cache import keep_programs
 from torch_bridge.job.deadlock import named
 from torch_bridge.job.jax_memory import choose_allocator
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
-from torch_bridge.job.network import leave_jax, let_gloo_reach_other_hosts, open_relay
+from torch_bridge.job.network import leave_jax, let_gloo_reach_all_ranks, open_relay
 from torch_bridge.job.peers import PEER_TIMEOUT
 from torch_bridge.job.watchdog import PeerFailure, compare, watch
 from torch_bridge.job.xla_options import options_of_ring
@@ -180,19 +182,19 @@ def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[
     """
     store = dist.PrefixStore("ring_attn/start", dist.distributed_c10d._get_default_store())
     problem = _problem(device)
-    store.set(f"host of rank {dist.get_rank()}", socket.gethostname())
+    store.set(f"host of rank {dist.get_rank()}", json.dumps((socket.gethostname(), loopback())))
     store.set(f"rank {dist.get_rank()}", problem)
     if problem:
         raise RuntimeError(problem)
     _await_all(store, arrival)
+    hosts, loopbacks = zip(*(json.loads(store.get(f"host of rank {rank}")) for rank in range(_world_size())), strict=True)
     if dist.get_rank() == 0:
-        store.set("coordinator", json.dumps(_launch(timeout)))
+        store.set("coordinator", json.dumps(_launch(timeout, loopbacks)))
     _await_keys(store, ["coordinator"], timeout, "rank 0 has not started the coordinator")
     endpoint, address, problem = json.loads(store.get("coordinator"))
     if problem:
         raise RuntimeError(f"rank 0 could not start JAX's coordinator: {problem}")
-    hosts = [store.get(f"host of rank {rank}").decode() for rank in range(_world_size())]
-    return coordinator.Endpoint(*endpoint), address, hosts
+    return coordinator.Endpoint(*endpoint), address, list(hosts)
 
 
 def _problem(device: torch.device | None) -> str:
@@ -234,16 +236,16 @@ def _await_keys(store: dist.Store, names: list[str], timeout: float, what: str) 
         raise PeerFailure(f"{what} within {timeout:g} s ({error}). See the log of that process for the reason") from None
 
 
-def _launch(timeout: float) -> tuple[tuple[int, int, str] | None, str, str]:
+def _launch(timeout: float, loopbacks: Sequence[str]) -> tuple[coordinator.Endpoint | None, str, str]:
     """The coordinator's endpoint and address, or the reason why it could not start, so that no rank waits for it in vain."""
     try:
-        endpoint = coordinator.launch(_world_size(), timeout)
-        return (endpoint.service_port, endpoint.port, endpoint.token), _address(), ""
+        listens, address = meeting_place(_own_name(), loopbacks)
+        return coordinator.launch(_world_size(), timeout, listens), address, ""
     except RuntimeError as error:
         return None, "", str(error)
 
 
-def _address() -> str:
+def _own_name() -> str:
     """The name under which the others reach this host: the one by which torch's processes found rank 0."""
     return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
@@ -256,7 +258,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
     # It would catch SIGTERM, with which torchrun and schedulers end a job.
     jax.config.update("jax_enable_preemption_service", False)
     _bypass_proxy()
-    let_gloo_reach_other_hosts(peers.own_address())
+    let_gloo_reach_all_ranks(peers.own_address())
     jax.distributed.initialize(
         f"localhost:{open_relay(address, endpoint.service_port, timeout)}",
         dist.get_world_size(),

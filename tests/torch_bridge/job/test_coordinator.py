@@ -4,12 +4,11 @@ import json
 import math
 import socket
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from torch_bridge.job import coordinator, peers
+from torch_bridge.job import addresses, coordinator, peers
 
 TOKEN = "a token"
 HELLO = {"token": TOKEN, "rank": 0, "peer_timeout": 20}
@@ -130,12 +129,13 @@ def test_a_connection_that_stays_silent_is_closed(monkeypatch):
 def test_a_second_connection_of_a_rank_is_refused():
     with serving() as job:
         first = job.connect(0)
-        while not any(peer.rank == 0 for peer in list(job.exchange.connections.values())):
-            time.sleep(0.01)
+        first.send({"waits": 1.0})
+        assert "ask" in first.hears()  # it is known
         second = job.connect(0)
         assert "global rank 0 has a connection already" in second.hears()["ends"]
         assert second.ends()
         still_works(first, job.connect(1))
+        assert first.hears()["gone"] == 1 or first.ends()
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,30 @@ def test_what_the_coordinator_dies_of_reaches_the_ranks(monkeypatch):
             assert "ask" in line.hears()
             assert "RecursionError: too deep (coordinator.py:" in line.hears()["ends"]
     assert isinstance(job.died[0], RecursionError)
+
+
+def test_it_listens_at_its_address_alone():
+    endpoint = coordinator.launch(1, 20.0, "127.0.0.1")
+    line = Line(("127.0.0.1", endpoint.port))
+    line.send(HELLO | {"token": endpoint.token})  # with whom it ends
+    for port in (endpoint.port, endpoint.service_port):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=10)
+    line.close()
+
+
+NAMES = {"debian": "127.0.1.1", "in front": "192.0.2.1", "any": "0.0.0.0"}
+
+
+def test_ranks_of_one_host_meet_on_loopback_and_others_at_the_address_of_the_first(monkeypatch):
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **more: look_up(NAMES.get(name, name), *rest, **more))
+    assert addresses.meeting_place("in front", ["a", "a"]) == ("127.0.0.1", "127.0.0.1")
+    for name in ("debian", "in front", "any", "no such name."):
+        assert addresses.meeting_place(name, ["a", "b"]) == (addresses.ALL, name)
+    monkeypatch.setattr(addresses, "listen", lambda address: socket.socket())  # whatever address, it is this host's
+    assert addresses.meeting_place("in front", ["a", "b"]) == ("192.0.2.1", "192.0.2.1")
+    assert addresses.loopback() == addresses.loopback() != ""
 
 
 def test_why_the_connection_ended_is_in_the_message(monkeypatch):

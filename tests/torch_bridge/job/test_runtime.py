@@ -335,7 +335,7 @@ def test_a_new_step_of_a_ring_that_lost_a_member_fails_at_once(fresh):
 
 
 def test_the_coordinator_ignores_strangers_and_ends_with_the_last_rank():
-    endpoint = coordinator.launch(2, 30.0)
+    endpoint = coordinator.launch(2, 30.0, "127.0.0.1")
     address = ("localhost", endpoint.port)
     stranger, first, second = (socket.create_connection(address, timeout=10) for _ in range(3))
     stranger.sendall(b'{"token": "", "rank": 0}\n')

@@ -58,6 +58,23 @@ def test_strategies_over_two_hosts_under_torchrun(hosts, tmp_path):
     assert all(said[0][0].count(f"ok {run}\n") == GPUS for run in runs), said[0]
 
 
+LISTENING = """
+from pathlib import Path
+from torch_bridge.job import addresses, coordinator
+listens, reached = addresses.meeting_place({name!r}, ["a", "b"])
+coordinator.launch(1, 5.0, listens)
+tables = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+print(reached, sorted({{words[1].split(":")[0][-8:] for words in tables if words[3] == "0A"}}))
+"""
+
+
+@pytest.mark.parametrize(("name", "where"), [("10.77.0.1", "01004D0A"), ("east", "00000000")])
+def test_the_coordinator_listens_where_the_other_host_reaches_it(hosts, name, where):
+    """The name "east" means 127.0.1.1 on its own host."""
+    said, errors = hosts[0].start([sys.executable, "-c", LISTENING.format(name=name)], environment()).communicate(timeout=30)
+    assert said == f"{name} ['{where}']\n", errors
+
+
 @pytest.mark.parametrize(
     ("lost", "how"),
     [pytest.param(0, "kill", id="the coordinator's host is killed"), pytest.param(1, "unplug", id="the cable is pulled")],
