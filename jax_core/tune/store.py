@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jax_core.caches import write_whole
+from jax_core.caches import make_folder, open_at_once, read_regular, write_whole
 from jax_core.tune.table import NewerSchemaError, Table, from_json, joined, to_json
 
 
@@ -14,7 +14,7 @@ def read(path: Path, device: str) -> Table:
     """The table in the file; empty if there is none. A file that is not a table of this device is set aside with a warning, for the
     user to look at; that of a later release is left where it is."""
     try:
-        return from_json(path.read_text(encoding="utf-8"), device)
+        return from_json(_read_text(path), device)
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -29,7 +29,7 @@ def read(path: Path, device: str) -> Table:
 def merge(path: Path, device: str, found: Table) -> bool:
     """Adds ``found`` to the file, with what others add meanwhile. Returns whether that was possible; a warning says why not."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with _locked(path):
             return _replace(path, device, found)
     except OSError as error:
@@ -39,7 +39,7 @@ def merge(path: Path, device: str, found: Table) -> bool:
 
 def _replace(path: Path, device: str, found: Table) -> bool:
     try:
-        before = from_json(path.read_text(encoding="utf-8"), device) if path.exists() else {}
+        before = from_json(_read_text(path), device) if path.exists() else {}
     except NewerSchemaError as error:
         _warn(f"what was found is not kept in {path}: {error}")
         return False
@@ -54,7 +54,7 @@ def _set_aside(path: Path, device: str) -> None:
     try:
         with _locked(path):
             try:
-                from_json(path.read_text(encoding="utf-8"), device)
+                from_json(_read_text(path), device)
             except ValueError as error:  # as it was before the lock: no other process has replaced it by a good one
                 _move_aside(path, error)
     except FileNotFoundError:
@@ -72,11 +72,15 @@ def _move_aside(path: Path, reason: ValueError) -> None:
         _warn(f"{path} is not used ({reason}), and cannot be set aside ({error})")
 
 
+def _read_text(path: Path) -> str:
+    return read_regular(path).decode("utf-8")
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Beside the file, which is replaced. Without locks (Windows, some network file systems) the file stays whole, but what two
     processes write at the same time may be that of one of them."""
-    with open(path.with_name(f".{path.name}.lock"), "a") as lock:
+    with open(path.with_name(f".{path.name}.lock"), "a", opener=open_at_once) as lock:
         try:
             import fcntl
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jax_core.caches import parse_json
 from jax_core.config import BwdParams, FwdParams
 
 SCHEMA = 1
@@ -54,7 +55,7 @@ def _plain(found: Found) -> dict[str, Any]:
 
 def from_json(text: str, device: str) -> Table:
     """ValueError, with the reason, unless ``text`` is a table of this device in this schema."""
-    data = json.loads(text)
+    data = parse_json(text)
     if not isinstance(data, dict) or not isinstance(data.get("schema"), int) or not isinstance(data.get("configurations"), dict):
         raise ValueError("it is no table of configurations")
     if data["schema"] > SCHEMA:

@@ -5,14 +5,13 @@ keeps what was set. JAX used without torch is left alone.
 """
 
 import hashlib
-import os
 import platform
 import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jax_core.caches import VARIABLE, cache_folder, write_whole
+from jax_core.caches import VARIABLE, cache_folder, make_folder, read_kept, write_kept
 
 _AT_ONCE = 1.0  # JAX's default for the seconds below which a program is not kept
 
@@ -27,7 +26,7 @@ def keep_programs() -> None:
         return
     folder = root / "xla" / _hardware()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         warnings.warn(
             f"compiled programs cannot be kept in {folder} ({error}), so each job compiles them again; name another folder in "
@@ -53,8 +52,9 @@ def _hardware() -> str:
 
 
 def _write_whole_files(folder: Path) -> None:
-    """JAX writes into the file that other processes read, unless the size of the cache is limited: then it locks. Where this
-    version's parts are not as expected, that is how it stays: JAX takes a broken file for none, with a warning."""
+    """JAX writes into the file that other processes read, unless the size of the cache is limited: then it locks. It takes a file
+    for what its name says, and one that it cannot read for none, with a warning each time. Where this version's parts are not as
+    expected, that is how it stays."""
     import jax
 
     settings: Any = jax.config
@@ -65,10 +65,11 @@ def _write_whole_files(folder: Path) -> None:
         from jax._src.lru_cache import LRUCache
 
         class WholeFiles(LRUCache):
+            def get(self, key: str) -> bytes | None:
+                return read_kept(folder / f"{key}-program")
+
             def put(self, key: str, value: bytes) -> None:
-                path = folder / f"{key}-cache"
-                if not os.path.exists(path):
-                    write_whole(path, value)
+                write_kept(folder / f"{key}-program", value)
 
         if compilation_cache._cache is None and not compilation_cache._cache_initialized:
             compilation_cache._cache, compilation_cache._cache_initialized = WholeFiles(str(folder), max_size=-1), True

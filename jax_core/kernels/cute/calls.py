@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.caches import cache_folder, write_whole
+from jax_core.caches import cache_folder, read_kept, write_kept
 from jax_core.kernels.contract import capability
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks import static
@@ -92,10 +92,11 @@ def _code(name: str, settings: Any, types: Any, in_place: int, architecture: str
     versions = sorted((package, metadata.version(package)) for package in PINNED)
     text = repr((name, settings, types, in_place, architecture, versions, jax.__version__, _sources()))
     path = folder / "cute" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.o"
-    code = _read(path)
+    code = read_kept(path)
     if code is None:
         code = _compile(name, settings, types, in_place)
-        _write(path, code)
+        with suppress(OSError):  # a folder that cannot be written is no error: the next process compiles again
+            write_kept(path, code)
     return code
 
 
@@ -104,22 +105,6 @@ def _sources() -> str:
     """The hash of what a program is written in, beside the pinned packages: files of another version of this library are no use."""
     files = Path(__file__).with_name("programs.py"), Path(static.__file__)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _read(path: Path) -> bytes | None:
-    """None if there is no such file, or not a whole one: it ends with its own hash."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    code, end = content[:-32], content[-32:]
-    return code if hashlib.sha256(code).digest() == end else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """A folder that cannot be written is no error: the next process compiles again."""
-    with suppress(OSError):
-        write_whole(path, code + hashlib.sha256(code).digest())
 
 
 def _compile(name: str, settings: Any, types: Any, in_place: int) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jax_core.caches import cache_folder, write_whole
+from jax_core.caches import cache_folder, parse_json, read_kept, write_kept
 
 _STAGES = "compile_ttir_inplace"  # of jax-triton 0.3 and 0.4: Triton's IR, backend, options, and what else there is -> a dataclass
 _TEXTS = ("ttgir", "llir")  # of its results, which only a dump reads
@@ -33,7 +33,7 @@ def _kept(compile_kernel: Callable[..., Any], parts: ModuleType) -> Callable[...
         root, key = cache_folder(), _key(ir, options, target)
         if root is None or key is None or backend.target.backend != "cuda" or os.environ.get("JAX_TRITON_DUMP_DIR"):
             return compile_kernel(ir, backend, options, *target)
-        path = root / "triton" / f"{key}.json"
+        path = root / "triton" / f"{key}.kernel"
         found = _read(path, parts.CompilationResult)
         if found is None:
             found = compile_kernel(ir, backend, options, *target)
@@ -57,8 +57,9 @@ def _key(ir: object, options: Any, target: tuple[Any, ...]) -> str | None:
 
 def _read(path: Path, result: Callable[..., Any]) -> Any:
     """None for a kernel that is not there, or not whole: it is compiled and written again."""
-    with suppress(OSError, ValueError, TypeError):
-        return result(**json.loads(path.read_text()), **dict.fromkeys(_TEXTS))
+    content = read_kept(path)
+    with suppress(ValueError, TypeError):
+        return None if content is None else result(**parse_json(content), **dict.fromkeys(_TEXTS))
     return None
 
 
@@ -66,4 +67,4 @@ def _write(path: Path, result: Any) -> None:
     fields = {name: value for name, value in vars(result).items() if name not in _TEXTS}
     assert dataclasses.is_dataclass(result)
     with suppress(OSError, TypeError):  # no room, a folder of another user, or a result that is more than text and numbers
-        write_whole(path, json.dumps(fields).encode())
+        write_kept(path, json.dumps(fields).encode())

@@ -1,6 +1,5 @@
 """Triton's kernels on disk, with a stand-in for jax-triton and its compiler."""
 
-import json
 import sys
 import types
 from dataclasses import dataclass
@@ -84,16 +83,28 @@ def test_another_kernel_is_compiled(compiler, monkeypatch, change):
     assert len(compiler.asked) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"binary": "x"}', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"binary": "x"}', b"\xff", b"[" * 100_000])
 def test_a_broken_file_is_written_again(compiler, tmp_path, content):
     def call():
         return compiler.compile_ttir_inplace("ir", backend(), options(), 90, "cuda").binary
 
     right = call()
-    (path,) = (tmp_path / "triton").glob("*.json")
+    (path,) = (tmp_path / "triton").glob("*.kernel")
     path.write_bytes(content)
     assert call() == right and len(compiler.asked) == 2
-    assert json.loads(path.read_text())["binary"] == right
+    assert call() == right and len(compiler.asked) == 2
+
+
+def test_kernels_whose_files_were_swapped_are_compiled_again(compiler, tmp_path):
+    def call():
+        return [compiler.compile_ttir_inplace(ir, backend(), options(), 90, "cuda").binary for ir in ("one", "two")]
+
+    right = call()
+    first, second = (tmp_path / "triton").glob("*.kernel")
+    contents = first.read_bytes(), second.read_bytes()
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
+    assert call() == right and len(compiler.asked) == 4
 
 
 @pytest.mark.parametrize("why", ["off", "dump", "another backend", "no room", "another Triton"])
@@ -108,7 +119,7 @@ def test_where_nothing_is_kept(compiler, monkeypatch, tmp_path, why):
         monkeypatch.setitem(sys.modules, "triton._C.libtriton", types.ModuleType("libtriton"))
     for _ in range(2):
         compiler.compile_ttir_inplace("ir", backend("hip" if why == "another backend" else "cuda"), options(), 90, "cuda")
-    assert len(compiler.asked) == 2 and not list(tmp_path.rglob("*.json"))
+    assert len(compiler.asked) == 2 and not list(tmp_path.rglob("*.kernel"))
 
 
 def test_a_jax_triton_without_that_function_is_left_alone(monkeypatch):

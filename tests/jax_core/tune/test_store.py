@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -51,6 +52,7 @@ BROKEN = {
     "empty": "",
     "cut off": to_json(TABLE, DEVICE)[:-40],
     "not JSON": "import os",
+    "deep": "[" * 100_000,
     "not UTF-8": b"\xff\xfe\x00",
     "a list": "[]",
     "of another program": '{"version": 3}',
@@ -79,6 +81,23 @@ def test_a_file_that_is_none_is_set_aside_with_one_warning(tmp_path, name: str, 
     (aside,) = tmp_path.glob("table.json.aside-*")
     assert aside.read_bytes() == content
     assert store.read(path, DEVICE) == ({} if reading else TABLE)
+
+
+@pytest.mark.parametrize("reading", [True, False])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_set_aside(tmp_path, make, reading: bool):
+    path = tmp_path / "table.json"
+    make(path)
+    with pytest.warns(RuntimeWarning, match="was set aside as .* is no file") as warned:
+        assert store.read(path, DEVICE) == {} if reading else store.merge(path, DEVICE, TABLE)
+    assert len(warned) == 1
+    assert store.read(path, DEVICE) == ({} if reading else TABLE)
+
+
+def test_a_pipe_in_place_of_the_lock_keeps_nobody_waiting(tmp_path):
+    os.mkfifo(tmp_path / ".table.json.lock")
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        assert not store.merge(tmp_path / "table.json", DEVICE, TABLE)
 
 
 def test_a_later_releases_file_is_neither_read_nor_written(tmp_path):

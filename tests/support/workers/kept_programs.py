@@ -1,5 +1,5 @@
 """Prints, as JSON, what became of JAX's cache on disk in this process: `attention` makes a call and its gradients, `sine` runs a
-small program of JAX's own."""
+small program of JAX's own, `sums` two that differ in a number."""
 
 import json
 import sys
@@ -37,9 +37,24 @@ def sine() -> list[float]:
     return [float(jax.jit(lambda x: jax.numpy.sin(x).sum())(jax.numpy.arange(8.0)))]
 
 
+def plus_one(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+def plus_twelve(x: jax.Array) -> jax.Array:
+    return x + 12
+
+
+def sums() -> list[float]:
+    from torch_bridge.job.compilation_cache import keep_programs
+
+    keep_programs()
+    return [float(jax.jit(function)(jax.numpy.float32(0))) for function in (plus_one, plus_twelve)]
+
+
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    results = {"attention": attention, "sine": sine}[sys.argv[1]]()
+    results = {"attention": attention, "sine": sine, "sums": sums}[sys.argv[1]]()
 
 print(
     json.dumps(

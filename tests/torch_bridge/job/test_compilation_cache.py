@@ -28,7 +28,7 @@ def run(what, folder, **environment):
 
 
 def programs(folder):
-    return sorted(path.name for path in Path(folder).rglob("*-cache"))
+    return sorted(path.name for path in Path(folder).rglob("*-program"))
 
 
 @pytest.mark.slow
@@ -72,9 +72,29 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     assert told["folder"] is None
 
 
-def test_a_broken_file_is_compiled_again(tmp_path):
+def test_a_broken_file_is_compiled_again_and_replaced(tmp_path):
     whole = run("sine", tmp_path)
-    (path,) = (path for path in tmp_path.rglob("jit__lambda*-cache"))
-    path.write_bytes(path.read_bytes()[:100])
+    (path,) = (path for path in tmp_path.rglob("jit__lambda*-program"))
+    content = path.read_bytes()
+    path.write_bytes(content[:100])
     told = run("sine", tmp_path)
-    assert told["results"] == whole["results"] and any("cache entry" in text for text in told["warnings"])
+    assert told["results"] == whole["results"] and told["compiled"] == 1 and not told["warnings"]
+    assert run("sine", tmp_path)["compiled"] == 0
+
+
+def test_programs_whose_files_were_swapped_are_compiled_again(tmp_path):
+    whole = run("sums", tmp_path)
+    first, second = (path for path in tmp_path.rglob("jit_plus_*-program"))
+    contents = first.read_bytes(), second.read_bytes()
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
+    told = run("sums", tmp_path)
+    assert told["results"] == whole["results"] == [1.0, 12.0] and told["compiled"] == 2 and not told["warnings"]
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    told = run("sine", tmp_path / "open")
+    assert told["folder"] is None and not list((tmp_path / "open").iterdir())
+    assert len(told["warnings"]) == 1 and "others may write to it" in told["warnings"][0]
