@@ -135,7 +135,6 @@ def test_a_second_connection_of_a_rank_is_refused():
         assert "global rank 0 has a connection already" in second.hears()["ends"]
         assert second.ends()
         still_works(first, job.connect(1))
-        assert first.hears()["gone"] == 1 or first.ends()
 
 
 @pytest.mark.parametrize(
