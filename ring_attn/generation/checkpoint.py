@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ring_attn.functional import is_dtensor
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.layer import Held
 from ring_attn.ring import Ring
+from ring_attn.sharding.reduction import local_part
 from torch_bridge.job.mesh import Ring as ProcessRing
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def from_state_dict(state: dict[str, Any], ring: Ring, max_length: int, at_once:
     for number in layer_numbers(state):
         parts = Held(*(state[f"layers.{number}.{name}"] for name in Held._fields))
         slots = -(-parts.key.shape[_SLOTS] // ring.size)  # the last ranks may have fewer
-        held = Held(*map(_own, parts)).padded(slots)
+        held = Held(*map(local_part, parts)).padded(slots)
         reach, written, _ = state[f"layers.{number}.kind"].tolist()
         if written:
             cache.write(number, held.key, held.value, held.segments)
@@ -115,10 +115,6 @@ def _spread(x: Tensor, ring: ProcessRing) -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
     return DTensor.from_local(x, _device_mesh(ring, x.device), [Shard(_SLOTS)], run_check=False)
-
-
-def _own(x: Any) -> Tensor:
-    return x.to_local() if is_dtensor(x) else x
 
 
 def _among(ring: ProcessRing) -> dict[str, Any]:

@@ -49,6 +49,11 @@ def gather_from_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor
     return gathered.view(ring.size, *tensor.shape)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What is here of a DTensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def recorded(device: torch.device) -> torch.cuda.Event | None:
     """When a GPU is past what it has been given so far; None where the host has waited."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -64,12 +64,17 @@ def shard(
     note_layout(ring, layout)
     shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
     if len(ring.held) < ring.size and not torch.compiler.is_compiling():
-        shards.ring_attn_shard = True  # type: ignore[attr-defined]  # for those who take whole sequences, to refuse it
+        mark_shard(shards)
     return ring.split(shards, dim)
 
 
+def mark_shard(tensor: Tensor) -> None:
+    """Notes that a tensor is one rank's part, for those who take whole sequences to refuse it."""
+    tensor.ring_attn_shard = True  # type: ignore[attr-defined]
+
+
 def is_shard(value: object) -> bool:
-    """Whether ``value`` is what :func:`shard` returned, one rank's part."""
+    """Whether ``value`` was marked; what is computed from it is not."""
     return getattr(value, "ring_attn_shard", False) is True
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ring_attn.sharding.reduction import local_part
 from torch_bridge.job.sanity_checks import warn_or_raise
 
 ADDED_TO = "a backward has added to sums over the ring"
@@ -68,10 +69,11 @@ class _Witness:
 
 
 class GradientRecord:
-    """The record of one model's gradients, from now on until :meth:`remove`."""
+    """The record of one model's gradients, from now on until :meth:`remove`. ``reduced_elsewhere``: something else,
+    DistributedDataParallel, takes the mean over ranks of the ring."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._reduced_elsewhere = False
+        self.reduced_elsewhere = False
         self._added_to: list[Tensor] = []
         trained = sorted((x for x in model.parameters() if x.requires_grad), key=lambda x: x.numel())
         self._parameters = {id(x) for x in trained}
@@ -89,14 +91,6 @@ class GradientRecord:
             handle.remove()
         for parameter in [x for x, record in _records.items() if record is self]:
             del _records[parameter]
-
-    def note_reduced_elsewhere(self) -> None:
-        """Something else, DistributedDataParallel, takes the mean over ranks of the ring."""
-        self._reduced_elsewhere = True
-
-    @property
-    def reduced_elsewhere(self) -> bool:
-        return self._reduced_elsewhere
 
     def story(self) -> str:
         """What became of the gradients since the backward, in words that ranks can compare; empty where nothing did."""
@@ -127,7 +121,7 @@ class GradientRecord:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(id(x) in self._parameters for group in optimizer.param_groups for x in group["params"]):
             return
-        forgotten = not self._reduced_elsewhere and any(witness.pending for witness in self._witnesses)
+        forgotten = not self.reduced_elsewhere and any(witness.pending for witness in self._witnesses)
         self.clear()
         if forgotten:
             warn_or_raise(_FORGOTTEN)
@@ -139,8 +133,7 @@ def records_of(parameters: Iterable[Tensor]) -> list[GradientRecord]:
 
 
 def _size(gradient: Tensor) -> Tensor:
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return torch.linalg.vector_norm(local.detach(), dtype=torch.float64)
+    return torch.linalg.vector_norm(local_part(gradient).detach(), dtype=torch.float64)
 
 
 # Hooks hold no record: torch keeps them for as long as a parameter, or for ever.

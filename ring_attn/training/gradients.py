@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
+from ring_attn.sharding.reduction import agree, gather_from_ring, local_part, sum_over_ring, where
 from ring_attn.training.gradient_record import ADDED_TO, CHANGED, GradientRecord, records_of
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
@@ -98,7 +98,7 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None
     held = sum_over_ring(present, ring, "sync_gradients", call).tolist()
     for parameter in (x for x, number in zip(trained, held, strict=True) if number and x.grad is None):
         parameter.grad = torch.zeros_like(parameter)
-    gradients = [_local(x.grad) for x, number in zip(trained, held, strict=True) if number and x.grad is not None]
+    gradients = [local_part(x.grad) for x, number in zip(trained, held, strict=True) if number and x.grad is not None]
     for bucket in _buckets(piece for gradient in gradients for piece in _pieces(gradient)):
         total = sum_over_ring(torch.cat([gradient.reshape(-1) for gradient in bucket]), ring, "sync_gradients", call)
         for gradient, part in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
@@ -109,8 +109,8 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None
 
 def _call(trained: list[Tensor], records: list[GradientRecord]) -> str:
     """The call in words that differ where the parameters do, or what became of their gradients."""
-    forms = [(tuple(_local(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
-    elements = sum(_local(x).numel() for x in trained)
+    forms = [(tuple(local_part(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
+    elements = sum(local_part(x).numel() for x in trained)
     stories = "".join(f", {story}" for record in records if (story := record.story()))
     return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x}){stories}"
 
@@ -155,11 +155,6 @@ def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         if sum(x.nbytes for x in bucket) >= _BUCKET:
             yield open_buckets.pop(kind)
     yield from open_buckets.values()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that is here."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _check_gradients(trained: list[Tensor], ring: ProcessRing) -> None:

@@ -5,21 +5,32 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.ring import Ring
-from ring_attn.sharding.reduction import agree, gather_from_ring, recorded
+from ring_attn.sharding.reduction import agree, gather_from_ring, local_part, recorded
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import Ring as ProcessRing
 
 _FIRST, _THEN_EVERY = 3, 100  # forwards before which parameters are compared
+_OTHER_WEIGHTS = (
+    "Load or initialise the same weights on all ranks of a ring (one seed, or a broadcast), and sum the gradients over the ring "
+    "once before each step of the optimizer: cp.reduce_gradients()"
+)
+_OTHER_BATCHES = (
+    "The ranks of a ring hold different batches, and each must hold the same: let the Accelerator with the RingParallelism prepare "
+    "the data loader, or sample by data-parallel ranks (DistributedSampler with the number and rank of rings), not by processes"
+)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Answer(NamedTuple):
-    """What a device was asked: whether each of ``doubts`` is true; to be read once ``arrived``, None where that is now."""
+    """What a device was asked: whether each of ``doubts`` is true; ``advice`` says what to do then. To be read once ``arrived``,
+    None where that is now."""
 
     doubts: list[str]
+    advice: str
     true: Tensor
     arrived: torch.cuda.Event | None
 
@@ -31,33 +42,38 @@ class SharedState:
         self._ring, self._forwards = ring, 0
         self._answers: list[_Answer] = []
 
-    def compare(self, batch: Mapping[str, Tensor], model: nn.Module) -> None:
+    def compare(self, batch: Mapping[str, Tensor], given: Tensor, model: nn.Module) -> None:
         """Once a forward, by all ranks: the integers of the whole ``batch`` each time; at the first forwards, and now and then, the
-        parameters that are not meant to differ.
+        parameters that are not meant to differ. ``given``: one of the forward's inputs; a batch may be moved after it is sharded.
 
         Raises ValueError, then or when it is called next, on all ranks of the ring, by name of what differs.
         """
         self.settle()
         self._forwards += 1
-        device = next((x.device for x in batch.values()), None) or next(model.parameters()).device
-        ring = backend_of(device).resolve(self._ring.mesh, self._ring.mesh_dim)
+        ring = backend_of(given.device).resolve(self._ring.mesh, self._ring.mesh_dim)
         if not isinstance(ring, ProcessRing) or ring.size == 1:
             return
+        device = _sending_device(ring, given, model)
         labels = {name: x for name, x in batch.items() if "labels" in name}
         inputs = {name: x for name, x in batch.items() if name not in labels}
         sums = {f"the batch's {kind}": _together(x, device) for kind, x in (("inputs", inputs), ("labels", labels))}
-        call = "a forward of a sharded model"
+        self._compare(ring, sums, "a forward of a sharded model", _OTHER_BATCHES)
         if self._forwards <= _FIRST or self._forwards % _THEN_EVERY == 0:
-            parameters = {f"the parameter {name}": _bits(x).to(device) for name, x in _replicated(model, ring)}
-            call += f" with {len(parameters)} parameters"
+            sums = {f"the parameter {name}": _bits(x).to(device) for name, x in _replicated(model, ring)}
+            call = f"a forward of a sharded model with {len(sums)} parameters"
             agree(ring, device, call, "all ranks of a ring must have the same model")
-            sums |= parameters
-        everywhere = gather_from_ring(torch.stack(list(sums.values())), ring, "what all ranks hold alike", call)
-        self.ask([f"{name} differ between the ranks of the {ring}" for name in sums], (everywhere != everywhere[0]).any(0))
+            self._compare(ring, sums, call, _OTHER_WEIGHTS)
 
-    def ask(self, doubts: list[str], true: Tensor) -> None:
-        """Has :meth:`settle` raise for each of the ``doubts`` that is true, at once on a CPU."""
-        self._answers.append(_Answer(doubts, true.to("cpu", non_blocking=True), recorded(true.device)))
+    def _compare(self, ring: ProcessRing, sums: dict[str, Tensor], call: str, advice: str) -> None:
+        if not sums:
+            return
+        everywhere = gather_from_ring(torch.stack(list(sums.values())), ring, "what all ranks hold alike", call)
+        doubts = [f"{name} differ between the ranks of the {ring}" for name in sums]
+        self.ask(doubts, (everywhere != everywhere[0]).any(0), advice)
+
+    def ask(self, doubts: list[str], true: Tensor, advice: str) -> None:
+        """Has :meth:`settle` raise for each of the ``doubts`` that is true, at once on a CPU. ``true``: bool ``[doubts]``."""
+        self._answers.append(_Answer(doubts, advice, true.to("cpu", non_blocking=True), recorded(true.device)))
         if true.device.type == "cpu":
             self.settle()
 
@@ -70,7 +86,14 @@ class SharedState:
             wrong = [doubt for doubt, true in zip(answer.doubts, answer.true.tolist(), strict=True) if true]
             if wrong:
                 more = f" (and {len(wrong) - 1} more of this kind)" if len(wrong) > 1 else ""
-                raise ValueError(f"{wrong[0]}{more}. {_advice(wrong[0])}")
+                raise ValueError(f"{wrong[0]}{more}. {answer.advice}")
+
+
+def _sending_device(ring: ProcessRing, given: Tensor, model: nn.Module) -> torch.device:
+    """Where the ring's collectives take tensors from. Inputs may still be on the host where a wrapper of the model moves them."""
+    if dist.get_backend(ring.groups[0]) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return next(model.parameters(), given).device if given.device.type == "cpu" else given.device
 
 
 def _checksum(ids: Tensor) -> Tensor:
@@ -87,8 +110,7 @@ def _together(entries: Mapping[str, Tensor], device: torch.device) -> Tensor:
 
 def _bits(parameter: Tensor) -> Tensor:
     """int64 ``[]``: the sum of the bit patterns of what is here of a parameter."""
-    local = parameter.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
+    local = local_part(parameter.detach())
     local = torch.view_as_real(local) if local.is_complex() else local
     return local.view(_BITS[local.dtype.itemsize]).sum(dtype=torch.int64) + hash(tuple(local.shape)) % (1 << 31)
 
@@ -97,7 +119,7 @@ def _replicated(model: nn.Module, ring: ProcessRing) -> Iterable[tuple[str, Tens
     """The parameters of which every rank of the ring holds the same: FSDP's and tensor parallelism's shards over these ranks differ
     by design."""
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local = local_part(parameter)
         if local.device.type != "meta" and local.dtype.itemsize in _BITS and not _split_over(parameter, ring):
             yield name, parameter
 
@@ -111,18 +133,3 @@ def _split_over(parameter: Tensor, ring: ProcessRing) -> bool:
     apart = [len(set(dim)) > 1 for dim in zip(*places, strict=True)]
     placements = getattr(parameter, "placements", ())
     return any(differ and not placement.is_replicate() for differ, placement in zip(apart, placements, strict=True))
-
-
-def _advice(doubt: str) -> str:
-    if "parameter" in doubt:
-        return (
-            "Load or initialise the same weights on all ranks of a ring (one seed, or a broadcast), and sum the gradients over the "
-            "ring once before each step of the optimizer: cp.reduce_gradients()"
-        )
-    if "cp.shard" in doubt:
-        return "Change the whole batch before cp.shard, which keeps positions and shifted labels in the order of the layout"
-    return (
-        "The ranks of a ring hold different batches, and each must hold the same: let the Accelerator with the RingParallelism "
-        "prepare the data loader, or sample by data-parallel ranks (DistributedSampler with the number and rank of rings), not by "
-        "processes"
-    )

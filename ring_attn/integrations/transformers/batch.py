@@ -14,7 +14,7 @@ from ring_attn.integrations.transformers.documents import PACKING, documents_of
 from ring_attn.integrations.transformers.plan import Plan
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
 from ring_attn.ring import Ring
-from ring_attn.sharding.sequence import is_shard
+from ring_attn.sharding.sequence import is_shard, mark_shard
 
 MARK = "ring_attn"  # the entry of a sharded batch that says so; the model's pre-forward hook takes it out
 
@@ -117,10 +117,10 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
     plan.check_positions(positions, mask)
     sequence = describe(ring, tokens, mask, documents, positions, labels)
     own[name] = sequence.shard(tokens, plan.pad_id if name == names.ids else 0)
-    own[name].ring_attn_shard = True  # for generate, which may be given this tensor alone
+    mark_shard(own[name])  # for generate, which may be given this tensor alone
     if plan.takes(names.mask):  # what it says is in the sequence; without one transformers would look for documents in position ids
         own[names.mask] = torch.ones(sequence.batch, sequence.local, dtype=torch.bool, device=tokens.device)
-        own[names.mask].ring_attn_shard = True
+        mark_shard(own[names.mask])
     own_positions = _positions(sequence, positions)
     if plan.takes(names.positions):
         own[names.positions] = own_positions

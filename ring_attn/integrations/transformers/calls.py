@@ -3,6 +3,7 @@
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ring_attn.integrations.transformers.sequence import Sequence
@@ -19,13 +20,14 @@ class Sharded:
         self.owner, self.sequences, self.items, self.whole = owner, sequences, items, whole
         self.entries = {name: (tensor, _version(tensor)) for name, tensor in entries.items()}
 
-    def changed(self, name: str, given: Tensor) -> Tensor | bool:
-        """Whether ``given`` is another entry than was made; a copy of it, on any device, is not."""
+    def changed(self, name: str, given: Tensor) -> Tensor | None:
+        """bool ``[]``, whether ``given`` is another entry than was made; a copy of it, on any device, is not. None for the entry
+        itself as it was."""
         made, version = self.entries[name]
-        if given is made:
-            return _version(made) != version
-        if given.shape != made.shape:
-            return True
+        if given is made and _version(made) == version:
+            return None
+        if given is made or given.shape != made.shape:
+            return torch.ones((), dtype=torch.bool)
         return given.ne(made.to(given.device)).any()
 
 

@@ -27,6 +27,7 @@ from ring_attn.training.loss_record import watch_logits
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
+_CHANGED = "Change the whole batch before cp.shard, which keeps positions and shifted labels in the order of the layout"
 _LABELS = ("labels", "shift_labels")  # which a caller may keep for cp.loss
 
 
@@ -190,7 +191,7 @@ class ContextParallel:
         labels, items = None, None
         if sharded is not None:
             self._check(sharded, options)
-            self._shared.compare(sharded.whole, self.model)
+            self._shared.compare(sharded.whole, options[next(iter(sharded.entries))], self.model)
             self._record_gradients()
             labels, items = _taken(sharded, options)
         call = Call(self.ring, self.previous, sharded)
@@ -216,10 +217,9 @@ class ContextParallel:
         """Foreign entries are compared on their device, which nobody waits for."""
         for name in sharded.entries:
             tensor = given.get(name)
-            if not isinstance(tensor, Tensor) or (changed := sharded.changed(name, tensor)) is False:
-                continue
-            doubt = f"{name} of a sharded batch is not what cp.shard made"
-            self._shared.ask([doubt], torch.as_tensor(changed, device=tensor.device).view(1))
+            changed = sharded.changed(name, tensor) if isinstance(tensor, Tensor) else None
+            if changed is not None:
+                self._shared.ask([f"{name} of a sharded batch is not what cp.shard made"], changed.view(1), _CHANGED)
 
     def _record_gradients(self) -> None:
         """From the first forward that makes any: until then the model may have been wrapped, and its parameters replaced."""
@@ -228,7 +228,7 @@ class ContextParallel:
         if self._gradients is None:
             self._gradients = GradientRecord(self.model)
         if reduced_by_ddp(self.ring):
-            self._gradients.note_reduced_elsewhere()
+            self._gradients.reduced_elsewhere = True
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
