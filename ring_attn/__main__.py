@@ -1,12 +1,11 @@
-"""``python -m ring_attn verify MODEL``: whether a transformers model gives on a ring what it gives in one process."""
+"""``python -m ring_attn verify MODEL``: whether a transformers model gives on a ring what it gives in one process. Under torchrun
+it is one rank; by itself it starts them."""
 
 import argparse
 import importlib.util
 import os
 import subprocess
 import sys
-
-WORKER = "ring_attn.integrations.transformers.verify_command"
 
 
 def main() -> int:
@@ -26,11 +25,18 @@ def main() -> int:
     options = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         parser.error("verify needs transformers: pip install 'ring-attn[transformers]'")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m", WORKER]
-    flags = [f"--{name}" for name in ("packed", "trust_remote_code") if getattr(options, name)]
-    given = [options.model, "--length", str(options.length), "--layout", options.layout, *flags]
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    return subprocess.run([*launcher, *given], env={**os.environ, "OMP_NUM_THREADS": threads}, check=False).returncode
+    if "LOCAL_RANK" not in os.environ:
+        return _on_ranks(options.ranks)
+    from ring_attn.integrations.transformers.verify_command import verify_one_rank
+
+    return verify_one_rank(options)
+
+
+def _on_ranks(ranks: int) -> int:
+    """This command in so many CPU processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "ring_attn"]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **os.environ}
+    return subprocess.run([*launcher, *sys.argv[1:]], env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

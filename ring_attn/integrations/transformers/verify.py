@@ -8,19 +8,21 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ring_attn.integrations.transformers.calls import Sharded
+from ring_attn.integrations.transformers.batch import MARK
 from ring_attn.integrations.transformers.documents import PACKING, documents_of
+from ring_attn.integrations.transformers.sequence import IGNORED
 from ring_attn.ring import Ring
+from ring_attn.training.loss import total_loss
 
 LARGEST = 2**31  # bytes of float32 parameters of which a process holds a copy
 TOLERANCE = 1e-3  # relative; right models are within 3e-4, wrong ones off by 1e-2 and more
 _ROUNDING = 1e-5
-_IGNORED = -100
 
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
 
@@ -68,8 +70,9 @@ def verify(context: Any, batch: Mapping[str, Any], loss: LossOf | None, make: Ca
     if not isinstance(labels, Tensor):
         raise ValueError("verify compares losses and gradients: the batch needs labels [batch, seq]")
     twin, tried = _twin(context)
-    whole = _in_one_process(twin, batch)
-    alone = _documents_apart(twin, batch, whole)
+    run = partial(twin, use_cache=False) if context.plan.takes("use_cache") else twin
+    whole = _in_one_process(twin, run, batch)
+    alone = _documents_apart(run, batch, whole)
     parallel = make(twin)
     try:
         ring = _on_the_ring(parallel, batch, loss)
@@ -100,9 +103,10 @@ def _twin(context: Any) -> tuple[Any, str]:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     config._attn_implementation = context.previous
-    torch.manual_seed(0)
     device = parameters[0].device if parameters[0].device.type != "meta" else torch.device("cpu")
-    twin = type(model)(config).float().eval().to(device)
+    with torch.random.fork_rng():  # the same weights on all ranks, and the caller's random numbers as they were
+        torch.manual_seed(0)
+        twin = type(model)(config).float().eval().to(device)
     return twin, f"{kind} with {text.num_hidden_layers} of its {layers} layers, random weights"
 
 
@@ -111,10 +115,10 @@ def _layers_of_all_kinds(config: Any) -> int:
     return max(2, max((kinds.index(kind) + 1 for kind in set(kinds)), default=2))
 
 
-def _in_one_process(model: Any, batch: Mapping[str, Any]) -> _Run:
+def _in_one_process(model: nn.Module, run: Callable[..., Any], batch: Mapping[str, Any]) -> _Run:
     model.zero_grad()
     with _watched(model) as seen:
-        outputs = model(**batch, use_cache=False)
+        outputs = run(**batch)
     outputs.loss.backward()
     return _Run(outputs.loss.detach(), outputs.logits.detach(), _gradients(model), seen)
 
@@ -123,22 +127,18 @@ def _on_the_ring(parallel: Any, batch: Mapping[str, Any], loss: LossOf | None) -
     model, ring = parallel.model, parallel.ring
     model.zero_grad()
     sharded = parallel.shard(batch)
-    described: Sharded = next(x for x in sharded.values() if isinstance(x, Sharded))
-    decoder = described.sequences["decoder"]
+    sequences = sharded[MARK].sequences
+    decoder = sequences["decoder"]
     with _watched(model) as local:
         outputs = model(**sharded)
     share = outputs.loss if loss is None else loss(outputs, sharded)
     share.backward()
     parallel.reduce_gradients()
-    lengths = {x.local: x.length for x in described.sequences.values()}
+    lengths = {x.local: x.length for x in sequences.values()}
     seen = {name: _whole(x, ring, lengths, decoder.batch) for name, x in local.items()}
     logits = ring.unshard(outputs.logits.detach(), length=decoder.length)
-    value = _total_of(share.detach(), ring) if loss is not None else share.detach()
+    value = share.detach() if loss is None else total_loss(share, ring=ring)
     return _Run(value, logits, _gradients(model), {name: x for name, x in seen.items() if x is not None})
-
-
-def _total_of(share: Tensor, ring: Ring) -> Tensor:
-    return ring.unshard(share.view(1, 1).expand(1, 2), dim=1).sum() / 2  # two: zigzag needs an even length
 
 
 def _whole(tensor: Tensor, ring: Ring, lengths: dict[int, int], rows: int) -> Tensor | None:
@@ -214,21 +214,21 @@ def _leaks(parallel: Any, batch: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _documents_apart(model: Any, batch: Mapping[str, Any], whole: _Run) -> Tensor | None:
+def _documents_apart(run: Callable[..., Any], batch: Mapping[str, Any], whole: _Run) -> Tensor | None:
     """The logits of each document by itself, where the model in one process does not keep packed documents apart: then its own
     logits are no measure. None where they are."""
     ids = _ids(batch)
     if ids is None or "input_ids" not in batch:
         return None
     changed = {name: x for name, x in _changed_in_the_first(batch, ids).items() if name != "labels"}
-    moved = (model(**changed, use_cache=False).logits - whole.logits).abs().amax(-1)
+    moved = (run(**changed).logits - whole.logits).abs().amax(-1)
     if _largest(moved[ids != ids[:, :1]]) <= TOLERANCE:
         return None
     alone = torch.zeros_like(whole.logits)
     for row in range(ids.shape[0]):
         for document in ids[row].unique():
             places = (ids[row] == document).nonzero().flatten()
-            alone[row, places] = model(input_ids=batch["input_ids"][row, places][None], use_cache=False).logits[0]
+            alone[row, places] = run(input_ids=batch["input_ids"][row, places][None]).logits[0]
     return alone
 
 
@@ -284,7 +284,7 @@ def _about_the_loss(batch: Mapping[str, Any], whole: _Run, ring: _Run, logits_di
     if logits_differ:
         return f"the loss differs with the logits: {values}"
     labels = batch["labels"]
-    unshifted = nn.functional.cross_entropy(whole.logits.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED)
+    unshifted = nn.functional.cross_entropy(whole.logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
     if _relative(ring.loss, unshifted) <= _ROUNDING:
         return f"the labels are not shifted: a token's label must be the token after it ({values})"
     return f"the logits are right, so the loss is normalised or labelled in another way: {values}"

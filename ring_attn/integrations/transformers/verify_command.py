@@ -1,8 +1,6 @@
 """One rank of ``python -m ring_attn verify``."""
 
 import argparse
-import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -12,14 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ring_attn.integrations.transformers.context import context_parallel
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--length", type=int)
-    parser.add_argument("--layout")
-    parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--trust_remote_code", action="store_true")
-    options = parser.parse_args()
+def verify_one_rank(options: argparse.Namespace) -> int:
+    """The exit code: 1 if ring and process differ."""
     dist.init_process_group("gloo")
     config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     with torch.device("meta"):  # its shapes decide how much of it is tried
@@ -43,8 +35,3 @@ def _batch(length: int, vocabulary: int, packed: bool) -> dict[str, Tensor]:
         batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in zip(starts, ends, strict=True)])[None]
         batch["labels"][0, starts] = -100
     return batch
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    sys.exit(main())

@@ -45,8 +45,12 @@ def check_right_models_are_not_accused(rank: int) -> None:
 
 
 def check_large_models_are_tried_with_fewer_layers() -> None:
+    cp = context_parallel(tiny.CAUSAL["gemma 3"]())
+    random = torch.get_rng_state()
     with patch("ring_attn.integrations.transformers.verify.LARGEST", 0):
-        assert "with 2 of its 2 layers, random weights" in str(verified(tiny.CAUSAL["gemma 3"], tiny.batch()))
+        assert "with 2 of its 2 layers, random weights" in str(cp.verify(tiny.batch()))
+    assert torch.equal(torch.get_rng_state(), random)
+    cp.remove()
 
 
 class Convolved(nn.Module):
