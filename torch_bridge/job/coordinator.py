@@ -19,7 +19,7 @@ To the coordinator                                    What it does
 ``{"waits": seconds}``                                sends ``{"ask": n}`` to all ranks, at most once in so many seconds
 ``{"ask": n, "report": Report}``                      when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
                                                       every ring that can never continue (:mod:`torch_bridge.job.deadlock`)
-``{"bye": true}``                                     marks the end of the connection as clean
+``{"bye": clean}``                                    says whether the end of the connection will be clean; answered alike
 ====================================================  ======================================================================
 
 When a connection ends, all others get ``{"gone": rank, "clean": bool}``. A rank whose connection the coordinator ends, because it
@@ -238,7 +238,9 @@ class Exchange:
             self._ask(float(message["waits"]))
         elif "report" in message:
             self._take_report(peer, message["ask"], Report.from_json(message["report"]))
-        peer.clean = peer.clean or "bye" in message
+        elif "bye" in message:
+            peer.clean = bool(message["bye"])
+            self._send(peer, _line(message))
 
     def _compare(self, peer: _Peer, ring: list[int], number: int, call: str) -> None:
         key = (tuple(ring), number)

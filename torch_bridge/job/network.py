@@ -5,6 +5,7 @@ JAX aborts the process from C++ as soon as such a connection breaks, as it does 
 process could say which ranks are lost. Without an answer it waits for its heartbeat, until long after the watchdog has acted.
 """
 
+import atexit
 import ctypes
 import os
 import socket
@@ -68,6 +69,16 @@ def leave_jax() -> None:
         distributed.global_state.client = None
     with suppress(Exception):  # the coordinator may be gone, and at exit no one could handle the error
         jax.distributed.shutdown()
+
+
+def leave_jax_to_the_parent() -> None:
+    """In a forked child. What JAX does at exit would send on the parent's own connection to the service, which breaks it and aborts
+    the parent."""
+    with suppress(ImportError, AttributeError):
+        from jax._src import api, distributed
+
+        atexit.unregister(api.clean_up)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(distributed.global_state))
 
 
 def let_gloo_reach_all_ranks(address: str) -> None:

@@ -29,6 +29,8 @@ from torch_bridge.job.mesh import Ring
 PEER_TIMEOUT = 20.0
 # The exit status of a process that the watchdog ends: os.EX_UNAVAILABLE, "a service is unavailable".
 EXIT_PEER_FAILURE = 69
+# Seconds that the coordinator has to answer the goodbye of a process that ends.
+GOODBYE_TIME = 3.0
 # How many calls of each ring are remembered: more than one rank can run ahead of another, given the depth of a GPU's queue.
 _REMEMBERED = 128
 
@@ -78,6 +80,7 @@ class State:
     hosts: list[str] = field(default_factory=list)  # of all ranks
     cut_off: bool = False  # from the coordinator
     why_cut_off: str = ""  # if it said so
+    said_goodbye: bool = False  # it has answered ours
     sending: threading.Lock = field(default_factory=threading.Lock)
     news: threading.Condition = field(default_factory=threading.Condition)
     gone: dict[int, bool] = field(default_factory=dict)  # in the order of their end; True after a goodbye
@@ -136,9 +139,14 @@ def without_coordinator() -> str:
 
 
 def disconnect() -> None:
-    """Report a clean exit, unless an exception is ending this process: the others then treat it as dead."""
-    if getattr(sys, "last_value", None) is None:
-        send({"bye": True})
+    """Report a clean exit, unless an exception is ending this process: the others then treat it as dead. A coordinator that does
+    not answer is stopped, or its host has vanished: it counts as lost, and nobody waits for it any more."""
+    if state.connection is None:
+        return
+    send({"bye": getattr(sys, "last_value", None) is None})
+    with state.news:
+        heard = state.news.wait_for(lambda: state.said_goodbye or state.cut_off, timeout=GOODBYE_TIME)
+        state.cut_off = state.cut_off or not heard
 
 
 def collectives_report_ends() -> None:
@@ -191,6 +199,8 @@ def _note(message: dict[str, Any]) -> None:
         state.failed[tuple(failed["ring"]), failed["number"]] = f"global rank {failed['rank']} ({failed['error']})"
     elif "ends" in message:
         state.why_cut_off = str(message["ends"])
+    elif "bye" in message:
+        state.said_goodbye = True
     elif "stuck" in message:
         _stick(tuple(message["stuck"]["ring"]), message["stuck"]["words"])
 

@@ -26,7 +26,7 @@ from torch_bridge.job.compilation_cache import keep_programs
 from torch_bridge.job.deadlock import named
 from torch_bridge.job.jax_memory import choose_allocator
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
-from torch_bridge.job.network import leave_jax, let_gloo_reach_all_ranks, open_relay
+from torch_bridge.job.network import leave_jax, leave_jax_to_the_parent, let_gloo_reach_all_ranks, open_relay
 from torch_bridge.job.peers import PEER_TIMEOUT
 from torch_bridge.job.watchdog import PeerFailure, compare, watch
 from torch_bridge.job.xla_options import options_of_ring
@@ -122,6 +122,7 @@ def _start_world(device: torch.device | None, settings: peers.Settings, arrival:
 
     peers.join(address, endpoint, dist.get_rank(), hosts, settings, timeout)
     atexit.register(shutdown)
+    os.register_at_fork(after_in_child=_disown)
     world = Ring(tuple(range(_world_size())), dist.get_rank())
     with watch(world, "start"):
         if not jax.distributed.is_initialized():
@@ -270,12 +271,12 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
         coordinator_bind_address="localhost:0",
     )
     _state.owns_distributed = True
-    os.register_at_fork(after_in_child=_disown)
 
 
 def _disown() -> None:
     """A forked child must not disconnect its parent when it exits."""
     _state.owns_distributed = False
+    leave_jax_to_the_parent()
 
 
 def _bypass_proxy() -> None:

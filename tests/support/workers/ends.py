@@ -1,8 +1,12 @@
 """Two processes use a ring and end as the first argument says; test_runtime.py checks what each must print."""
 
+import os
+import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import jax
 import torch
@@ -39,6 +43,32 @@ def early_exit_status(rank: int) -> None:
     if rank == 1:
         sys.exit(5)
     run(mesh.resolve(), torch.ones(3))
+
+
+def fork(rank: int) -> None:
+    """A child that ends as programs do, with its exit functions. What C++ makes of that in the child is not looked at."""
+    child = os.fork()
+    if not child:
+        sys.exit(5)
+    deadline = time.monotonic() + 4
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.05)
+    run(mesh.resolve(), torch.ones(3))
+
+
+def stopped_coordinator(rank: int) -> None:
+    """It is stopped, as by a debugger, when both end. Prints its process, for the test to end it."""
+    dist.barrier()
+    if rank == 0:
+        mine = f"MASTER_PORT={os.environ['MASTER_PORT']}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if b"coordinator import main" in (folder / "cmdline").read_bytes() and mine in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGSTOP)
+                    print(f"stopped {folder.name}")
+    dist.barrier()
 
 
 def user_error(rank: int) -> None:

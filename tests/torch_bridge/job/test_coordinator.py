@@ -86,6 +86,8 @@ def still_works(*ranks, leave=True):
         assert line.hears() == {"compared": {"ring": [0, 1], "number": 1, "calls": None}}
     for line in ranks if leave else ():
         line.send({"bye": True})
+        assert line.hears() == {"bye": True}
+    for line in ranks if leave else ():
         line.socket.shutdown(socket.SHUT_WR)
 
 

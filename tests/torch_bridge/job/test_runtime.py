@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +39,22 @@ def test_a_clean_end_is_quiet(way):
     for ended in processes(2, "ends.py", way, forked=False):
         assert ended.status == 0, ended.err
         assert not NOISE.search(ended.err), ended.err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the coordinator in /proc")
+@pytest.mark.slow
+def test_a_stopped_coordinator_keeps_nobody_from_ending():
+    ended = processes(2, "ends.py", "stopped_coordinator", timeout=40, forked=False)
+    (stopped,) = re.findall(r"stopped (\d+)", ended[0].out)
+    os.kill(int(stopped), signal.SIGKILL)
+    assert [(rank.status, rank.err) for rank in ended] == [(0, "")] * 2
+
+
+@pytest.mark.slow
+def test_the_exit_of_a_forked_child_leaves_its_parent_alone():
+    for ended in processes(2, "ends.py", "fork", forked=False):
+        assert ended.status == 0, ended.err
+        assert "Terminating" not in ended.err
 
 
 @pytest.mark.slow
