@@ -181,7 +181,9 @@ def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[
     Everything goes through torch's store, where a wait has a timeout and can tell who is missing. Raises RuntimeError if a rank's
     JAX or the coordinator cannot start, PeerFailure if a rank does not arrive.
     """
-    store = dist.PrefixStore("ring_attn/start", dist.distributed_c10d._get_default_store())
+    # torchrun's attempts may share a store, in which an earlier one's keys still are.
+    prefix = f"ring_attn/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     problem = _problem(device)
     store.set(f"host of rank {dist.get_rank()}", json.dumps((socket.gethostname(), loopback())))
     store.set(f"rank {dist.get_rank()}", problem)

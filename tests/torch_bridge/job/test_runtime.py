@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.distributed as dist
 from launch import WORKERS, environment, processes
 
 from torch_bridge.job import coordinator, jax_memory, mesh, peers, runtime, watchdog
@@ -32,6 +33,33 @@ def test_rings_of_a_2d_mesh_run_at_the_same_time_under_torchrun():
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank} is done" in done.stdout for rank in range(4))
     assert not NOISE.search(done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_torchruns_second_attempt_works():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    settings = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")  # else torch's gloo may find the first attempt's addresses
+    done = subprocess.run(
+        [*command, str(WORKERS / "restarts.py")], env=settings, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("attempt 1 works") == 2
+
+
+def test_a_rank_does_not_meet_those_of_an_earlier_attempt(monkeypatch):
+    store, rank = dist.HashStore(), 0
+    endpoint = coordinator.Endpoint(1, 2, "token")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(runtime, "_problem", lambda device: "")
+    monkeypatch.setattr(runtime, "_launch", lambda *_: (endpoint, "here", ""))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert runtime._meet(1.0, 1.0, None) == (endpoint, "here", [socket.gethostname()])
+    rank = 1
+    monkeypatch.setattr(runtime, "_world_size", lambda: 2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(runtime.PeerFailure, match=r"global rank 0 asked for nothing in 0.1 s, while global rank 1 waited"):
+        runtime._meet(0.1, 1.0, None)
 
 
 @pytest.mark.parametrize("way", [pytest.param("early", marks=pytest.mark.slow), "late"])
