@@ -327,7 +327,7 @@ def _in_words(error: BaseException) -> str:
 
 def _report(peer: _Peer, limit: float) -> Report:
     """A rank's last report; if it has not answered since, what is known about it."""
-    report = peer.report or Report(limit, 0.0, "", {})
+    report = peer.report or Report(limit, 0.0, "", {}, own=False)
     if not peer.silent_since:
         return report
     silent = time.monotonic() - peer.silent_since

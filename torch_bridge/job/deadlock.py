@@ -26,12 +26,14 @@ class Standing(NamedTuple):
 
 class Report(NamedTuple):
     """A rank's report about itself. ``idle``: seconds for which it has been in no ring call, 0 while it is in one or prepares one.
-    ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank."""
+    ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank. ``own``: False where
+    it has never reported, and this is assumed of it."""
 
     limit: float
     idle: float
     place: str
     rings: dict[Ranks, Standing]
+    own: bool = True
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> "Report":
@@ -85,7 +87,8 @@ def deadlocked_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
 
     A rank in a ring call waits for the members that have not reached it. A busy rank (in a call that all its members have joined,
     however long it takes; compiling; idle for less than its limit) will arrive, and so will a rank that waits only for such ranks.
-    Any other rank waits for an idle rank or in a cycle. Ranks whose calls with the same number differ never meet.
+    Any other rank waits for an idle rank or in a cycle. Ranks whose calls with the same number differ never meet; where both have
+    ended all the same, each was paired with another call, and the results are wrong.
     """
     rings = {ring for report in reports.values() for ring in report.rings}
     apart = {ring: number for ring in rings if (number := _first_apart(ring, reports)) is not None}
@@ -93,23 +96,28 @@ def deadlocked_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
     free: set[int] = set()
     while more := {rank for rank in reports if rank not in free and world.goes_on(rank, free)}:
         free |= more
-    found: dict[Ranks, str] = {}
+    found = {ring: _apart(number) for ring in rings if (number := _first_apart(ring, reports, ended=True)) is not None}
     for rank in reports:
-        found |= {
-            ring: f"its ranks have made call {apart[ring]} differently" for ring in world.waits(rank, ASK_AFTER) if ring in apart
-        }
+        found |= {ring: _apart(apart[ring]) for ring in world.waits(rank, ASK_AFTER) if ring in apart}
         late = (ring for ring in world.waits(rank, GIVE_UP_AFTER) if not world.behind(rank, ring) <= free)
         found |= {ring: _absent(world.behind(rank, ring) - free) for ring in late if ring not in found}
     return found
 
 
-def _first_apart(ring: Ranks, reports: Mapping[int, Report]) -> int | None:
+def _first_apart(ring: Ranks, reports: Mapping[int, Report], ended: bool = False) -> int | None:
+    """The first call that differs. ``ended``: of those that have ended on the ranks that made them; one that has not may be a
+    comparison, which finds the difference itself."""
     asked: dict[int, set[str]] = {}
     for rank in ring:
         standing = reports[rank].rings.get(ring) if rank in reports else None
         for number, digest in standing.calls.items() if standing else ():
-            asked.setdefault(number, set()).add(digest)
+            if not (ended and standing and number == standing.number and standing.waits is not None):
+                asked.setdefault(number, set()).add(digest)
     return min((number for number, digests in asked.items() if len(digests) > 1), default=None)
+
+
+def _apart(number: int) -> str:
+    return f"its ranks have made call {number} differently"
 
 
 def _absent(ranks: Iterable[int]) -> str:
@@ -140,6 +148,6 @@ def asked_for(ring: Ranks, reports: Mapping[int, Report]) -> str:
 def _said(report: Report, ring: Ranks) -> str:
     standing = report.rings.get(ring)
     if standing is None:
-        return f"never called this ring; {report.place}"
+        return f"never called this ring; {report.place}" if report.own else report.place
     call = f"call {standing.number}, {standing.last}"
     return f"in {call}" if standing.waits is not None else f"{call}, which has ended; {report.place}"

@@ -1,8 +1,9 @@
 """What this process knows about the other ranks, what it reports about itself, and the watchdog thread that ends it when a ring
 call can never return (:mod:`torch_bridge.job.watchdog` says when that is).
 
-All messages go through the coordinator. In normal operation nothing is sent: each ring call only records itself, and the watchdog
-asks for the state of the other ranks once a call has lasted for a quarter of the wait limit.
+All messages go through the coordinator. In normal operation next to nothing is sent: each ring call only records itself, and the
+watchdog asks for the state of the other ranks once a call has lasted for a quarter of the wait limit; that of rank 0 also every
+half of it.
 """
 
 import hashlib
@@ -94,6 +95,7 @@ class State:
     preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
     asked: float = 0.0  # when the watchdog last asked for the state of the others
+    asks: bool = False  # also while no call takes long: one rank does, for all
 
     def bad_news(self) -> bool:
         """Whether anything is known for which a call of some ring cannot end."""
@@ -117,6 +119,7 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[st
     hello = {"token": endpoint.token, "rank": rank, "peer_timeout": settings.peer_timeout}
     connection.sendall(json.dumps(hello).encode() + b"\n")
     state.connection, state.hosts, state.settings, state.left = connection, hosts, settings, time.monotonic()
+    state.asks = rank == 0
     os.register_at_fork(after_in_child=_forget)
     for loop, arguments in ((_listen, (connection,)), (_watchdog, ())):
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
@@ -212,7 +215,8 @@ def _stick(ranks: Ranks, words: str) -> None:
 
 
 def _watchdog() -> None:
-    """Ask for the state of the others when a ring call takes long, and end this process when the call cannot return."""
+    """Ask for the state of the others when a ring call takes long, and now and then in case that calls were paired with others'
+    which they should not have met; end this process when a call cannot return."""
     while True:
         time.sleep(min(max(state.settings.wait_timeout / 16, 0.05), 0.5))
         _ask(time.monotonic())
@@ -232,7 +236,8 @@ def _give_up_a_vanished_coordinator() -> None:
 
 def _ask(now: float) -> None:
     pause = ASK_AFTER * state.settings.wait_timeout
-    if now - state.asked > pause / 2 and any(now - call.begun > pause for call in _unfinished(now - pause)):
+    waits = now - state.asked > pause / 2 and any(now - call.begun > pause for call in _unfinished(now - pause))
+    if waits or (state.asks and now - state.asked > 2 * pause and state.left > state.asked):
         state.asked = now
         send({"waits": pause / 4})
 

@@ -162,6 +162,22 @@ def stops(rank: int) -> None:
         told(causal=True)
 
 
+def skips_a_backward(rank: int) -> None:
+    """Rank 1 leaves one out, and its later calls are paired with others of rank 0, of the same sizes."""
+    start()
+    q, begun = X.clone().requires_grad_(), time.monotonic()
+
+    def steps() -> None:
+        for step in range(10_000):
+            out = ring_attn.ring_attention(q, X, X)
+            if (rank, step) != (1, 5):
+                out.sum().backward()
+            assert time.monotonic() - begun < 5 * LIMIT
+            time.sleep(0.05)
+
+    told(steps)
+
+
 def never_calls(rank: int) -> None:
     start()
     if rank == 1:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import socket
 import threading
 from contextlib import ExitStack, contextmanager
@@ -180,6 +181,19 @@ def test_what_the_coordinator_dies_of_reaches_the_ranks(monkeypatch):
             assert "ask" in line.hears()
             assert "RecursionError: too deep (coordinator.py:" in line.hears()["ends"]
     assert isinstance(job.died[0], RecursionError)
+
+
+def test_of_a_rank_that_has_never_answered_nobody_says_what_it_called(monkeypatch):
+    monkeypatch.setattr(coordinator, "ANSWER_TIME", 0.1)
+    with serving() as job:
+        waiting, stopped = job.connect(0), job.connect(1)
+        still_works(waiting, stopped, leave=False)
+        waiting.send({"waits": 1.0})
+        call = [[0, 1], [3, 9.0, {}, "forward step 3"]]
+        waiting.send({"ask": waiting.hears()["ask"], "report": {"limit": 0.1, "idle": 0.0, "place": "", "rings": [call]}})
+        words = waiting.hears()["stuck"]["words"]
+        assert re.search(r"; global rank 1: has not answered for \d s: is its process stopped\?$", words), words
+        assert "global rank 0: in call 3, forward step 3" in words and "never called" not in words
 
 
 def test_it_listens_at_its_address_alone():

@@ -52,6 +52,10 @@ STUCK = {
         {0: report(pair=standing(3, 6.0, "causal")), 1: report(pair=standing(4, 6.0))},
         {PAIR: "have made call 3 differently"},
     ),
+    "calls that differed and have ended, with nobody waiting": (
+        {0: report(pair=standing(3, None, "backward")), 1: report(pair=standing(5, 0.1))},
+        {PAIR: "have made call 3 differently"},
+    ),
     "two rings in two orders": (
         {0: report(pair=standing(1, 60.0)), 1: report(other=standing(1, 60.0)), 2: report(60.0)},
         {PAIR: "global rank 1 did not come", OTHER: "global rank 2 did not come"},

@@ -116,6 +116,13 @@ def test_ranks_that_take_programs_apart_are_told_what_each_asked_for():
 
 
 @pytest.mark.slow
+def test_calls_that_were_paired_with_others_are_found_though_nobody_waits():
+    for ended in processes(2, "faults.py", "skips_a_backward"):
+        assert ended.status in (3, EXIT_PEER_FAILURE), ended.out + ended.err
+        assert re.search(r"PeerFailure: .* its ranks have made call \d+ differently", ended.out + ended.err), ended.out + ended.err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "status", "last"),
     [
