@@ -19,6 +19,9 @@ To the coordinator                                    What it does
 ``{"waits": seconds}``                                sends ``{"ask": n}`` to all ranks, at most once in so many seconds
 ``{"ask": n, "report": Report}``                      when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
                                                       every ring that can never continue (:mod:`torch_bridge.job.deadlock`)
+``{"look": true}``                                    sends ``{"look": true}`` to all ranks
+``{"calls": rings of a Report}``                      when all have answered so: ``{"stuck": ...}`` to the members of every ring
+                                                      whose calls have crossed (:mod:`torch_bridge.job.deadlock`)
 ``{"bye": clean}``                                    says whether the end of the connection will be clean; answered alike
 ====================================================  ======================================================================
 
@@ -44,7 +47,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_bridge.job.addresses import listen, with_port
-from torch_bridge.job.deadlock import Ranks, Report, asked_for, deadlocked_rings
+from torch_bridge.job.deadlock import Ranks, Report, asked_for, crossed_rings, deadlocked_rings
 
 # The share of `peer_timeout` after which a host that does not answer has vanished. The rest is for the call to end by itself.
 VANISHED_AFTER = 0.5
@@ -150,6 +153,7 @@ class Exchange:
     known: set[int] = field(default_factory=set)  # all ranks that have ever connected
     comparisons: dict[tuple[Ranks, int], dict[int, str]] = field(default_factory=dict)
     question: _Question = field(default_factory=_Question)
+    looks_at: dict[int, Report | None] = field(default_factory=dict)  # by rank, None until it has told its calls
 
     def serve(self, timeout: float) -> None:
         """Run until every rank has left, or until ``timeout`` seconds after the start if no rank is connected then. The ranks are
@@ -238,6 +242,11 @@ class Exchange:
             self._ask(float(message["waits"]))
         elif "report" in message:
             self._take_report(peer, message["ask"], Report.from_json(message["report"]))
+        elif "look" in message:
+            self.looks_at = dict.fromkeys(self._peers())
+            self._tell(list(self.looks_at), message)
+        elif "calls" in message:
+            self._look(peer, Report.of_calls(message["calls"]))
         elif "bye" in message:
             peer.clean = bool(message["bye"])
             self._send(peer, _line(message))
@@ -273,13 +282,24 @@ class Exchange:
             if self.question.open and not self.question.waiting_for:
                 self._judge()
 
+    def _look(self, peer: _Peer, calls: Report) -> None:
+        """A rank that does not answer leaves the others unlooked at until the next time."""
+        self.looks_at[peer.rank] = calls
+        reports = {rank: report for rank, report in self.looks_at.items() if report is not None}
+        if len(reports) == len(self.looks_at):
+            self.looks_at = {}
+            self._tell_stuck(crossed_rings(reports), reports)
+
     def _judge(self) -> None:
         """Close the question, and notify the members of every ring that can never continue."""
         self.question.open = False
         peers = self._peers()
         limit = min((peer.report.limit for peer in peers.values() if peer.report), default=0.0)
         reports = {rank: _report(peer, limit) for rank, peer in peers.items()}
-        for ring, why in deadlocked_rings(reports).items():
+        self._tell_stuck(deadlocked_rings(reports), reports)
+
+    def _tell_stuck(self, rings: dict[Ranks, str], reports: dict[int, Report]) -> None:
+        for ring, why in rings.items():
             words = f"{why}. Last asked for: {asked_for(ring, reports)}"
             self._tell(ring, {"stuck": {"ring": list(ring), "words": words}})
 

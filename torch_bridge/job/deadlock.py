@@ -26,8 +26,8 @@ class Standing(NamedTuple):
 
 class Report(NamedTuple):
     """A rank's report about itself. ``idle``: seconds for which it has been in no ring call, 0 while it is in one or prepares one.
-    ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank. ``own``: False where
-    it has never reported, and this is assumed of it."""
+    ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank. ``own``: False
+    where it has never reported, and this is assumed of it."""
 
     limit: float
     idle: float
@@ -37,6 +37,11 @@ class Report(NamedTuple):
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> "Report":
+        return cls(float(message["limit"]), float(message["idle"]), str(message["place"]), cls.of_calls(message["rings"]).rings)
+
+    @classmethod
+    def of_calls(cls, standings: Any) -> "Report":
+        """What a rank that goes on tells of its calls alone, as ``list(rings.items())``."""
         rings = {
             tuple(ring): Standing(
                 int(number),
@@ -44,9 +49,9 @@ class Report(NamedTuple):
                 {int(key): str(digest) for key, digest in calls.items()},
                 str(last),
             )
-            for ring, (number, waits, calls, last) in message["rings"]
+            for ring, (number, waits, calls, last) in standings
         }
-        return cls(float(message["limit"]), float(message["idle"]), str(message["place"]), rings)
+        return cls(0.0, 0.0, "it goes on", rings)
 
     def to_json(self) -> dict[str, Any]:
         return {**self._asdict(), "rings": list(self.rings.items())}
@@ -87,8 +92,7 @@ def deadlocked_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
 
     A rank in a ring call waits for the members that have not reached it. A busy rank (in a call that all its members have joined,
     however long it takes; compiling; idle for less than its limit) will arrive, and so will a rank that waits only for such ranks.
-    Any other rank waits for an idle rank or in a cycle. Ranks whose calls with the same number differ never meet; where both have
-    ended all the same, each was paired with another call, and the results are wrong.
+    Any other rank waits for an idle rank or in a cycle. Ranks whose calls with the same number differ never meet.
     """
     rings = {ring for report in reports.values() for ring in report.rings}
     apart = {ring: number for ring in rings if (number := _first_apart(ring, reports)) is not None}
@@ -96,12 +100,19 @@ def deadlocked_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
     free: set[int] = set()
     while more := {rank for rank in reports if rank not in free and world.goes_on(rank, free)}:
         free |= more
-    found = {ring: _apart(number) for ring in rings if (number := _first_apart(ring, reports, ended=True)) is not None}
+    found = crossed_rings(reports)
     for rank in reports:
         found |= {ring: _apart(apart[ring]) for ring in world.waits(rank, ASK_AFTER) if ring in apart}
         late = (ring for ring in world.waits(rank, GIVE_UP_AFTER) if not world.behind(rank, ring) <= free)
         found |= {ring: _absent(world.behind(rank, ring) - free) for ring in late if ring not in found}
     return found
+
+
+def crossed_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
+    """The rings whose ranks have made calls with the same number differently that have ended all the same, with the reason: each
+    was paired with another call, and the results are wrong."""
+    rings = {ring for report in reports.values() for ring in report.rings}
+    return {ring: _apart(number) for ring in rings if (number := _first_apart(ring, reports, ended=True)) is not None}
 
 
 def _first_apart(ring: Ranks, reports: Mapping[int, Report], ended: bool = False) -> int | None:

@@ -2,8 +2,8 @@
 call can never return (:mod:`torch_bridge.job.watchdog` says when that is).
 
 All messages go through the coordinator. In normal operation next to nothing is sent: each ring call only records itself, and the
-watchdog asks for the state of the other ranks once a call has lasted for a quarter of the wait limit; that of rank 0 also every
-half of it.
+watchdog asks for the state of the other ranks once a call has lasted for a quarter of the wait limit; that of rank 0 has the ended
+calls of all compared every half of it.
 """
 
 import hashlib
@@ -95,7 +95,8 @@ class State:
     preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
     asked: float = 0.0  # when the watchdog last asked for the state of the others
-    asks: bool = False  # also while no call takes long: one rank does, for all
+    looks: bool = False  # whether this rank, for all, has calls compared now and then that have ended
+    looked: float = 0.0
 
     def bad_news(self) -> bool:
         """Whether anything is known for which a call of some ring cannot end."""
@@ -119,7 +120,7 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[st
     hello = {"token": endpoint.token, "rank": rank, "peer_timeout": settings.peer_timeout}
     connection.sendall(json.dumps(hello).encode() + b"\n")
     state.connection, state.hosts, state.settings, state.left = connection, hosts, settings, time.monotonic()
-    state.asks = rank == 0
+    state.looks = rank == 0
     os.register_at_fork(after_in_child=_forget)
     for loop, arguments in ((_listen, (connection,)), (_watchdog, ())):
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
@@ -186,6 +187,9 @@ def _take(message: dict[str, Any]) -> None:
     if "ask" in message:
         send({"ask": message["ask"], "report": _report().to_json()})
         return
+    if "look" in message:
+        send({"calls": list(_standings().items())})
+        return
     with state.news:
         _note(message)
         state.news.notify_all()
@@ -236,10 +240,12 @@ def _give_up_a_vanished_coordinator() -> None:
 
 def _ask(now: float) -> None:
     pause = ASK_AFTER * state.settings.wait_timeout
-    waits = now - state.asked > pause / 2 and any(now - call.begun > pause for call in _unfinished(now - pause))
-    if waits or (state.asks and now - state.asked > 2 * pause and state.left > state.asked):
+    if now - state.asked > pause / 2 and any(now - call.begun > pause for call in _unfinished(now - pause)):
         state.asked = now
         send({"waits": pause / 4})
+    if state.looks and now - state.looked > 2 * pause and state.left > state.looked:
+        state.looked = now
+        send({"look": True})
 
 
 def _unfinished(young: float = math.inf) -> list[Call]:
@@ -282,6 +288,13 @@ def _report() -> Report:
     unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
     busy = unfinished or state.preparing or _compiles()
     idle = 0.0 if busy else now - state.left
+    return Report(state.settings.wait_timeout, idle, _place(idle, unfinished), _standings())
+
+
+def _standings() -> dict[Ranks, Standing]:
+    """Of this process's rings. Looks at no thread's stack: that is not safe while the thread runs."""
+    now = time.monotonic()
+    unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
     begun: dict[Ranks, float] = {}
     for call in unfinished:
         begun[call.ring.ranks] = max(call.begun, begun.get(call.ring.ranks, 0.0))
@@ -290,7 +303,7 @@ def _report() -> Report:
         digests = {number: _digest(step, what) for number, step, what in calls.recent.copy()}
         waits = now - begun[ranks] if ranks in begun else None
         rings[ranks] = Standing(calls.number, waits, digests, str(calls.last))
-    return Report(state.settings.wait_timeout, idle, _place(idle, unfinished), rings)
+    return rings
 
 
 def _compiles() -> bool:

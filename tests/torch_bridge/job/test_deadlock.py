@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torch_bridge.job.deadlock import Report, Standing, asked_for, deadlocked_rings, named
+from torch_bridge.job.deadlock import Report, Standing, asked_for, crossed_rings, deadlocked_rings, named
 
 LIMIT = 20.0
 PAIR, OTHER = (0, 1), (1, 2)
@@ -68,6 +68,12 @@ def test_whoever_cannot_go_on_is_found(reports, expected):
     found = deadlocked_rings(reports)
     assert found.keys() == expected.keys()
     assert all(words in found[ring] for ring, words in expected.items())
+
+
+def test_calls_that_crossed_are_those_that_have_ended():
+    differs, same = standing(3, None, "backward"), standing(5, 0.1)
+    assert crossed_rings({0: report(pair=differs), 1: report(pair=same)}) == {PAIR: "its ranks have made call 3 differently"}
+    assert crossed_rings({0: report(pair=standing(3, 0.1, "backward")), 1: report(pair=same)}) == {}  # a comparison, perhaps
 
 
 def test_a_circle_of_waiting_ranks_is_found():
