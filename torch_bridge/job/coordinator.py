@@ -31,7 +31,6 @@ cannot take what was sent or because it dies itself, gets ``{"ends": why}`` firs
 """
 
 import json
-import math
 import os
 import secrets
 import selectors
@@ -48,9 +47,8 @@ from typing import Any, NamedTuple
 
 from torch_bridge.job.addresses import listen, with_port
 from torch_bridge.job.deadlock import Ranks, Report, asked_for, crossed_rings, deadlocked_rings
+from torch_bridge.job.liveness import VANISHED_AFTER, keep_alive, unheard
 
-# The share of `peer_timeout` after which a host that does not answer has vanished. The rest is for the call to end by itself.
-VANISHED_AFTER = 0.5
 # JAX's own heartbeat is only a last resort: the connections report a death sooner.
 SERVICE_HEARTBEAT = 100
 # How long the answers to one question may take, in seconds; a rank that is silent for longer is treated as idle.
@@ -88,32 +86,6 @@ def launch(world: int, timeout: float, address: str) -> Endpoint:
         raise RuntimeError(f"the coordinator process could not start ({command}):\n{done.stderr.strip()}")
     ports = json.loads(done.stdout.splitlines()[-1])
     return Endpoint(ports["service"], ports["ranks"], token)
-
-
-def keep_alive(connection: socket.socket, limit: float) -> None:
-    """Let the kernel probe the other host while nothing is under way, and close the connection after ``limit`` seconds without an
-    answer, rounded up."""
-    probe = max(int(limit / 4), 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"TCP_KEEPIDLE": probe, "TCP_KEEPINTVL": probe, "TCP_KEEPCNT": max(math.ceil(limit / probe) - 1, 1)}
-    for name, value in options.items():
-        if hasattr(socket, name):  # macOS lacks some
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def unheard(connection: socket.socket) -> float:
-    """Seconds since the other host's kernel last acknowledged anything; 0 where the system does not tell.
-
-    While data waits for its acknowledgement the kernel does not probe, and it would repeat the data for a quarter of an hour.
-    """
-    if not sys.platform.startswith("linux"):
-        return 0.0
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.stop)
-    return int.from_bytes(info[_LAST_ACK], sys.byteorder) / 1000
-
-
-# Where `struct tcp_info` of Linux has `tcpi_last_ack_recv`, in milliseconds: after 8 bytes and 12 words.
-_LAST_ACK = slice(56, 60)
 
 
 @dataclass

@@ -24,6 +24,7 @@ import torch
 
 from torch_bridge.job import coordinator
 from torch_bridge.job.deadlock import ASK_AFTER, Ranks, Report, Standing, named
+from torch_bridge.job.liveness import VANISHED_AFTER, keep_alive, unheard
 from torch_bridge.job.mesh import Ring
 
 # How long the others may keep running after a peer's death, in seconds; `runtime.start(peer_timeout=)` changes it.
@@ -116,7 +117,7 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[st
         return
     connection = socket.create_connection((address, endpoint.port), timeout=patience)
     connection.settimeout(None)
-    coordinator.keep_alive(connection, coordinator.VANISHED_AFTER * settings.peer_timeout)
+    keep_alive(connection, VANISHED_AFTER * settings.peer_timeout)
     hello = {"token": endpoint.token, "rank": rank, "peer_timeout": settings.peer_timeout}
     connection.sendall(json.dumps(hello).encode() + b"\n")
     state.connection, state.hosts, state.settings, state.left = connection, hosts, settings, time.monotonic()
@@ -232,9 +233,9 @@ def _watchdog() -> None:
 
 
 def _give_up_a_vanished_coordinator() -> None:
-    limit = coordinator.VANISHED_AFTER * state.settings.peer_timeout
+    limit = VANISHED_AFTER * state.settings.peer_timeout
     with suppress(OSError):  # it is closed already
-        if state.connection is not None and coordinator.unheard(state.connection) > limit:
+        if state.connection is not None and unheard(state.connection) > limit:
             state.connection.shutdown(socket.SHUT_RDWR)  # which ends the listener
 
 
