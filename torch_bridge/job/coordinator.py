@@ -19,9 +19,9 @@ To the coordinator                                    What it does
 ``{"waits": seconds}``                                sends ``{"ask": n}`` to all ranks, at most once in so many seconds
 ``{"ask": n, "report": Report}``                      when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
                                                       every ring that can never continue (:mod:`torch_bridge.job.deadlock`)
-``{"look": true}``                                    sends ``{"look": true}`` to all ranks
-``{"calls": rings of a Report}``                      when all have answered so: ``{"stuck": ...}`` to the members of every ring
-                                                      whose calls have crossed (:mod:`torch_bridge.job.deadlock`)
+``{"calls": rings of a Report}``                      the answer to ``{"look": true}``, which all get now and then; when all have
+                                                      answered: ``{"stuck": ...}`` to the members of every ring whose calls have
+                                                      crossed (:mod:`torch_bridge.job.deadlock`)
 ``{"bye": clean}``                                    says whether the end of the connection will be clean; answered alike
 ====================================================  ======================================================================
 
@@ -31,6 +31,7 @@ cannot take what was sent or because it dies itself, gets ``{"ends": why}`` firs
 """
 
 import json
+import math
 import os
 import secrets
 import selectors
@@ -125,7 +126,8 @@ class Exchange:
     known: set[int] = field(default_factory=set)  # all ranks that have ever connected
     comparisons: dict[tuple[Ranks, int], dict[int, str]] = field(default_factory=dict)
     question: _Question = field(default_factory=_Question)
-    looks_at: dict[int, Report | None] = field(default_factory=dict)  # by rank, None until it has told its calls
+    looked: float = field(default_factory=time.monotonic)  # when all ranks were last asked for their calls
+    looks_at: dict[int, Report | None] = field(default_factory=dict)  # by rank, None until it has told them
 
     def serve(self, timeout: float) -> None:
         """Run until every rank has left, or until ``timeout`` seconds after the start if no rank is connected then. The ranks are
@@ -150,6 +152,7 @@ class Exchange:
                     self._close(selector, peer)
                 if self.question.open and time.monotonic() - self.question.asked > ANSWER_TIME:
                     self._judge()
+                self._look_now_and_then()
 
     def _is_lost(self, peer: _Peer) -> bool:
         """Its host has vanished, or it never said who it is."""
@@ -214,9 +217,6 @@ class Exchange:
             self._ask(float(message["waits"]))
         elif "report" in message:
             self._take_report(peer, message["ask"], Report.from_json(message["report"]))
-        elif "look" in message:
-            self.looks_at = dict.fromkeys(self._peers())
-            self._tell(list(self.looks_at), message)
         elif "calls" in message:
             self._look(peer, Report.of_calls(message["calls"]))
         elif "bye" in message:
@@ -253,6 +253,13 @@ class Exchange:
             self.question.waiting_for.discard(peer.rank)
             if self.question.open and not self.question.waiting_for:
                 self._judge()
+
+    def _look_now_and_then(self) -> None:
+        """Whether calls that have ended were paired with others: nobody waits for those."""
+        peers, now = self._peers(), time.monotonic()
+        if now - self.looked > min((peer.limit for peer in peers.values()), default=math.inf):
+            self.looked, self.looks_at = now, dict.fromkeys(peers)
+            self._tell(list(peers), {"look": True})
 
     def _look(self, peer: _Peer, calls: Report) -> None:
         """A rank that does not answer leaves the others unlooked at until the next time."""

@@ -2,8 +2,8 @@
 call can never return (:mod:`torch_bridge.job.watchdog` says when that is).
 
 All messages go through the coordinator. In normal operation next to nothing is sent: each ring call only records itself, and the
-watchdog asks for the state of the other ranks once a call has lasted for a quarter of the wait limit; that of rank 0 has the ended
-calls of all compared every half of it.
+watchdog asks for the state of the other ranks once a call has lasted for a quarter of the wait limit; and the coordinator has all
+tell their calls every half of the peer limit.
 """
 
 import hashlib
@@ -96,8 +96,6 @@ class State:
     preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
     asked: float = 0.0  # when the watchdog last asked for the state of the others
-    looks: bool = False  # whether this rank, for all, has calls compared now and then that have ended
-    looked: float = 0.0
 
     def bad_news(self) -> bool:
         """Whether anything is known for which a call of some ring cannot end."""
@@ -121,7 +119,6 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[st
     hello = {"token": endpoint.token, "rank": rank, "peer_timeout": settings.peer_timeout}
     connection.sendall(json.dumps(hello).encode() + b"\n")
     state.connection, state.hosts, state.settings, state.left = connection, hosts, settings, time.monotonic()
-    state.looks = rank == 0
     os.register_at_fork(after_in_child=_forget)
     for loop, arguments in ((_listen, (connection,)), (_watchdog, ())):
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
@@ -220,8 +217,7 @@ def _stick(ranks: Ranks, words: str) -> None:
 
 
 def _watchdog() -> None:
-    """Ask for the state of the others when a ring call takes long, and now and then in case that calls were paired with others'
-    which they should not have met; end this process when a call cannot return."""
+    """Ask for the state of the others when a ring call takes long, and end this process when the call cannot return."""
     while True:
         time.sleep(min(max(state.settings.wait_timeout / 16, 0.05), 0.5))
         _ask(time.monotonic())
@@ -244,9 +240,6 @@ def _ask(now: float) -> None:
     if now - state.asked > pause / 2 and any(now - call.begun > pause for call in _unfinished(now - pause)):
         state.asked = now
         send({"waits": pause / 4})
-    if state.looks and now - state.looked > 2 * pause and state.left > state.looked:
-        state.looked = now
-        send({"look": True})
 
 
 def _unfinished(young: float = math.inf) -> list[Call]:
