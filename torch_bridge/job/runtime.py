@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -185,8 +186,9 @@ def _meet(arrival: float, timeout: float, device: torch.device | None) -> tuple[
     prefix = f"ring_attn/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     problem = _problem(device)
-    store.set(f"host of rank {dist.get_rank()}", json.dumps((socket.gethostname(), loopback())))
-    store.set(f"rank {dist.get_rank()}", problem)
+    with suppress(*[RuntimeError] if problem else []):  # rank 0 may have ended for its own, and the store with it
+        store.set(f"host of rank {dist.get_rank()}", json.dumps((socket.gethostname(), loopback())))
+        store.set(f"rank {dist.get_rank()}", problem)
     if problem:
         raise RuntimeError(problem)
     _await_all(store, arrival)

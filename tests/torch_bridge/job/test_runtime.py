@@ -62,6 +62,18 @@ def test_a_rank_does_not_meet_those_of_an_earlier_attempt(monkeypatch):
         runtime._meet(0.1, 1.0, None)
 
 
+def test_a_rank_says_its_own_problem_though_the_store_has_ended_with_rank_0(monkeypatch):
+    class Ended(dist.HashStore):
+        def set(self, *pair):
+            raise dist.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Ended)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(runtime, "_problem", lambda device: "JAX runs already")
+    with pytest.raises(RuntimeError, match="JAX runs already"):
+        runtime._meet(1.0, 1.0, None)
+
+
 @pytest.mark.parametrize("way", [pytest.param("early", marks=pytest.mark.slow), "late"])
 def test_a_clean_end_is_quiet(way):
     for ended in processes(2, "ends.py", way, forked=False):
