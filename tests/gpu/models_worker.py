@@ -1,0 +1,176 @@
+"""transformers' models in bfloat16 on a ring of all GPUs, against "eager" in float32 on one: logits and gradients.
+
+    torchrun --standalone --nproc-per-node 2 tests/gpu/models_worker.py [--models ...] [--tokens ...] [--ways ...]
+
+Packed documents are compared with the same documents one by one, whatever a model's own mask makes of them. Errors are root mean
+squares, relative to float32's; exit status 1 where one is larger than twice that of "eager" in bfloat16. Experts are chosen by
+bfloat16's rounding on both sides, so a few tokens go elsewhere on each.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks.harness.team import Team, tidy
+from ring_attn import Ring
+from ring_attn.integrations.transformers import context_parallel
+
+VOCABULARY, WINDOW = 512, 300
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=2**17,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+MLA = dict(
+    head_dim=32, num_key_value_heads=8, q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64
+)
+CHUNKS = dict(attention_chunk_size=WINDOW, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"])
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("", {}),
+    "Mistral": ("", dict(sliding_window=WINDOW)),
+    "Gemma3": ("Text", LAYERS),
+    "GptOss": ("", dict(**LAYERS, num_local_experts=4, num_experts_per_tok=2)),
+    "Llama4": ("Text", dict(**CHUNKS, intermediate_size_mlp=512, num_local_experts=2)),
+    "DeepseekV3": ("", dict(**MLA, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=128)),
+    "Qwen3Moe": ("", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)),
+}
+WAYS = ("plain", "left", "packed", "fsdp2")
+
+
+class Found(NamedTuple):
+    """Logits of all real tokens, ``[tokens, vocabulary]``, and the gradients by name, all in float32."""
+
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1024, 6144])
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    team, wrong = Team(), 0
+    team.say(f"{team.device}, {team.size} processes, torch {torch.__version__}, transformers {transformers.__version__}")
+    for name in options.models:
+        for tokens in options.tokens:
+            for way in options.ways:
+                wrong += not compare(team, name, tokens, way)
+                tidy()
+    team.close()
+    return 1 if wrong else 0
+
+
+def compare(team: Team, name: str, tokens: int, way: str) -> bool:
+    batch = {key: x.to(team.device) for key, x in batch_of(way, tokens).items()}
+    exact = alone(made(name, team.device), batch)
+    usual, own = alone(made(name, team.device).bfloat16(), batch), on_the_ring(made(name, team.device).bfloat16(), batch, way)
+    errors = [(apart(own.logits, exact.logits), apart(usual.logits, exact.logits))]
+    errors.append((together(own, exact), together(usual, exact)))
+    fine = team.agreed(all(have <= 2 * eager for have, eager in errors))
+    shown = "  ".join(
+        f"{kind} {have:.1e} ({eager:.1e})" for kind, (have, eager) in zip(("logits", "gradients"), errors, strict=True)
+    )
+    team.say(f"{name:12} {tokens:6} {way:8} {'' if fine else 'WRONG '}{shown}")
+    return fine
+
+
+def made(name: str, device: torch.device) -> Any:
+    """With "eager" attention, the same on every rank."""
+    kind, settings = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}{kind}Config")(**{**SIZES, **settings}, attn_implementation="eager")
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(device).train()
+
+
+def batch_of(way: str, tokens: int) -> dict[str, Tensor]:
+    rows = 1 if way == "packed" else 2
+    ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    if way == "left":
+        mask = torch.ones_like(ids)
+        mask[1, : tokens // 5] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if way == "packed":
+        lengths = (tokens // 2, tokens // 8, tokens - tokens // 2 - tokens // 8)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    return {"input_ids": ids, "labels": ids}
+
+
+def alone(model: Any, batch: dict[str, Tensor]) -> Found:
+    """On this GPU by itself, documents one by one."""
+    count, logits = predicted(batch["labels"]), []
+    for document in documents(batch):
+        outputs = model(**document, use_cache=False)
+        (outputs.loss * predicted(document["labels"]) / count).backward()
+        logits.append(outputs.logits.detach())
+    return found(model, torch.cat(logits, 1), batch)
+
+
+def documents(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    if "position_ids" not in batch:
+        yield batch
+        return
+    starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
+    for start, end in zip(starts, starts[1:], strict=False):
+        yield {name: x[:, start:end] for name, x in batch.items()}
+
+
+def predicted(labels: Tensor) -> int:
+    return int((labels[:, 1:] != -100).sum())
+
+
+def on_the_ring(model: Any, batch: dict[str, Tensor], way: str) -> Found:
+    ring = Ring(layout="zigzag")
+    cp = context_parallel(model, layout=ring.layout)
+    if way == "fsdp2":
+        mesh = init_device_mesh(batch["input_ids"].device.type, (ring.size,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+    outputs = model(**cp.shard(batch))
+    (outputs.loss * (ring.size if way == "fsdp2" else 1)).backward()  # FSDP takes the mean over the ranks
+    if way != "fsdp2":
+        cp.reduce_gradients()
+    return found(model, cp.ring.unshard(outputs.logits.detach(), length=batch["input_ids"].shape[1]), batch)
+
+
+def found(model: Any, logits: Tensor, batch: dict[str, Tensor]) -> Found:
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    return Found(logits[real].float(), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+
+
+def whole(gradient: Tensor) -> Tensor:
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).float()
+
+
+def apart(have: Tensor, want: Tensor) -> float:
+    return ((have - want).norm() / want.norm()).item()
+
+
+def together(have: Found, want: Found) -> float:
+    """Of all gradients as one vector."""
+    assert have.gradients.keys() == want.gradients.keys(), have.gradients.keys() ^ want.gradients.keys()
+    flat: Callable[[Found], Tensor] = lambda found: torch.cat([x.flatten() for x in found.gradients.values()])  # noqa: E731
+    return apart(flat(have), flat(want))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
