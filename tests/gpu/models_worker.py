@@ -10,6 +10,7 @@ bfloat16's rounding on both sides, so a few tokens go elsewhere on each.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +131,7 @@ def documents(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield batch
         return
     starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         yield {name: x[:, start:end] for name, x in batch.items()}
 
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 tests/gpu/sixteen_bits_worker.py [--platforms ...] [--strategies ...] [--cases ...]
 
-bfloat16, 4096 tokens in all; strategies of two axes on a mesh of 2 x half the ranks.
+bfloat16, 4096 tokens in all if nothing else is said; strategies of two axes on a mesh of 2 x half the ranks.
 Exit status 1 if an error is larger than twice that of Triton's ring in bfloat16. Without a GPU the xla kernel takes Triton's place.
 """
 
@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dim 64": dict(layout="zigzag", causal=True, dim=64),
     "documents": dict(layout="zigzag", causal=True, documents=5),
     "window": dict(layout="zigzag", causal=True, sliding_window=(300, 0)),
+    # Has crashed jaxlib 0.11.2, which compiled the backward.
+    "short window": dict(layout="zigzag", causal=True, sliding_window=(206, 0), tokens=1024, batch=2),
     "soft cap": dict(layout="zigzag", causal=True, softcap=20.0),
     "deterministic": dict(layout="zigzag", causal=True, deterministic=True),
 }
@@ -63,21 +65,20 @@ def main() -> int:
 def attempt(team: Team, case: dict[str, Any], dtype: torch.dtype, platform: str, strategy: str) -> list[torch.Tensor]:
     """This rank's output, LSE and gradients, in float32."""
     options = dict(case, strategy=strategy, **where(team, strategy))
-    batch, kv_heads, dim, documents = (
-        options.pop(*pair) for pair in (("batch", 1), ("kv_heads", 2), ("dim", 128), ("documents", 0))
-    )
+    usual = {"tokens": TOKENS, "batch": 1, "kv_heads": 2, "dim": 128, "documents": 0}
+    tokens, batch, kv_heads, dim, documents = (options.pop(name, value) for name, value in usual.items())
     if dtype == torch.float32:
         options.pop("deterministic", None)
     place = lambda x: shard(x, layout=options["layout"]).contiguous()  # noqa: E731
     generator = torch.Generator(team.device).manual_seed(0)
 
     def normal(heads: int) -> torch.Tensor:
-        whole = torch.randn(batch, TOKENS, heads, dim, device=team.device, generator=generator)
+        whole = torch.randn(batch, tokens, heads, dim, device=team.device, generator=generator)
         return place(whole.to(torch.bfloat16).to(dtype))
 
     q, k, v, dout = normal(8), normal(kv_heads), normal(kv_heads), normal(8)
     if documents:
-        ids = torch.arange(TOKENS, device=team.device, dtype=torch.int32)[None] * documents // TOKENS
+        ids = torch.arange(tokens, device=team.device, dtype=torch.int32)[None] * documents // tokens
         options["q_segment_ids"] = place(ids)
     for x in (q, k, v):
         x.requires_grad_()

@@ -1,0 +1,25 @@
+"""Whole models, and the other ways into a ring, on all GPUs in bfloat16 (``models_worker.py``, ``faces_worker.py``)."""
+
+import pytest
+
+from tests.gpu.jobs import GPUS, need, torchrun
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+MODELS = ("Llama", "Mistral", "Gemma3", "GptOss", "Llama4", "DeepseekV3", "Qwen3Moe")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_errors_of_a_model_are_those_of_bfloat16(model):
+    pytest.importorskip("transformers")
+    need(2)
+    fine, said = torchrun(GPUS, "tests/gpu/models_worker.py", "--models", model, timeout=880)
+    assert fine and "gradients" in said, said
+    print(said)
+
+
+def test_other_ways_into_a_ring():
+    pytest.importorskip("transformers")
+    need(2)
+    fine, said = torchrun(GPUS, "tests/gpu/faces_worker.py", timeout=880)
+    assert fine and "other_batches: told" in said, said
+    print(said)
