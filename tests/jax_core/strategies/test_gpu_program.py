@@ -285,7 +285,12 @@ def test_short_shards(strategy, layout, tokens, window, platform, backward):
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
     assert operands_without_elements(program.as_text()) == []
-    assert program.compile(compiler_options=settings(hosts))
+    try:
+        assert program.compile(compiler_options=settings(hosts))
+    except jax.errors.JaxRuntimeError as error:
+        if "Couldn't find output tile sizes" not in str(error) or jax.version.__version_info__ >= (0, 11):
+            raise
+        pytest.skip("a product of 200 x 800: 0.10 finds no tiles for it where no GPU is there to try others")
 
 
 def test_decoding_copies_no_keys_and_joins_in_one_collective():
