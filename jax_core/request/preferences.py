@@ -7,7 +7,7 @@ from jax_core.kernels.contract import Problem
 
 
 class Row(NamedTuple):
-    """``order`` applies from ``q_length`` query positions per GPU."""
+    """``order`` applies from ``q_length`` query positions in one call of a kernel (``Problem.q_length``)."""
 
     q_length: int
     order: tuple[str, ...]

@@ -1,6 +1,8 @@
 """Exchanges tensors between torch and JAX through DLPack, with zero copy.
 
-Memory is shared both ways and stays alive as long as either side holds it. Three rules follow for a caller:
+Memory is shared both ways and stays alive as long as either side holds it. (The calls of this library do not go this way on GPUs:
+:mod:`torch_bridge.backends.dlpack_view` gives JAX views that own nothing, and the call holds the tensors.) Three rules follow for
+a caller:
 
 - A torch tensor that JAX reads must not be modified in place before JAX has finished. On a CPU, JAX computes on its own
   threads: wait for the results (``jax.block_until_ready``) before control returns to torch. On a GPU streams keep the order:

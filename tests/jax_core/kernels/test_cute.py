@@ -48,9 +48,9 @@ FULL, WINDOW, CHUNKS = Scores(make_mask(), 0.2), Scores(make_mask(True, 37), 0.2
 PROBLEM = Problem(Scores(make_mask(True), 0.125), "bfloat16", 2, 256, 256, 8, 2, 128, 128, backend="gpu")
 
 
-def on_hopper(monkeypatch) -> None:
+def on_gpu(monkeypatch, capability: int = 90) -> None:
     monkeypatch.setattr(calls, "missing", lambda: None)
-    monkeypatch.setattr(calls, "capability", lambda: 90)
+    monkeypatch.setattr(calls, "capability", lambda: capability)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def stand_in(monkeypatch) -> Iterator[None]:
     """In any dtype: in float32 nothing is rounded, and what surrounds the programs is all that can be wrong."""
     monkeypatch.setattr(kernel, "call", cute_stand_in.call)
     monkeypatch.setattr(sums, "call", cute_stand_in.call)
-    on_hopper(monkeypatch)
+    on_gpu(monkeypatch)
     monkeypatch.setattr(cute, "CAPABILITIES", cute.CAPABILITIES | {"float32"})
     with quick_compiles():
         yield
@@ -240,13 +240,13 @@ def _reason(problem: Problem) -> str | None:
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_takes(monkeypatch, name: str):
-    on_hopper(monkeypatch)
+    on_gpu(monkeypatch)
     assert _reason(TAKEN[name]) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_and_says_why(monkeypatch, name: str):
-    on_hopper(monkeypatch)
+    on_gpu(monkeypatch)
     problem, words = REFUSED[name]
     assert words in (_reason(problem) or "")
 
@@ -429,7 +429,7 @@ def test_without_files(compiled, tmp_path):
 def test_lowers_for_a_gpu(compiled, monkeypatch, mapped: bool):
     """The real call with an object that is none, in a ring of two, as far as a machine without a GPU can go; under vmap it is
     called for one entry after another."""
-    on_hopper(monkeypatch)
+    on_gpu(monkeypatch)
     monkeypatch.setattr(calls, "register", lambda: None)
     rows = P(None, None, "ring") if mapped else P(None, "ring")
 

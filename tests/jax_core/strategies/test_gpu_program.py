@@ -95,25 +95,27 @@ def lowered(
     lse = shard((1, HEADS, size * tokens), jnp.float32, mesh, lse_rows)
     arrays = [query, key, key] + ([query, lse, query] if backward else [])
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=tuple(array.sharding.spec for array in arrays), out_specs=rows))
-    with hopper():
+    with on_the_gpu():
         return function.trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
 @contextmanager
-def hopper() -> Iterator[None]:
-    """Answers for the GPU and its cuDNN that the kernels ask about."""
+def on_the_gpu() -> Iterator[None]:
+    """Answers for the GPU and its cuDNN that the kernels ask about: Hopper, or the one of ``CUTE_DSL_ARCH``."""
+    architecture = os.environ.get("CUTE_DSL_ARCH", "sm_90a")
+    capability = int(re.sub(r"\D", "", architecture))
     with ExitStack() as stack:
         for module, name, answer in (
             (launch, "missing", None),
-            (launch, "capability", 90),
+            (launch, "capability", capability),
             (calls, "missing", None),
-            (calls, "capability", 90),
+            (calls, "capability", capability),
             (calls._private(), "check_cudnn_version", 91900),
             (cute_calls, "missing", None),
-            (cute_calls, "capability", 90),
+            (cute_calls, "capability", capability),
         ):
             stack.enter_context(patch.object(module, name, lambda answer=answer: answer))
-        stack.enter_context(patch.dict(os.environ, CUTE_DSL_ARCH="sm_90a"))
+        stack.enter_context(patch.dict(os.environ, CUTE_DSL_ARCH=architecture))
         yield
 
 
@@ -308,7 +310,7 @@ def test_decoding_copies_no_keys_and_joins_in_one_collective():
     query, key = (shard((4, tokens, heads, DIM), jnp.bfloat16, mesh, rows) for tokens, heads in ((1, HEADS), (keys, KV_HEADS)))
     ids = [shard((4, tokens), jnp.int32, mesh, rows) for tokens in (1, keys)]
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
-    with hopper():
+    with on_the_gpu():
         found = function.trace(query, key, *ids).lower(lowering_platforms=("cuda",))
     program = found.compile(compiler_options={"xla_gpu_cuda_data_dir": toolkit()})
     assert program.memory_analysis().temp_size_in_bytes < 2**20
