@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
-from ring_attn.integrations.whole_batches import WholeBatches
+from ring_attn.integrations.whole_batches import WholeBatches, told_of_sharded
 from ring_attn.ring import Ring
 
 
@@ -108,6 +108,8 @@ class RingParallelism(ParallelismConfig):
                 f"accelerate sees {accelerator.num_processes} of the {self.total_size} processes, so it would reduce no gradients; "
                 "on CPUs give TrainingArguments use_cpu=True, or the Accelerator cpu=True"
             )
+        if self.cp_size > 1:
+            accelerator.pad_across_processes = told_of_sharded(accelerator.pad_across_processes)
         kind = accelerator.distributed_type
         untried = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
         if kind in untried or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):

@@ -1,6 +1,7 @@
 """A transformers model on a ring that is called with whole batches: what stands between it and a trainer that knows of no ring."""
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import wraps
 from inspect import signature
 from typing import Any, NamedTuple, NoReturn
 
@@ -118,12 +119,26 @@ class StaysSharded:
     def __getattr__(self, attribute: str) -> NoReturn:
         raise NotImplementedError(
             f"the model's {self._name} are sharded over the ring, never whole on a rank: a loss or metric made from them outside "
-            "of the model (compute_metrics, predict, compute_loss_func, label smoothing) cannot be had. For a loop of your own on "
-            "shards: ring_attn.integrations.transformers.context_parallel"
+            "of the model (compute_metrics, predict, compute_loss_func, label smoothing) cannot be had. To evaluate by the loss, "
+            "set prediction_loss_only=True in the TrainingArguments. For metrics of logits use a loop of your own on shards: "
+            "ring_attn.integrations.transformers.context_parallel"
         )
 
     def __reduce__(self) -> NoReturn:
         self.__getattr__("__reduce__")
+
+
+def told_of_sharded(pad: Callable[..., Any]) -> Callable[..., Any]:
+    """accelerate's function to which the Trainer gives a model's outputs, whose own words would be of an unknown type."""
+
+    @wraps(pad)
+    def told(outputs: Any, *arguments: Any, **options: Any) -> Any:
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(output, StaysSharded):
+                output.gathered()  # raises
+        return pad(outputs, *arguments, **options)
+
+    return told
 
 
 _NO_LABELS = (

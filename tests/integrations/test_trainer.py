@@ -49,6 +49,12 @@ def test_a_loop_with_accelerate(runs):
     assert_same(runs[2]["looped"], runs[1]["looped"])
 
 
+def test_metrics_give_way_to_the_loss_where_told_so(runs):
+    """prediction_loss_only=True, which the refusal of metrics of logits names."""
+    without_metrics, by_loss_only = runs[2]["refusals"]["losses"]
+    assert by_loss_only == without_metrics > 0
+
+
 REFUSED = ("label smoothing", "metrics of logits", "predictions", "logits", "different batches", "a second ring")
 
 

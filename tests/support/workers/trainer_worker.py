@@ -166,8 +166,12 @@ def refusals(folder: str) -> dict[str, Any]:
     ids = torch.randint(VOCABULARY, (1, 10), generator=torch.Generator().manual_seed(rank))
     return {
         "label smoothing": refused(NotImplementedError, "has no labels", smoothing.train),
-        "metrics of logits": refused(TypeError, "StaysSharded", metrics.evaluate),
-        "predictions": refused(TypeError, "StaysSharded", lambda: metrics.predict(documents(4))),
+        "metrics of logits": refused(NotImplementedError, "prediction_loss_only=True", metrics.evaluate),
+        "predictions": refused(NotImplementedError, "prediction_loss_only=True", lambda: metrics.predict(documents(4))),
+        "losses": [
+            trainer(metrics=None).evaluate()["eval_loss"],
+            trainer(metrics=lambda predictions: {}, prediction_loss_only=True).evaluate()["eval_loss"],
+        ],
         "logits": refused(NotImplementedError, "are sharded", lambda: model(ids.zero_(), labels=ids.zero_()).logits.argmax(-1)),
         "different batches": refused(ValueError, "different batches", lambda: model(ids + rank, labels=ids)),
         "a second ring": refused(ValueError, "already", lambda: RingParallelism(model).build_device_mesh("cpu")),
