@@ -4,6 +4,7 @@ Where a model runs on a ring of one here, the ring is "local"; rings of two and 
 """
 
 import copy
+import types
 
 import pytest
 import tiny_transformers as tiny
@@ -199,6 +200,24 @@ def test_two_models_with_configurations_of_one_object():
     assert torch.equal(one(**batch).loss, expected)
 
 
+@pytest.mark.parametrize("make", [llama, tiny.gemma3_with_images])
+def test_what_is_changed_in_a_configuration_stays_when_the_ring_goes(make):
+    """Also within verify, which takes the model from the ring for a while."""
+    model = make()
+    config, text = model.config, model.config.get_text_config()
+    rope = copy.deepcopy(getattr(text, "rope_parameters", None))
+    cp = context_parallel(model, "local")
+    model.config.pad_token_id, model.config.get_text_config().rms_norm_eps, model.config.of_the_user = 5, 0.5, [1]
+    with cp.detached():
+        assert config.pad_token_id == 5
+    assert model.config.of_the_user == [1] and model.config is not config
+    cp.remove()
+    assert model.config is config and (config.pad_token_id, text.rms_norm_eps, config.of_the_user) == (5, 0.5, [1])
+    assert config._attn_implementation == text._attn_implementation == "eager"
+    assert getattr(text, "rope_parameters", None) == rope
+    cp.remove()
+
+
 def test_dropout_of_weights_is_honoured():
     model = llama()
     for layer in model.model.layers:
@@ -221,14 +240,39 @@ REFUSED = {
     "a recurrent model": (
         lambda: transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)),
         NotImplementedError,
-        "Mamba",
+        "MambaForCausalLM is recurrent: its layers carry a state along the sequence",
     ),
-    "positions from 0 on each rank": (
-        lambda: transformers.BartForConditionalGeneration(
-            transformers.BartConfig(vocab_size=97, d_model=16, encoder_layers=1, decoder_layers=1)
+    "a head that chooses positions": (
+        lambda: transformers.LlamaForQuestionAnswering(llama().config),
+        NotImplementedError,
+        "LlamaForQuestionAnswering chooses positions by a softmax over the whole sequence",
+    ),
+    "a head that is not known": (
+        lambda: transformers.ElectraForPreTraining(
+            transformers.ElectraConfig(hidden_size=16, embedding_size=16, num_attention_heads=2, num_hidden_layers=1)
         ),
         NotImplementedError,
-        "takes no decoder_position_ids",
+        "ElectraForPreTraining is not known to make its outputs and its loss of each token by itself",
+    ),
+    "an encoder of sound": (
+        lambda: transformers.Wav2Vec2ForCTC(
+            transformers.Wav2Vec2Config(
+                vocab_size=33,
+                hidden_size=16,
+                intermediate_size=16,
+                num_attention_heads=2,
+                num_hidden_layers=1,
+                conv_dim=[16],
+                conv_kernel=[3],
+                conv_stride=[2],
+                num_conv_pos_embeddings=4,
+                num_conv_pos_embedding_groups=2,
+                do_stable_layer_norm=False,
+                feat_extract_norm="layer",
+            )
+        ),
+        NotImplementedError,
+        "takes input_values, no tokens: its layers convolve them, and a CTC loss runs, along the whole sequence",
     ),
     "without the interface": (
         lambda: transformers.GPTJForCausalLM(transformers.GPTJConfig(vocab_size=97, n_embd=16, n_head=2, n_layer=1, rotary_dim=4)),
@@ -267,6 +311,29 @@ def test_models_that_cannot_be_sharded_are_refused(name):
         words += "|do not look their attention up"  # of older versions some models cannot be sharded at all
     with pytest.raises(kind, match=words):
         context_parallel(make(), "local")
+
+
+def test_what_counts_tokens_by_itself_takes_no_positions():
+    cp = context_parallel(tiny.seq2seq("BartForConditionalGeneration", "Bart")(), "local")
+    ids = tiny.tokens()
+    with pytest.raises(ValueError, match="BartForConditionalGeneration takes no decoder_position_ids: it counts them itself"):
+        cp.shard({"input_ids": ids, "decoder_input_ids": ids, "decoder_position_ids": torch.arange(27)})
+
+
+def test_experts_that_drop_tokens_must_have_room_for_all():
+    cp = context_parallel(tiny.switch(expert_capacity=26), "local")
+    with pytest.raises(ValueError, match=r"drops the tokens beyond expert_capacity=26.* at least the sequence's length, 27"):
+        cp.shard({"input_ids": tiny.tokens(), "labels": tiny.tokens()})
+
+
+@pytest.mark.skipif(not hasattr(transformers, "PaliGemmaConfig"), reason="made by newer versions only")
+def test_whole_inputs_of_models_that_pass_their_mask_on():
+    model = tiny.paligemma().eval()
+    ids = tiny.tokens()
+    expected = model(ids).logits
+    cp = context_parallel(model, "local")
+    assert torch.equal(model(ids).logits, expected)
+    torch.testing.assert_close(cp(input_ids=ids).logits[:, :27], expected, atol=TOLERANCE, rtol=0)
 
 
 def test_what_a_sharded_batch_is_given_after_it_was_made_counts(local):
@@ -315,6 +382,19 @@ class Wrapper(torch.nn.Module):
 
     def forward(self, **batch):
         return self.base_model.model.forward(**batch)
+
+
+def test_virtual_tokens_of_peft_are_refused(local):
+    """Where PEFT wraps the model first, and where it does so afterwards."""
+    wrapped = Wrapper(llama())
+    wrapped.active_peft_config = types.SimpleNamespace(is_prompt_learning=True)
+    with pytest.raises(NotImplementedError, match=r"virtual tokens .* Use LoRA; or make context_parallel of model\.get_base_model"):
+        context_parallel(wrapped, "local")
+    model, cp = local
+    batch = cp.shard(tiny.batch())
+    embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+    with pytest.raises(ValueError, match=r"inputs_embeds took the place of input_ids .* before cp\.shard"):
+        model(**batch, inputs_embeds=embedded)
 
 
 def test_the_base_model_of_a_wrapped_model():

@@ -99,13 +99,52 @@ CAUSAL: dict[str, Callable[[], Any]] = {
 }
 
 
+_TEXT = {name: size for name, size in SIZES.items() if name != "attn_implementation"}
+_VISION: dict[str, Any] = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+)
+_IMAGES: dict[str, Any] = dict(attn_implementation="eager", image_token_id=VOCABULARY - 1)
+
+
 def gemma3_with_images() -> Any:
-    text = {name: size for name, size in {**SIZES, **_LAYERS}.items() if name != "attn_implementation"}
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
     config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, attn_implementation="eager", pad_token_id=0
+        text_config={**_TEXT, **_LAYERS}, vision_config=_VISION, mm_tokens_per_image=4, attn_implementation="eager", pad_token_id=0
     )
     return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def gemma4() -> Any:
+    """Its last two layers have the keys and values of the first two."""
+    layers = {"num_hidden_layers": 4, "layer_types": 2 * _LAYERS["layer_types"], "sliding_window": WINDOW}
+    shared = dict(num_kv_shared_layers=2, global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY)
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**{**SIZES, **layers}, **shared))
+
+
+def llava() -> Any:
+    vision = {**_VISION, "projection_dim": 32, "model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(text_config={**_TEXT, "model_type": "llama"}, vision_config=vision, **_IMAGES)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def paligemma() -> Any:
+    vision = {**_VISION, "projection_dim": 32, "model_type": "siglip_vision_model"}
+    text = {**_TEXT, "model_type": "gemma"}
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=32, hidden_size=32, **_IMAGES)
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
+def mllama() -> Any:
+    """Its layer 1 attends to images, and is left out without them."""
+    unused = ("head_dim", "max_position_embeddings")
+    text = {name: size for name, size in _TEXT.items() if name not in unused}
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_global_layers=1, attention_heads=2)
+    sizes = dict(image_size=16, patch_size=8, intermediate_layers_indices=[0], vision_output_dim=32)
+    config = transformers.MllamaConfig(
+        text_config={**text, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        vision_config={**vision, **sizes, "supported_aspect_ratios": [[1, 1]]},
+        attn_implementation="eager",
+    )
+    return transformers.MllamaForConditionalGeneration(config)
 
 
 def modernbert() -> Any:
@@ -123,6 +162,14 @@ def modernbert() -> Any:
 def bert() -> Any:
     return transformers.BertForMaskedLM(
         transformers.BertConfig(**_NO_HEAD_DIM, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
+
+
+def roberta() -> Any:
+    """Its positions are counted from the padding's id, and padding has that one."""
+    sizes = {**_NO_HEAD_DIM, "pad_token_id": 1, "bos_token_id": 0}
+    return transformers.RobertaForMaskedLM(
+        transformers.RobertaConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )
 
 
@@ -150,6 +197,46 @@ def whisper() -> Any:
     heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48)
     layers = dict(encoder_layers=1, decoder_layers=2, num_mel_bins=8, max_source_positions=12, max_target_positions=64)
     return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_SEQ2SEQ, **layers, **heads, **ids))
+
+
+def seq2seq(name: str, config: str) -> Callable[[], Any]:
+    """A model of BART's kind, with positions that are embedded."""
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    sizes = dict(encoder_layers=2, decoder_layers=2, max_position_embeddings=64, **heads)
+    off = dict.fromkeys(("dropout", "attention_dropout", "encoder_layerdrop", "decoder_layerdrop"), 0.0)
+    ids = dict(bos_token_id=1, eos_token_id=2, decoder_start_token_id=2)
+    return lambda: getattr(transformers, name)(getattr(transformers, f"{config}Config")(**_SEQ2SEQ, **sizes, **off, **ids))
+
+
+def switch(expert_capacity: int = 64) -> Any:
+    config = transformers.SwitchTransformersConfig(
+        **_SEQ2SEQ,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        num_heads=4,
+        num_experts=4,
+        expert_capacity=expert_capacity,
+        router_jitter_noise=0.0,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
+def moonshine() -> Any:
+    heads = {f"{part}_num_{kind}_heads": 4 for part in ("encoder", "decoder") for kind in ("attention", "key_value")}
+    layers = dict(encoder_num_hidden_layers=1, decoder_num_hidden_layers=2, intermediate_size=48, max_position_embeddings=64)
+    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+    config = transformers.MoonshineConfig(
+        vocab_size=VOCABULARY, hidden_size=32, attn_implementation="eager", **layers, **heads, **ids
+    )
+    return transformers.MoonshineForConditionalGeneration(config)
 
 
 def tokens(length: int = LENGTH, rows: int = 2, seed: int = 0) -> Tensor:

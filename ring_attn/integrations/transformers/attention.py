@@ -42,23 +42,39 @@ _INSTEAD = {
 }
 
 
-class WholeMask:
+class _Prepared:
+    """A mask that is made already. Models of images and text give theirs to the text model, which gives it to the mask functions
+    again; these ask for its shape."""
+
+    ndim = 4
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.shape = (arguments.get("batch_size"), 1, arguments.get("q_length"), arguments["kv_length"])
+
+
+class WholeMask(_Prepared):
     """A mask of whole sequences, as the model's own attention implementation makes it."""
 
-    def __init__(self, implementation: str, mask: Any) -> None:
+    def __init__(self, arguments: dict[str, Any], implementation: str, mask: Any) -> None:
+        super().__init__(arguments)
         self.implementation, self.mask = implementation, mask
 
 
-class RingMask:
+class RingMask(_Prepared):
     """A mask of sharded sequences: the options of ``ring_attention``. No dataclass: FSDP takes those apart.
 
     ``averaging``: bool ``[batch, local]``, queries that see nothing and get the mean of all values, or None.
     """
 
-    def __init__(self, call: Call, keys: Sequence, options: dict[str, Any], averaging: Tensor | None) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], call: Call, keys: Sequence, options: dict[str, Any], averaging: Tensor | None
+    ) -> None:
+        super().__init__(arguments)
         self.call, self.ring, self.keys, self.options, self.averaging = call, call.ring, keys, options, averaging
 
-    def __getitem__(self, index: object) -> Any:
+    def __getitem__(self, index: Any) -> "RingMask":
+        if all(part == slice(None) or part == slice(0, None) for part in (index if isinstance(index, tuple) else (index,))):
+            return self  # Gemma 4's layers with shared keys cut to the logits to keep, which are all
         raise NotImplementedError("this layer cuts its mask into parts, which a mask over a ring does not allow")
 
     def __getattr__(self, name: str) -> Any:
@@ -73,13 +89,22 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask_of_call)
 
 
-def mask_of_call(**arguments: Any) -> RingMask | WholeMask:
+def mask_of_call(**arguments: Any) -> Any:
     """The mask function that transformers calls, with the arguments of ``sdpa_mask``; lengths are those of this rank's tensors."""
-    call = _call_of("a mask")
+    call, prepared = _call_of("a mask"), arguments.get("attention_mask")
+    if isinstance(prepared, _Prepared):
+        return prepared
     if call.sharded is None:
-        make = mask_function_of(call.previous)
-        return WholeMask(call.previous, None if make is None else make(**arguments))
-    return _ring_mask(call, arguments)
+        return WholeMask(arguments, call.previous, _previous_mask(call, arguments))
+    rule = translate(arguments["mask_function"])
+    if call.whole_encoder and not rule.causal:
+        return _previous_mask(call, arguments)  # of layers that attend to all of the encoder's output, and keep their attention
+    return _ring_mask(call, rule, arguments)
+
+
+def _previous_mask(call: Call, arguments: dict[str, Any]) -> Any:
+    make = mask_function_of(call.previous)
+    return None if make is None else make(**arguments)
 
 
 def _call_of(asked: str) -> Call:
@@ -98,9 +123,8 @@ def _call_of(asked: str) -> Call:
     return call
 
 
-def _ring_mask(call: Call, arguments: dict[str, Any]) -> RingMask:
+def _ring_mask(call: Call, rule: Rule, arguments: dict[str, Any]) -> RingMask:
     assert call.sharded is not None
-    rule = translate(arguments["mask_function"])
     own = call.sharded.sequences[call.part]
     cross = call.part == "decoder" and "encoder" in call.sharded.sequences and not rule.causal
     keys = call.sharded.sequences["encoder"] if cross else own
@@ -108,7 +132,7 @@ def _ring_mask(call: Call, arguments: dict[str, Any]) -> RingMask:
     averaging = None
     if own.unfounded is not None and call.previous == "eager" and rule.causal:
         averaging = call.ring.shard(own.unfounded)
-    return RingMask(call, keys, _options(rule, own, keys), averaging)
+    return RingMask(arguments, call, keys, _options(rule, own, keys), averaging)
 
 
 def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence) -> None:
@@ -160,9 +184,18 @@ def attention_function(
         call = _call_of(f"the attention of {_named(module)}")
         if call.sharded is None:
             return attention_function_of(call.previous, module)(module, query, key, value, attention_mask, **options)
-        raise NotImplementedError(_no_mask(module, attention_mask))
-    attention_mask.call.attended += 1
+        if not _hides_nothing(attention_mask, key):
+            raise NotImplementedError(_no_mask(module, attention_mask))
+        attention_mask = _ring_mask(call, Rule(), {"q_length": query.shape[2], "kv_length": key.shape[2]})
+    attention_mask.call.attended[attention_mask.call.part] += 1
     return _on_ring(module, (query, key, value), attention_mask, **options), None
+
+
+def _hides_nothing(mask: Any, key: Tensor) -> bool:
+    """Whether a tensor is a mask of keys, the same for all queries, and hides none: what Switch's encoder makes by itself of the
+    ones that a sharded batch has. What padding there is, the batch knows."""
+    keys = key.shape[2]
+    return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1:] == (1, 1, keys) and keys > 1 and not bool(mask.any())
 
 
 def _on_ring(

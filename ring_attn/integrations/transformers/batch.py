@@ -12,6 +12,7 @@ from torch.nn import functional
 from ring_attn.integrations.transformers.calls import Sharded
 from ring_attn.integrations.transformers.documents import PACKING, documents_of
 from ring_attn.integrations.transformers.plan import Plan
+from ring_attn.integrations.transformers.positions import embeds_positions
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
 from ring_attn.ring import Ring
 from ring_attn.sharding.sequence import is_shard, mark_shard
@@ -33,7 +34,10 @@ _OF_DECODER = _Names("decoder_input_ids", "decoder_inputs_embeds", "decoder_atte
 
 _PASSED = ("output_hidden_states", "output_router_logits", "return_dict")  # as they are
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_CACHE = "a K/V cache holds whole sequences; generate with the whole prompt, model.generate(...)"
+_CACHE = (
+    "a K/V cache holds whole sequences; generate with the whole prompt, model.generate(...); in the place of PEFT's prefix tuning, "
+    "whose prefix is a cache, use LoRA"
+)
 _HEADS = "it multiplies attention weights, which no rank has; prune the heads instead"
 _IMAGES = "its features go where the tokens of the whole sequence say; give inputs_embeds of the whole sequence, made with them"
 REFUSED = {
@@ -109,12 +113,10 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
             f"the batch needs either {names.ids} [batch, seq] or {names.embeddings} [batch, seq, dim], of the whole sequence"
         )
     mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
-    if positions is not None and positions.shape[-1] != tokens.shape[1]:
-        raise ValueError(
-            f"{names.positions} {list(positions.shape)} must be those of the whole sequence, of {tokens.shape[1]} tokens"
-        )
+    _check_positions(plan, names, positions, tokens)
+    plan.check_length(tokens.shape[1])
     documents, by_position = documents_of(tokens, mask, positions, {x: given.pop(x) for x in PACKING if x in given})
-    plan.check_positions(positions, mask)
+    positions = plan.positions_of(tokens, mask) if positions is None else positions
     sequence = describe(ring, tokens, mask, documents, positions, labels)
     own[name] = sequence.shard(tokens, plan.pad_id if name == names.ids else 0)
     mark_shard(own[name])  # for generate, which may be given this tensor alone
@@ -125,7 +127,20 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
     if plan.takes(names.positions):
         own[names.positions] = own_positions
     counted = by_position and plan.counts_within_documents
-    return replace(sequence, positions=own_positions) if counted else sequence
+    return replace(sequence, position_ids=own_positions, positions=own_positions if counted else None)
+
+
+def _check_positions(plan: Plan, names: _Names, positions: Tensor | None, tokens: Tensor) -> None:
+    if positions is None:
+        return
+    if positions.shape[-1] != tokens.shape[1]:
+        raise ValueError(
+            f"{names.positions} {list(positions.shape)} must be those of the whole sequence, of {tokens.shape[1]} tokens"
+        )
+    if not plan.takes_positions and any(embeds_positions(module) for module in plan.model.modules()):
+        raise ValueError(
+            f"{type(plan.model).__name__} takes no {names.positions}: it counts them itself; take them out of the batch"
+        )
 
 
 def _positions(sequence: Sequence, positions: Tensor | None) -> Tensor:

@@ -1,5 +1,6 @@
 """The forward that is under way: a context variable, because keyword arguments do not reach every layer and mask."""
 
+from collections import Counter
 from contextvars import ContextVar
 from typing import Any
 
@@ -36,11 +37,12 @@ def _version(tensor: Tensor) -> int:
 
 
 class Call:
-    """One forward of a model. ``sharded`` is None where its inputs are whole; ``part``: which half of an encoder-decoder runs."""
+    """One forward of a model. ``sharded`` is None where its inputs are whole; ``part``: which half of an encoder-decoder runs;
+    ``attended``: the attentions that went through the ring, by part."""
 
-    def __init__(self, ring: Ring, previous: str, sharded: Sharded | None) -> None:
-        self.ring, self.previous, self.sharded = ring, previous, sharded
-        self.part, self.attended = "decoder", 0
+    def __init__(self, ring: Ring, previous: str, sharded: Sharded | None, whole_encoder: bool = False) -> None:
+        self.ring, self.previous, self.sharded, self.whole_encoder = ring, previous, sharded, whole_encoder
+        self.part, self.attended = "decoder", Counter[str]()
 
 
 CALL: ContextVar[Call | None] = ContextVar("ring_attn_call", default=None)

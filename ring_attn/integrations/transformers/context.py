@@ -101,7 +101,7 @@ class ContextParallel:
         sync_gradients(self._outer, ring=self.ring)
 
     def remove(self) -> None:
-        """Makes the model what it was before. Harmless if called twice."""
+        """Makes the model what it was before; what was changed in its configuration since stays. Harmless if called twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -194,9 +194,18 @@ class ContextParallel:
             self._shared.compare(sharded.whole, options[next(iter(sharded.entries))], self.model)
             self._record_gradients()
             labels, items = _taken(sharded, options)
-        call = Call(self.ring, self.previous, sharded)
+        call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None)
         # Without the head, which is the caller's, there is no loss to be made.
         return _Entered(module, (call, CALL.set(call)), labels if module is self.model else None, items)
+
+    def _check_attended(self, attended: Mapping[str, int]) -> None:
+        for part, layers in self.plan.layers.items():
+            if attended[part] < layers:
+                whose = ("" if len(self.plan.layers) == 1 else f"the {part} of ") + type(self.model).__name__
+                raise NotImplementedError(
+                    f"{attended[part]} attentions of {whose} went through the ring, but it has {layers} layers: the others "
+                    "attended to this rank's tokens alone, or carry a state along the sequence"
+                )
 
     def _check(self, sharded: Sharded, options: dict[str, Any]) -> None:
         if sharded.owner is not self:
@@ -209,6 +218,10 @@ class ContextParallel:
         if not ours and bool(mask.ne(1).any()):
             raise ValueError("the attention mask of a sharded batch was changed; give the whole mask to cp.shard")
         missing = [name for name in sharded.entries if name not in _LABELS and options.get(name) is None]
+        if missing and missing[0] == "input_ids" and options.get("inputs_embeds") is not None:
+            raise ValueError(
+                f"inputs_embeds took the place of input_ids in a sharded batch, as by PEFT's prompt tuning. {_CHANGED}"
+            )
         if missing:
             raise ValueError(f"{missing[0]} was taken out of a sharded batch: the model would make its own of this rank's tokens")
         self._check_entries(sharded, options)
@@ -241,11 +254,7 @@ class ContextParallel:
         CALL.reset(token)
         if output is None or call.sharded is None:  # None: an error is on its way
             return None
-        if call.attended < self.plan.layers:
-            raise NotImplementedError(
-                f"{call.attended} attentions of {type(self.model).__name__} went through the ring, but it has {self.plan.layers} "
-                "layers: the others attended to this rank's tokens alone, or carry a state along the sequence"
-            )
+        self._check_attended(call.attended)
         if self.ring.size > 1:
             watch_logits(getattr(output, "logits", None))
         if labels is None:
@@ -288,6 +297,13 @@ def context_parallel(
 
 def _pretrained(model: nn.Module) -> Any:
     found = pretrained_in(model)
+    peft = (getattr(part, "active_peft_config", None) for part in model.modules())
+    if any(getattr(config, "is_prompt_learning", False) for config in peft):
+        raise NotImplementedError(
+            "PEFT puts its virtual tokens before those that it sees, which are one rank's, or into a K/V cache (prefix tuning). "
+            "Use LoRA; or make context_parallel of model.get_base_model(), give its cp.shard the inputs_embeds of the whole, "
+            "virtual tokens (model.get_prompt) first, and sum with ring_attn.sync_gradients(model, ring=cp.ring)"
+        )
     if found is None:
         raise ValueError(f"context_parallel needs a transformers model, got {type(model).__name__}")
     return found

@@ -10,7 +10,13 @@ from torch import nn
 from ring_attn.integrations.transformers.attention import NAME
 from ring_attn.integrations.transformers.calls import CALL
 from ring_attn.integrations.transformers.plan import Plan
-from ring_attn.integrations.transformers.positions import has_relative_bias, relative_bias, sees_the_longest
+from ring_attn.integrations.transformers.positions import (
+    embeds_positions,
+    has_relative_bias,
+    of_this_rank,
+    relative_bias,
+    sees_the_longest,
+)
 from ring_attn.integrations.transformers.versions import PretrainedConfig
 from ring_attn.ring import Ring
 
@@ -21,6 +27,7 @@ class Patches:
     def __init__(self, plan: Plan, ring: Ring, owner: Any, forwards: dict[nn.Module, Any]) -> None:
         self._set: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what it was
         self._configs: list[Any] = []
+        self._copied: list[tuple[Any, Any, dict[str, Any]]] = []  # configuration, the model's own copy, and what was in it
         self._hooks: list[Any] = []
         self._previous = plan.config._attn_implementation
         self._own_configs(plan)
@@ -29,6 +36,9 @@ class Patches:
         if hasattr(plan.model, "generate"):
             self._assign(plan.model, "generate", owner.generate)
         for module in plan.model.modules():
+            if not plan.takes_positions and embeds_positions(module):
+                for name, function in of_this_rank(module, lambda: owner.off).items():
+                    self._assign(module, name, function)
             if has_relative_bias(module):
                 self._assign(module, "compute_bias", relative_bias(module, ring, lambda: owner.off))
             self._hooks += sees_the_longest(module)
@@ -52,8 +62,11 @@ class Patches:
                 delattr(module, name)
             else:
                 setattr(module, name, before)
-        self._hooks.clear()
-        self._set.clear()
+        self._use(self._previous)
+        for original, own, before in self._copied:
+            _set_back(original, own, before)
+        for left in (self._hooks, self._set, self._configs, self._copied):
+            left.clear()
 
     def _use(self, implementation: str) -> None:
         for config in self._configs:
@@ -82,7 +95,9 @@ class Patches:
         for module in root.modules() if deep else (root,):
             for name, value in list(vars(module).items()):
                 if isinstance(value, PretrainedConfig):
-                    self._assign(module, name, copy.deepcopy(value, copies))
+                    if id(value) not in copies:
+                        self._copied += [(x, y, copy.deepcopy(vars(x))) for x, y in _pairs(value, copy.deepcopy(value, copies))]
+                    self._assign(module, name, copies[id(value)])
 
     def _follow(self, plan: Plan) -> None:
         """Notes which half of the model runs."""
@@ -97,6 +112,22 @@ class Patches:
 
 
 _ABSENT = object()
+
+
+def _pairs(config: Any, own: Any) -> Iterator[tuple[Any, Any]]:
+    """A configuration and those in it, each with its copy."""
+    yield config, own
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            yield from _pairs(value, vars(own)[name])
+
+
+def _set_back(original: Any, own: Any, before: dict[str, Any]) -> None:
+    """What was changed in a copy since it was made is changed in the original too."""
+    for name, value in vars(own).items():
+        inner = isinstance(value, PretrainedConfig)  # has a pair of its own
+        if not inner and name != "_attn_implementation_internal" and (name not in before or before[name] != value):
+            setattr(original, name, value)
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

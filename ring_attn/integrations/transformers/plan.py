@@ -4,9 +4,15 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ring_attn.integrations.transformers.positions import has_relative_bias, knows_its_bias
+from ring_attn.integrations.transformers.positions import (
+    counts_from_ids,
+    embeds_positions,
+    has_relative_bias,
+    knows_its_bias,
+)
 from ring_attn.integrations.transformers.table import check_layer_types
 from ring_attn.integrations.transformers.versions import (
     counts_within_documents,
@@ -19,9 +25,18 @@ from ring_attn.integrations.transformers.versions import (
 _HEADS = {
     "ForCausalLM": True,
     "LMHeadModel": True,
+    "GenerationDecoder": True,
     "ForConditionalGeneration": True,
+    "MTModel": True,
     "ForMaskedLM": False,
     "ForTokenClassification": False,
+}
+_ONE_TOKEN = "reads tokens that one rank has (the first, or the last)"
+_OTHER_HEADS = {
+    "ForSequenceClassification": _ONE_TOKEN,
+    "ForMultipleChoice": _ONE_TOKEN,
+    "ForNextSentencePrediction": _ONE_TOKEN,
+    "ForQuestionAnswering": "chooses positions by a softmax over the whole sequence",
 }
 
 
@@ -37,12 +52,14 @@ class Plan:
     encoder_decoder: bool
     whole_encoder: str | None
     parameters: frozenset[str]
-    layers: int
+    layers: dict[str, int]
     counts_within_documents: bool = counts_within_documents
 
     @property
     def shifts_labels(self) -> bool:
-        return not self.encoder_decoder and self.head is not None and _HEADS[self.head]
+        # A decoder by itself (BartForCausalLM) takes labels as the encoder-decoder of its kind does: each where it is predicted.
+        alone = any(type(part).__name__.endswith("DecoderWrapper") for part in self.model.children())
+        return not (self.encoder_decoder or alone) and self.head is not None and _HEADS[self.head]
 
     @property
     def pad_id(self) -> int:
@@ -53,6 +70,10 @@ class Plan:
     def masks_read_token_types(self) -> bool:
         """Or else embeddings do, as BERT's."""
         return not getattr(self.config, "type_vocab_size", 0)
+
+    @property
+    def takes_positions(self) -> bool:
+        return self.takes("decoder_position_ids" if self.encoder_decoder else "position_ids")
 
     def takes(self, name: str) -> bool:
         return name in self.parameters
@@ -70,20 +91,34 @@ class Plan:
         if "_loss_function" in vars(self.model):
             raise NotImplementedError("model.loss_function was replaced; compute the loss from outputs.logits, without labels")
 
-    def check_positions(self, positions: Tensor | None, mask: Tensor | None) -> None:
-        """Models that count positions from ids or masks would count this rank's."""
-        if positions is not None:
-            return
+    def positions_of(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Positions ``[batch, seq]`` as the model itself counts them from whole ids, where it does (RoBERTa's); else None.
+        ValueError where it would count them from a mask, of which a rank sees its part."""
         for name, module in self.model.named_modules():
-            by_ids = hasattr(module, "create_position_ids_from_input_ids")
+            if (count := counts_from_ids(module)) is not None:
+                # Of embeddings all are taken for tokens.
+                ids = tokens if tokens.ndim == 2 else torch.full(tokens.shape[:2], module.padding_idx + 1, device=tokens.device)
+                return count(ids, module.padding_idx)
             by_mask = isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
-            if by_ids or (by_mask and mask is not None and not bool((mask != 0).all())):
+            if by_mask and mask is not None and not bool((mask != 0).all()):
                 raise ValueError(f"{name} counts positions by the tokens it sees, which are one rank's; give position_ids too")
+        return None
+
+    def check_length(self, length: int) -> None:
+        for name, module in self.model.named_modules():
+            capacity = getattr(module, "expert_capacity", None)
+            if isinstance(capacity, int) and capacity < length:
+                raise ValueError(
+                    f"{name} drops the tokens beyond expert_capacity={capacity}, counted along the whole sequence, of which a rank "
+                    f"has a part; set expert_capacity to at least the sequence's length, {length}, and none are dropped"
+                )
 
 
 def plan_of(model: Any) -> Plan:
     """NotImplementedError, by name of what stands in the way."""
     kind, config = type(model).__name__, model.config.get_text_config()
+    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    _check_kind(model, encoder_decoder)
     if not uses_the_interface(model):
         raise NotImplementedError(
             f"the layers of {kind} do not look their attention up in the AttentionInterface of this version of transformers, so "
@@ -92,24 +127,45 @@ def plan_of(model: Any) -> Plan:
     check_layer_types(config)
     head = _head(model)
     parameters = frozenset(inspect.signature(model.forward).parameters)
-    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     source = model.get_encoder().main_input_name if encoder_decoder else "input_ids"
     _check_layers(model, config)
     _check_parameters(model, parameters, encoder_decoder)
-    names = ("num_decoder_layers", "decoder_layers") if encoder_decoder else ("num_hidden_layers",)
-    layers = next((found for name in names if (found := getattr(config, name, None))), 1)
     whole_encoder = None if source == "input_ids" else source
+    layers = _layers(config, encoder_decoder, whole_encoder)
     return Plan(model, _base(model), config, head, encoder_decoder, whole_encoder, parameters, layers)
+
+
+def _layers(config: Any, encoder_decoder: bool, whole_encoder: str | None) -> dict[str, int]:
+    """How many layers must attend over the ring, by the part of the model."""
+    own = getattr(config, "num_hidden_layers", None) or 1
+    if not encoder_decoder:  # Mllama's cross-attention is skipped where there is no image
+        return {"decoder": own - len(getattr(config, "cross_attention_layers", None) or ())}
+    names = ("num_decoder_layers", "decoder_layers", "decoder_num_hidden_layers")
+    decoder = next((found for name in names if (found := getattr(config, name, None))), 1)
+    return {"decoder": decoder} if whole_encoder else {"encoder": own, "decoder": decoder}
+
+
+def _check_kind(model: Any, encoder_decoder: bool) -> None:
+    kind, source = type(model).__name__, model.main_input_name
+    if getattr(model, "_is_stateful", False):
+        raise NotImplementedError(
+            f"{kind} is recurrent: its layers carry a state along the sequence, which a ring does not pass from rank to rank yet. "
+            "Use a model whose layers all attend, or shard the batch instead of the sequence"
+        )
+    if source != "input_ids" and not encoder_decoder:
+        raise NotImplementedError(
+            f"{kind} takes {source}, no tokens: its layers convolve them, and a CTC loss runs, along the whole sequence, over the "
+            "ends of the shards. Shard the batch instead of the sequence"
+        )
 
 
 def _head(model: Any) -> str | None:
     names = [kind.__name__ for kind in type(model).__mro__]
     found = next((head for name in names for head in _HEADS if head in name), None)
     if found is None and not names[0].endswith("Model"):
-        raise NotImplementedError(
-            f"the head of {names[0]} reads tokens that one rank has (the first, or the last); use the model without it, and "
-            "cp.ring.unshard what it returns"
-        )
+        other = next((head for name in names for head in _OTHER_HEADS if head in name), None)
+        reason = "is not known to make its outputs and its loss of each token by itself" if other is None else _OTHER_HEADS[other]
+        raise NotImplementedError(f"the head of {names[0]} {reason}; use the model without it, and cp.ring.unshard what it returns")
     return found
 
 
@@ -140,7 +196,8 @@ def _check_layers(model: Any, config: Any) -> None:
 
 def _check_parameters(model: Any, parameters: frozenset[str], encoder_decoder: bool) -> None:
     name = "decoder_position_ids" if encoder_decoder else "position_ids"
-    if name not in parameters and not any(has_relative_bias(module) for module in model.modules()):
+    told = any(has_relative_bias(module) or embeds_positions(module) for module in model.modules())
+    if name not in parameters and not told:
         raise NotImplementedError(
             f"{type(model).__name__} takes no {name}: it would count positions within this rank's tokens from 0"
         )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.calls import CALL
 from ring_attn.integrations.transformers.sequence import Sequence
+from ring_attn.integrations.transformers.versions import in_modelling_file
 from ring_attn.ring import Ring
 
 
@@ -25,6 +26,56 @@ def at_global_positions(module: Any, query: Tensor, ring: Ring) -> Tensor:
     index = torch.arange(local, device=query.device)
     position = ring.positions(local * ring.size, device=query.device)
     return query * (temperature(position).double() / temperature(index).double()).to(query.dtype)[:, None, None]
+
+
+_FROM_IDS, _FROM_EMBEDDINGS = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
+
+
+def counts_from_ids(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The function by which a layer counts positions from token ids and the padding's id, as RoBERTa's embeddings do; else None."""
+    own = getattr(module, _FROM_IDS, None)
+    return in_modelling_file(module, _FROM_IDS) if own is None and hasattr(module, _FROM_EMBEDDINGS) else own
+
+
+def embeds_positions(module: nn.Module) -> bool:
+    """Whether the layer makes embeddings of positions that the model's caller cannot give, but the ring can: BART's, M2M100's."""
+    if not type(module).__name__.endswith("PositionalEmbedding"):
+        return False
+    return hasattr(module, _FROM_IDS) or "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def of_this_rank(module: Any, is_off: Callable[[], bool]) -> dict[str, Callable[..., Any]]:
+    """What takes the place of a layer's functions, by name, so that it embeds this rank's positions."""
+
+    def unless_whole(name: str, instead: Callable[[Sequence, Any, Any], Any]) -> Callable[..., Any]:
+        original = getattr(module, name)
+
+        def function(*arguments: Any, **options: Any) -> Any:
+            sequence = None if is_off() else _sequence()
+            return original(*arguments, **options) if sequence is None else instead(sequence, arguments, options)
+
+        return function
+
+    def counted(sequence: Sequence, arguments: Any, options: Any) -> Any:
+        return sequence.position_ids
+
+    if not hasattr(module, _FROM_IDS):  # one row is what these layers take: they count no padding, so all rows' are the same
+        return {"forward": unless_whole("forward", _with(module.forward, "position_ids", lambda x: x.position_ids[0]))}
+    room = _with(module.forward, "past_key_values_length", lambda x: x.padded - x.local)  # in its table, for all positions
+    counts = [name for name in (_FROM_IDS, _FROM_EMBEDDINGS) if hasattr(module, name)]
+    return {"forward": unless_whole("forward", room), **{name: unless_whole(name, counted) for name in counts}}
+
+
+def _with(forward: Callable[..., Any], name: str, value: Callable[[Any], Any]) -> Callable[[Sequence, Any, Any], Any]:
+    """A call of ``forward`` with another argument of this name."""
+    signature = inspect.signature(forward)
+
+    def call(sequence: Sequence, arguments: Any, options: Any) -> Any:
+        bound = signature.bind(*arguments, **options)
+        bound.arguments[name] = value(sequence)
+        return forward(*bound.args, **bound.kwargs)
+
+    return call
 
 
 def has_relative_bias(module: nn.Module) -> bool:

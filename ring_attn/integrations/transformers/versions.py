@@ -82,9 +82,11 @@ def pretrained_in(module: nn.Module) -> Any:
     return next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
 
 
-def uses_the_interface(model: nn.Module) -> bool:
-    """Whether the model's layers look their attention function up by name."""
-    return in_modelling_file(model, "ALL_ATTENTION_FUNCTIONS") is not None
+def uses_the_interface(model: Any) -> bool:
+    """Whether the layers of the model, or of the text model in it (LLaVA's), look their attention function up by name."""
+    text = type(model.config.get_text_config())
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is text)
+    return any(in_modelling_file(part, "ALL_ATTENTION_FUNCTIONS") is not None for part in (model, *parts))
 
 
 def load_balancing_loss(model: nn.Module) -> Callable[..., Any] | None:
