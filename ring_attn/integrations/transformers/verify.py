@@ -153,20 +153,28 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The first tensor that each module got and returned, by its name, in the order of the events."""
+    """The first tensor that each module got and returned, by its name, in the order of the events. Modules that run more than once
+    are left out: ranks may call them in another order, as Gemma 4 its rotary embedding, in that of a set of strings."""
     seen: dict[str, Tensor] = {}
+    again: set[str] = set()
     handles = []
+
+    def keep(name: str, tensor: Tensor) -> None:
+        if name in seen:
+            again.add(name)
+        seen[name] = tensor.detach()
+
     for name, module in model.named_modules():
 
         def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             first = next((x for x in (*args, kwargs.get("hidden_states")) if isinstance(x, Tensor)), None)
             if first is not None and first.is_floating_point():
-                seen.setdefault(f"what {name} gets", first.detach())
+                keep(f"what {name} gets", first)
 
         def after(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
             first = output if isinstance(output, Tensor) else next(iter(output), None) if isinstance(output, tuple) else None
             if isinstance(first, Tensor) and first.is_floating_point():
-                seen.setdefault(name, first.detach())
+                keep(name, first)
 
         if name:
             handles += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
@@ -175,6 +183,8 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+        for name in again:
+            del seen[name]
 
 
 # ---------------------------------------------------------------------------------------------------- documents

@@ -44,6 +44,28 @@ def check_right_models_are_not_accused(rank: int) -> None:
             print(f"{name}: {verdict}", flush=True)
 
 
+class InAnyOrder(nn.Module):
+    """Calls a part of its own as Gemma 4 its rotary embedding: in the order of a set, which is another in each process."""
+
+    def __init__(self, norm: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.norm, self.part, self.rank = norm, nn.Identity(), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        for width in (8, 4) if self.rank == 0 else (4, 8):
+            self.part(x[..., :width])
+        return self.norm(x)
+
+
+def check_modules_that_ranks_call_in_another_order(rank: int) -> None:
+    def make() -> Any:
+        model = tiny.CAUSAL["llama"]()
+        model.model.norm = InAnyOrder(model.model.norm, rank)
+        return model
+
+    assert verified(make, tiny.batch()).ok
+
+
 def check_large_models_are_tried_with_fewer_layers() -> None:
     cp = context_parallel(tiny.CAUSAL["gemma 3"]())
     random = torch.get_rng_state()
@@ -91,8 +113,8 @@ def contiguous() -> Iterator[None]:
     """Zigzag shards given to a contiguous operator."""
     right = attention._ring_mask
 
-    def wrong(call: Any, arguments: Any) -> Any:
-        mask = right(call, arguments)
+    def wrong(call: Any, *others: Any) -> Any:
+        mask = right(call, *others)
         mask.ring = Ring(call.ring.mesh, layout="contiguous")
         return mask
 
@@ -151,6 +173,7 @@ def main() -> None:
     with gloo_world("verify") as (rank, size):
         begun = time.monotonic()
         check_right_models_are_not_accused(rank)
+        check_modules_that_ranks_call_in_another_order(rank)
         check_large_models_are_tried_with_fewer_layers()
         check_faults_are_found(rank, size)
         print(f"{time.monotonic() - begun:.0f} s")
