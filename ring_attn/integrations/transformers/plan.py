@@ -118,13 +118,13 @@ def plan_of(model: Any) -> Plan:
     """NotImplementedError, by name of what stands in the way."""
     kind, config = type(model).__name__, model.config.get_text_config()
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    check_layer_types(config)
     _check_kind(model, encoder_decoder)
     if not uses_the_interface(model):
         raise NotImplementedError(
             f"the layers of {kind} do not look their attention up in the AttentionInterface of this version of transformers, so "
             "they cannot be given another; a newer version may have it"
         )
-    check_layer_types(config)
     head = _head(model)
     parameters = frozenset(inspect.signature(model.forward).parameters)
     source = model.get_encoder().main_input_name if encoder_decoder else "input_ids"
@@ -149,7 +149,7 @@ def _check_kind(model: Any, encoder_decoder: bool) -> None:
     kind, source = type(model).__name__, model.main_input_name
     if getattr(model, "_is_stateful", False):
         raise NotImplementedError(
-            f"{kind} is recurrent: its layers carry a state along the sequence, which a ring does not pass from rank to rank yet. "
+            f"{kind} is recurrent: it carries a state along the sequence, which the ring does not pass from rank to rank yet. "
             "Use a model whose layers all attend, or shard the batch instead of the sequence"
         )
     if source != "input_ids" and not encoder_decoder:

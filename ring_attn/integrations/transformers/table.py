@@ -8,7 +8,7 @@ OPTIONS = {
     "sliding_attention": ("causal", "sliding_window"),
     "chunked_attention": ("causal", "chunk_size"),
 }
-_RECURRENT = "it carries a state along the sequence, which no attention passes from rank to rank"
+_RECURRENT = "it carries a state along the sequence, which the ring does not pass from rank to rank yet"
 _SELECTED = "it attends to keys that an indexer selects among those it has, which would be this rank's only"
 REFUSED = {
     "linear_attention": _RECURRENT,
