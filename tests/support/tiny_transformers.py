@@ -140,7 +140,12 @@ def mllama() -> Any:
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_global_layers=1, attention_heads=2)
     sizes = dict(image_size=16, patch_size=8, intermediate_layers_indices=[0], vision_output_dim=32)
     config = transformers.MllamaConfig(
-        text_config={**text, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        text_config={
+            **text,
+            "num_hidden_layers": 3,
+            "cross_attention_layers": [1],
+            "rope_scaling": {"rope_type": "default", "rope_theta": 1e4},
+        },
         vision_config={**vision, **sizes, "supported_aspect_ratios": [[1, 1]]},
         attn_implementation="eager",
     )

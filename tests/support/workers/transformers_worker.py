@@ -5,6 +5,7 @@ they be of a loss in chunks, made of what the base model returns, which is what 
 """
 
 import copy
+import inspect
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ from ring_attn import cross_entropy, sync_gradients, total_loss
 from ring_attn.integrations.transformers import ContextParallel, context_parallel
 
 TOLERANCE = 2e-6
+OLDER = int(transformers.__version__.split(".")[0]) < 5
 
 
 class Case(NamedTuple):
@@ -147,6 +149,8 @@ def available(case: Case) -> Any:
     """The model, or None where this version of transformers lacks it or its way to attention, or sees no documents in positions."""
     if "position_ids" in case.batch and not hasattr(masking_utils, "find_packed_sequence_indices"):
         return None
+    if case.make is tiny.moonshine and OLDER:  # shifts labels that the decoder's inputs are shifted against already
+        return None
     try:
         torch.manual_seed(0)
         return case.make().train()
@@ -160,7 +164,8 @@ def available(case: Case) -> Any:
 
 def compare(name: str, model: Any, case: Case) -> str:
     reference = copy.deepcopy(model)
-    expected = reference(**case.batch, use_cache=False)
+    uncached = {"use_cache": False} if "use_cache" in inspect.signature(reference.forward).parameters else {}
+    expected = reference(**case.batch, **uncached)
     expected.loss.backward()
     cp = context_parallel(model, layout=case.layout)
     kept: list[Any] = []
@@ -252,7 +257,7 @@ def main() -> None:
         try:
             words = compare(name, model, case)
         except NotImplementedError as error:
-            if int(transformers.__version__.split(".")[0]) >= 5:
+            if not OLDER:
                 failed.append(f"{name}\n{traceback.format_exc()}")
             words = f"refused: {error}"  # older versions have fewer models whose attention can be replaced
         except Exception:
