@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jax_core.api.attention import create_shard_map_wrapper, ring_attention
+    from jax_core.api.attention import create_shard_map_wrapper, explain, ring_attention
     from jax_core.api.blockwise import blockwise_attention
     from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
     from jax_core.masks.balance import balance
@@ -20,12 +20,14 @@ __all__ = [
     "balance",
     "blockwise_attention",
     "create_shard_map_wrapper",
+    "explain",
     "ring_attention",
 ]
 
 _HOMES = {
     "ring_attention": "api.attention",
     "create_shard_map_wrapper": "api.attention",
+    "explain": "api.attention",
     "blockwise_attention": "api.blockwise",
     "balance": "masks.balance",
     "MaskInfo": "request.options",

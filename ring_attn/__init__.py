@@ -2,6 +2,7 @@
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.tiers import ExperimentalWarning
+from ring_attn.explain import Explaining, explain
 from ring_attn.functional import ring_attention
 from ring_attn.models.routing import context_parallel_sdpa
 from ring_attn.models.sdpa import sdpa
@@ -17,6 +18,7 @@ from torch_bridge.job.runtime import PeerFailure, start
 __all__ = [
     "BwdParams",
     "ExperimentalWarning",
+    "Explaining",
     "FwdParams",
     "PackedShard",
     "PeerFailure",
@@ -27,6 +29,7 @@ __all__ = [
     "balance",
     "context_parallel_sdpa",
     "cross_entropy",
+    "explain",
     "pad",
     "positions",
     "replace_attention",

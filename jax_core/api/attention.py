@@ -1,8 +1,9 @@
 """The native JAX API: one function that works inside ``shard_map``, on a mesh, and on one device."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
@@ -18,6 +19,7 @@ from jax_core.keywords import explains
 from jax_core.masks.dropout import seed_words
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import Window
+from jax_core.request.explain import Explanation, explained, heard
 from jax_core.request.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
 from jax_core.strategies.contract import Operands
 
@@ -239,6 +241,28 @@ def ring_attention(
         raise ValueError("in_specs and out_specs describe arrays on a mesh: give mesh= too")
     out, lse = local_attention(options, operands, axis_name)
     return (out, lse) if return_lse else out
+
+
+def explain(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    softmax_aux: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """What :func:`ring_attention` would run with these arguments, and why nothing else: the strategy, the kernel, their settings,
+    what the others refuse, and the bytes sent and held. ``print`` it.
+
+    The call is traced, not compiled or run; arrays may be ``jax.ShapeDtypeStruct``. Raises what the call raises while it is traced:
+    outside of ``shard_map`` give ``mesh``.
+    """
+    arguments |= {"softmax_aux": softmax_aux, "bias": bias}
+    arrays = {name: x for name, x in arguments.items() if name in Operands._fields and x is not None}
+    static = {name: x for name, x in arguments.items() if name not in arrays}
+    with heard() as decisions:
+        jax.eval_shape(lambda q, k, v, more: ring_attention(q, k, v, **more, **static), query, key, value, arrays)
+    return explained(decisions[-1])
 
 
 def create_shard_map_wrapper(

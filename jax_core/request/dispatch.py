@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -51,6 +52,18 @@ class Choice(NamedTuple):
     bwd_params: BwdParams
 
 
+class Decision(NamedTuple):
+    """What was asked, and what was chosen for it."""
+
+    options: Options
+    problem: Problem
+    choice: Choice
+
+
+# Where the decisions of a block are kept that wants to hear of them (``explain``).
+DECISIONS: ContextVar[list[Decision] | None] = ContextVar("ring_attn_decisions", default=None)
+
+
 def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[str, ...] = ()) -> Choice:
     """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
     why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
@@ -59,6 +72,14 @@ def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[
     strategy that "auto" then tries first. Raises ValueError for unknown or contradictory names, NotImplementedError for what cannot
     be computed.
     """
+    choice = _choose(options, problem, torus, axes)
+    heard = DECISIONS.get()
+    if heard is not None:
+        heard.append(Decision(options, problem, choice))
+    return choice
+
+
+def _choose(options: Options, problem: Problem, torus: bool, axes: tuple[str, ...]) -> Choice:
     given = options.cfg or RingAttentionConfig()
     platform = named_platform(options.platform, given)
     if given.backend not in ("any", problem.backend):
@@ -84,10 +105,8 @@ def _order(problem: Problem, platform: str, torus: bool, axes: tuple[str, ...]) 
 
 def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
     strategy = STRATEGIES[name]
-    forward, backward = strategy.default_params(problem)
-    params = given.fwd_params.completed(forward), given.bwd_params.completed(backward)
-    reason = refusal(problem.features, strategy.CAPABILITIES) or _platform_reason(strategy, platform)
-    reason = reason or strategy.unsupported(problem, *params)
+    params = _params(strategy, given, problem)
+    reason = _strategy_reason(strategy, platform, params, problem)
     if reason is not None:
         raise NotImplementedError(f'strategy="{name}": {reason}; use strategy="auto"')
     if strategy.EXPERIMENTAL and problem.backend == "tpu":
@@ -95,6 +114,43 @@ def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem
     if strategy.OWN_PLATFORM is not None:
         return Choice(strategy, None, *params)
     return _with_kernel(strategy, platform, params, given.autotune, problem)
+
+
+def _params(strategy: Strategy, given: RingAttentionConfig, problem: Problem) -> tuple[FwdParams, BwdParams]:
+    forward, backward = strategy.default_params(problem)
+    return given.fwd_params.completed(forward), given.bwd_params.completed(backward)
+
+
+def _strategy_reason(strategy: Strategy, platform: str, params: tuple[FwdParams, BwdParams], problem: Problem) -> str | None:
+    reason = refusal(problem.features, strategy.CAPABILITIES) or _platform_reason(strategy, platform)
+    return reason or strategy.unsupported(problem, *params)
+
+
+def strategies_reasons(options: Options, problem: Problem) -> dict[str, str | None]:
+    """Of each strategy why it cannot compute the request, by itself or because no kernel can for it; None if it can."""
+    given = options.cfg or RingAttentionConfig()
+    platform, reasons = named_platform(options.platform, given), {}
+    for name, strategy in STRATEGIES.items():
+        params = _params(strategy, given, problem)
+        reason = _strategy_reason(strategy, platform, params, problem)
+        if reason is None and strategy.OWN_PLATFORM is None:
+            of_kernels = kernels_reasons(options, problem, strategy)
+            asked = of_kernels if platform == "auto" else {platform: of_kernels[platform]}
+            said = "; ".join(f'platform="{kernel}": {why}' for kernel, why in asked.items())
+            reason = None if None in asked.values() else said
+        reasons[name] = reason
+    return reasons
+
+
+def kernels_reasons(options: Options, problem: Problem, strategy: Strategy) -> dict[str, str | None]:
+    """Of each kernel why it cannot compute what the strategy asks of it; None if it can. Looks no configuration up."""
+    given, asked, reasons = options.cfg or RingAttentionConfig(), strategy.kernel_problem(problem), {}
+    forward, backward = _params(strategy, given, problem)
+    for name, kernel in KERNELS.items():
+        defaults = kernel.default_params(asked)
+        choice = Choice(strategy, kernel, forward.completed(defaults[0]), backward.completed(defaults[1]))
+        reasons[name] = _kernel_reason(choice, name, asked)
+    return reasons
 
 
 def _platform_reason(strategy: Strategy, platform: str) -> str | None:

@@ -101,14 +101,23 @@ def gpus_of(problem: Problem) -> Gpus:
     return next((gpus for gpus in ON_GPUS if problem.capability in gpus.capabilities), ON_GPUS[0])
 
 
-def _order(rows: tuple[Row, ...], problem: Problem) -> tuple[str, ...]:
-    return next(row.order for row in rows if problem.q_length >= row.q_length)
+def _row(rows: tuple[Row, ...], problem: Problem) -> Row:
+    return next(row for row in rows if problem.q_length >= row.q_length)
 
 
 def preferred_kernels(problem: Problem) -> tuple[str, ...]:
     if problem.backend != "gpu":
         return ("pallas", "xla") if problem.backend == "tpu" else ("xla",)  # not measured: no TPU was available
-    return _order(gpus_of(problem).kernels, problem)
+    return _row(gpus_of(problem).kernels, problem).order
+
+
+def why_these_kernels(problem: Problem) -> str:
+    """Why "auto" tries them in the order of :func:`preferred_kernels`."""
+    if problem.backend != "gpu":
+        return "the only ones there are for this backend; nothing was measured"
+    gpus = gpus_of(problem)
+    measured = f"measured on {gpus.measured}" if gpus.measured else f"not measured on {gpus.name}"
+    return f"{measured}: {_row(gpus.kernels, problem).reason}"
 
 
 GATHERED_AT_MOST = 32768  # positions of the whole sequence; its memory grows with the ring
@@ -122,6 +131,6 @@ def preferred_strategies(problem: Problem, platform: str, torus: bool, near: tup
         if near:
             return *near, "ring"
         if problem.size * problem.k_length <= GATHERED_AT_MOST:
-            return _order(gpus_of(problem).strategies, problem)
+            return _row(gpus_of(problem).strategies, problem).order
     # By topology, not by a measurement: the fused ring has not run on a TPU.
     return ("fused", "ring") if torus and platform == "auto" else ("ring",)

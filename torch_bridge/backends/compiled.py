@@ -86,13 +86,18 @@ def program(request: Request) -> Program:
 
 def _checked(request: Request, ring: Ring) -> Local:
     """Checks the request on this rank, then compares it with those of the other ranks."""
+    local = local_of(request, ring)
+    compare(ring, str(request), _MUST_AGREE)
+    return local
+
+
+def local_of(request: Request, ring: Ring) -> Local:
+    """Checks the request on this rank, and decides what computes it. Starts JAX."""
     device = request.device
     with keeping_device(device), precision_scope(request.results[0].dtype):
         start(ring=ring, device=device)
-        place = _placement(ring, jax_platform(device))
-        local = request.operation.local(request, place)
-        launcher(device)  # so that an error on this rank is raised before the comparison
-    compare(ring, str(request), _MUST_AGREE)
+        local = request.operation.local(request, _placement(ring, jax_platform(device)))
+        launcher(device)  # so that an error on this rank is raised before a comparison
     return local
 
 

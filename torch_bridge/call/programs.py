@@ -93,9 +93,13 @@ def program_for(key: str, forms: Forms, device: torch.device) -> Program:
     return _make(key, forms, device) if found is None else found.program
 
 
-def _make(key: str, forms: Forms, device: torch.device) -> Program:
+def request_of(key: str, forms: Forms, device: torch.device) -> Request:
     call = call_of(key)
-    request = Request(call.ring, call.operation, tuple(None if form is None else Form(*form) for form in forms), device)
+    return Request(call.ring, call.operation, tuple(None if form is None else Form(*form) for form in forms), device)
+
+
+def _make(key: str, forms: Forms, device: torch.device) -> Program:
+    call, request = call_of(key), request_of(key, forms, device)
     with propagating(call.ring, device), _in_words_of_the_caller(call.names):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, request.operation.without_work(request) or program)

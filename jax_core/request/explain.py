@@ -1,0 +1,95 @@
+"""What a call would run, and why: what ``dispatch.choose`` decided, and what every other strategy and kernel says of the same."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jax_core.config import BwdParams, FwdParams
+from jax_core.kernels.contract import Problem
+from jax_core.request.dispatch import DECISIONS, KERNELS, STRATEGIES, Decision, kernels_reasons, strategies_reasons
+from jax_core.request.preferences import why_these_kernels
+from jax_core.strategies.transfers.traffic import Traffic, sizes
+
+_NOTHING = Traffic(0, 0)
+_COULD = "could as well"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call runs on this rank; ``print`` it.
+
+    ``strategy``, ``kernel``: their names; "nothing to compute" and None where the batch or a sequence is empty; the kernel is None
+    too where the strategy has its own. ``why``: where the kernel's place in the order of "auto" comes from, or that the call names
+    it. ``fwd_params``, ``bwd_params``: the kernel's tiles. ``strategies``, ``kernels``: of each other one why it cannot compute the
+    call, None if it could. ``forward``, ``backward``: bytes that this rank sends, and holds at once beside operands and results;
+    ``given``: bytes of q, k, v, the output and the LSE. Biases, masks and ids are not counted, nor what a kernel takes for itself
+    and the programs' own constants: memory is an estimate, what is sent is exact.
+    """
+
+    strategy: str
+    kernel: str | None
+    why: str
+    fwd_params: FwdParams
+    bwd_params: BwdParams
+    strategies: dict[str, str | None]
+    kernels: dict[str, str | None]
+    forward: Traffic
+    backward: Traffic
+    given: int
+
+    def __str__(self) -> str:
+        lines = [f"strategy  {self.strategy}", f"kernel    {self.kernel or 'its own'} ({self.why})"]
+        for name, params in (("forward", self.fwd_params), ("backward", self.bwd_params)):
+            set_ = ", ".join(f"{field} {value}" for field, value in vars(params).items() if value is not None)
+            lines += [f"{name:9} {set_}"] if set_ else []
+        lines += [f"other strategies: {_others(self.strategies)}", f"other kernels: {_others(self.kernels)}"]
+        lines.append(f"sends     {_mib(self.forward.sent)} forward, {_mib(self.backward.sent)} backward, from this rank")
+        held = f"{_mib(self.forward.held)} forward, {_mib(self.backward.held)} backward"
+        return "\n".join([*lines, f"memory    about {held}, beside {_mib(self.given)} of q, k, v, output and LSE"])
+
+
+@contextmanager
+def heard() -> Iterator[list[Decision]]:
+    """The decisions of the block, in their order."""
+    found: list[Decision] = []
+    token = DECISIONS.set(found)
+    try:
+        yield found
+    finally:
+        DECISIONS.reset(token)
+
+
+def explained(decision: Decision) -> Explanation:
+    """The decision in words and figures, and the others' answers."""
+    options, problem, (strategy, kernel, fwd_params, bwd_params) = decision
+    name = next((name for name, other in STRATEGIES.items() if other is strategy), None)
+    if name is None:
+        return Explanation("nothing to compute", None, "empty", fwd_params, bwd_params, {}, {}, _NOTHING, _NOTHING, _given(problem))
+    chosen = next((name for name, other in KERNELS.items() if other is kernel), None)
+    named = options.platform not in (None, "auto") or (options.cfg is not None and options.cfg.platform != "auto")
+    of_kernels = {} if kernel is None else kernels_reasons(options, problem, strategy)
+    return Explanation(
+        strategy=name,
+        kernel=chosen,
+        why="named by the call" if named else why_these_kernels(strategy.kernel_problem(problem)),
+        fwd_params=fwd_params,
+        bwd_params=bwd_params,
+        strategies={other: why for other, why in strategies_reasons(options, problem).items() if other != name},
+        kernels={other: why for other, why in of_kernels.items() if other != chosen},
+        forward=strategy.traffic(problem, backward=False) if problem.size > 1 else _NOTHING,
+        backward=strategy.traffic(problem, backward=True) if problem.size > 1 else _NOTHING,
+        given=_given(problem),
+    )
+
+
+def _given(problem: Problem) -> int:
+    found = sizes(problem)
+    return found.queries + found.keys + found.out + found.rows
+
+
+def _others(reasons: dict[str, str | None]) -> str:
+    return "".join(f"\n  {name:12} {_COULD if why is None else why}" for name, why in reasons.items()) or " none"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

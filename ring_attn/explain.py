@@ -1,0 +1,51 @@
+"""What a ring call runs and why, without a look into the library: of one call, or of all calls of a model."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from jax_core.request.explain import Explanation
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> "Explanation":
+    """What :func:`ring_attn.ring_attention` would run with these arguments: the strategy, the kernel and its tiles, why the others
+    would not be taken, and the bytes sent and held (:class:`jax_core.request.explain.Explanation`; ``print`` it).
+
+    Nothing is computed, compiled or sent. It is checked as the call is, and raises what that raises. Like a first call it starts
+    JAX, on all processes of the job: call it on every rank.
+    """
+    from ring_attn.functional import ring_attention
+
+    with torch.no_grad(), Explaining(run=False) as calls:
+        ring_attention(q, k, v, **options)
+    return next(iter(calls.found.values()))
+
+
+class Explaining(TorchDispatchMode):
+    """Explains the ring calls of a block, as torch's ``FlopCounterMode`` counts operations: ``with Explaining() as calls:
+    model(**batch)``, then ``print(calls)``. Calls in graphs that ``torch.compile`` has made are not seen.
+
+    ``found``: by the call's description, in the order of the first calls. ``run``: False leaves the calls out; their results are
+    then not initialised.
+    """
+
+    def __init__(self, run: bool = True) -> None:
+        super().__init__()
+        self.run = run
+        self.found: dict[str, Explanation] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not torch.ops.ring_attn.forward.default:
+            return func(*args, **(kwargs or {}))
+        from torch_bridge.call.explained import explain_call
+
+        operands, key = args
+        description, explanation, results = explain_call(operands, key)
+        self.found.setdefault(description, explanation)
+        return func(*args) if self.run else [operands[0].new_empty(form.shape, dtype=form.dtype) for form in results]
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{description}\n{explanation}" for description, explanation in self.found.items())
