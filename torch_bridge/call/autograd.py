@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch._C import _are_functorch_transforms_active
-from torch.autograd.function import once_differentiable
 
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.interface import Operators
@@ -69,12 +68,34 @@ class _Call(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None, None, *_Call.gradients(ctx, cotangents)
+        with torch.no_grad():
+            made = _Call.gradients(ctx, cotangents)
+        # create_graph=True. ``once_differentiable`` would make constants of them where the cotangents are: a penalty on them would
+        # then have no gradient, in silence.
+        return None, None, *_Refused.apply(ctx.key, torch.zeros((), requires_grad=True), *made)
+
+    @staticmethod
+    def gradients(ctx: Any, cotangents: Tensors) -> list[torch.Tensor | None]:
         saved = ctx.saved_tensors  # looked at once: a checkpoint makes them again at the first look, and refuses a second
         direct = ctx.program is not None and _unobserved((*saved, *cotangents))
         run = ctx.program.backward if direct else partial(_backward, ctx.key)
-        return None, None, *_gradients(ctx.key, ctx.needs_input_grad[2:], saved, cotangents, run)
+        return _gradients(ctx.key, ctx.needs_input_grad[2:], saved, cotangents, run)
+
+
+class _Refused(torch.autograd.Function):
+    """Gradients that cannot be differentiated. ``anchor``: what makes torch ask for that."""
+
+    @staticmethod
+    def forward(ctx: Any, key: str, anchor: torch.Tensor, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.key = key
+        return tuple(None if x is None else x.view_as(x) for x in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: object) -> NoReturn:
+        _refuse(ctx)
 
 
 class _Transformable(torch.autograd.Function):
@@ -124,11 +145,15 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: object) -> NoReturn:
-        raise NotImplementedError(f"{_name(ctx)} can be differentiated once: JAX computes its gradients, and torch sees no further")
+        _refuse(ctx)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: object) -> None:
         _Transformable.jvp(ctx, *tangents)
+
+
+def _refuse(ctx: Any) -> NoReturn:
+    raise NotImplementedError(f"{_name(ctx)} can be differentiated once: JAX computes its gradients, and torch sees no further")
 
 
 def _name(ctx: Any) -> str:

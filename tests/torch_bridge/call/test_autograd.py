@@ -1,9 +1,12 @@
 """ring_attn.ring_attention on one process: against torch's own attention, through gradcheck, and where torch looks inside."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -323,12 +326,38 @@ def test_unknown_option_is_refused():
         ring_attn.ring_attention(*qkv(), window_size=3)
 
 
-def test_second_derivatives_are_refused():
-    inputs = qkv()
-    weights = normal(2, 21, 4, 8)
-    (dq, *_) = torch.autograd.grad(ring_attn.ring_attention(*inputs), inputs, grad_outputs=weights, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+@pytest.mark.parametrize("upstream", [True, False], ids=["cotangents with a graph", "cotangents without"])
+def test_second_derivatives_are_refused(upstream):
+    """Also where nothing but q, k and v has a graph: a penalty on gradients would else be left out of the loss's own."""
+    inputs, weights = qkv(), normal(2, 21, 4, 8).detach().requires_grad_(upstream)
+    out = ring_attn.ring_attention(*inputs)
+    (dq, *_) = torch.autograd.grad(out, inputs, grad_outputs=weights, create_graph=True)
+    torch.testing.assert_close(dq, torch.autograd.grad(out, inputs[0], grad_outputs=weights, retain_graph=True)[0], rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="can be differentiated once"):
+        (out.sum() + dq.square().sum()).backward()
+
+
+@pytest.mark.parametrize("where", [0, 1, 2], ids="qkv")
+def test_nan_of_one_document_goes_no_further_than_in_sdpa(where):
+    """What of the other document's outputs and gradients is NaN is so with torch's math kernel, too."""
+    operands = [x.detach().clone() for x in qkv()]
+    operands[where][:, 2] = math.nan
+    length = operands[0].shape[1]
+    ids = (torch.arange(length) >= 9).int()
+    visible = (ids[:, None] == ids) & torch.ones(length, length).tril().bool()
+
+    def with_nan(attention):
+        leaves = [x.clone().requires_grad_() for x in operands]
+        out = attention(*leaves)
+        out[:, 9:].sum().backward()
+        return [x.isnan().any(-1) for x in (out, *(leaf.grad for leaf in leaves))]
+
+    def by_sdpa(*leaves):
+        with sdpa_kernel(SDPBackend.MATH):
+            return sdpa(*leaves, attn_mask=visible)
+
+    ours = with_nan(lambda *x: ring_attn.ring_attention(*x, causal=True, q_segment_ids=ids, kv_segment_ids=ids))
+    assert not any((mine & ~other).any() for mine, other in zip(ours, with_nan(by_sdpa), strict=True))
 
 
 def test_a_mask_mod_is_read_afresh_on_every_call():
