@@ -61,6 +61,7 @@ def test_the_gradient_of_sinks_over_rows_that_saw_nothing_is_finite():
     [
         (np.arange(4), np.arange(4)[:, None]),  # one a head
         (np.arange(3), np.tile(np.arange(3), (4, 1))),  # shared by the heads
+        (np.arange(6), np.tile(np.arange(6), (4, 1))),  # more of them than heads
         (np.arange(1), np.zeros((4, 1))),
         (np.arange(8).reshape(4, 2), np.arange(8).reshape(4, 2)),
     ],
