@@ -118,12 +118,32 @@ def run_length(layout: Layout, size: int, length: int) -> int:
     return runs(layout, 0, size, length)[0].length
 
 
-def padded_length(layout: Layout, size: int, length: int) -> int:
-    """The smallest length >= ``length`` that the layout can split over ``size`` ranks."""
+def padded_length(layout: Layout, size: int, length: int, buckets: int = 0) -> int:
+    """The smallest length >= ``length`` that the layout can split over ``size`` ranks; with ``buckets``, the smallest of that many
+    in each octave, so that few lengths are met. It is its own padded length. A plan is for one length, and has no buckets.
+
+    Raises ValueError for ``buckets`` that are no count.
+    """
+    check_buckets(buckets)
     if not isinstance(layout, str):
         return _arranged(layout).padded_length(size, length)
-    multiple = size * shard_multiple(layout)
-    return -(-length // multiple) * multiple
+    return rounded_up(length, size * shard_multiple(layout), buckets)
+
+
+def rounded_up(length: int, multiple: int, buckets: int = 0) -> int:
+    """The smallest multiple >= ``length``; with ``buckets``, of that many between ``multiple * 2**n`` and ``multiple * 2**(n+1)``,
+    for every n."""
+    units = -(-length // multiple)
+    if buckets and units > 1:
+        below = 1 << (units - 1).bit_length() - 1  # the largest power of two under ``units``
+        step = -(-below // buckets)
+        units = min(-(-units // step) * step, 2 * below)
+    return units * multiple
+
+
+def check_buckets(buckets: object) -> None:
+    if not isinstance(buckets, int) or isinstance(buckets, bool) or buckets < 0:
+        raise ValueError(f"buckets must be a number of lengths an octave, 0 for none; got {buckets!r}")
 
 
 def check_whole_length(layout: Layout, size: int, length: int, where: str = "") -> None:

@@ -19,14 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
 from ring_attn.integrations.whole_batches import WholeBatches, told_of_sharded
-from ring_attn.ring import Ring
+from ring_attn.ring import BUCKETS, Ring
 
 
 class RingParallelism(ParallelismConfig):
     """A ``ParallelismConfig`` whose context parallelism is a ring, for ``model``, a transformers model.
 
     ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
-    "striped" or "contiguous". Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
+    "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`). Other
+    arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
 
     Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
     included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
@@ -38,7 +39,9 @@ class RingParallelism(ParallelismConfig):
     parallelism, FSDP1, DeepSpeed, Megatron and XLA under accelerate.
     """
 
-    def __init__(self, model: nn.Module, cp_size: int | None = None, *, layout: Layout = "zigzag", **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, cp_size: int | None = None, *, layout: Layout = "zigzag", buckets: int = BUCKETS, **options: Any
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be the model that will be trained, got {type(model).__name__}; load it first")
         if "cp_handler" in options or "cp_backend" in options:
@@ -51,7 +54,8 @@ class RingParallelism(ParallelismConfig):
         if self.cp_size < 1:
             raise ValueError(f"cp_size must be at least 1, got {self.cp_size}")
         self.cp_backend = "ring_attn"
-        self.layout = Ring(layout=layout).layout
+        ring = Ring(layout=layout, buckets=buckets)
+        self.layout, self.buckets = ring.layout, ring.buckets
         self._model: nn.Module | None = model
         self._whole_batches: WholeBatches | None = None
 
@@ -87,7 +91,7 @@ class RingParallelism(ParallelismConfig):
         mesh = super().build_device_mesh(device_type) if self.active_mesh_dims else None
         if mesh is not None and self.cp_size > 1:
             assert self._model is not None  # only a copy from a pickle lacks it
-            self._whole_batches = WholeBatches(self._model, mesh["cp"], self.layout)
+            self._whole_batches = WholeBatches(self._model, mesh["cp"], self.layout, self.buckets)
         return mesh
 
     def to_json(self) -> dict[str, Any]:
@@ -95,6 +99,7 @@ class RingParallelism(ParallelismConfig):
             **{f"{name}_size": size for name, size in self._sizes.items()},
             "cp_backend": "ring_attn",
             "layout": str(self.layout),
+            "buckets": self.buckets,
         }
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from ring_attn.ring import Ring
+from ring_attn.sharding import sequence
 from torch_bridge.job.runtime import start
 
 _BACKENDS = ("spmd_types", "full_dtensor")
@@ -94,7 +95,10 @@ class RingAttention(Module):
             return None
         positions = positions.to_local() if isinstance(positions, DTensor) else positions
         with spmd.no_typecheck():
-            return self.ring.positions(positions.shape[1] * self.ring.size, device=positions.device) - positions
+            return (
+                sequence.positions(positions.shape[1] * self.ring.size, device=positions.device, **self.ring.arguments())
+                - positions
+            )
 
 
 class RingGQAttention(GQAttention):

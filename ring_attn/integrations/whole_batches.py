@@ -42,8 +42,8 @@ class WholeBatches:
     Raises ValueError where the ranks of the ring hold different batches, NotImplementedError for a batch without labels.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
-        self._parallel = context_parallel(model, mesh, layout=layout)
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, layout: Layout, buckets: int) -> None:
+        self._parallel = context_parallel(model, mesh, layout=layout, buckets=buckets)
         self._ring = self._parallel.ring
         self._call: _Call | None = None
         inner = self._parallel.model

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jax_core.masks.layout import Layout, shard_multiple
+from jax_core.masks.layout import Layout, rounded_up, shard_multiple
 from ring_attn.packed.documents import CUMULATIVE, LONGEST, NUMBERED, Documents, read_documents
 from ring_attn.packed.placement import Placement, place
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -75,6 +75,7 @@ def shard_packed(
     pad_id: int = 0,
     ignore_index: int = -100,
     pad_to_multiple_of: int = 1,
+    buckets: int = BUCKETS,
 ) -> PackedShard:
     """This rank's part of a packed batch. No communication: every rank passes the same batch.
 
@@ -96,11 +97,12 @@ def shard_packed(
     zigzag. What follows therefore has to use the shard's own ids: ``ring_attention(q, k, v, causal=True, **shard.attention)``, with
     any layout. Only arguments that go by the place in a sequence (bias, mask, mask_builder) have no meaning here.
 
-    ``pad_to_multiple_of``: of the shard's length. A new length compiles a new program, so give one if the batch's length varies.
+    Shards are padded at their ends, to a multiple of ``pad_to_multiple_of``, and to one of ``buckets`` lengths an octave, as
+    :class:`ring_attn.Ring` says (its own, if ``ring`` is given): a new length compiles a new program.
 
     Raises ValueError for sources that disagree, shapes that differ, and a key that is neither one of these nor such a tensor.
     """
-    where = one_ring(ring, mesh, mesh_dim, layout)
+    where = one_ring(ring, mesh, mesh_dim, layout, buckets)
     if not isinstance(where.layout, str):
         raise ValueError(
             f"shard_packed places documents itself; give it a ring without a plan, or shard_batch a plan; got {where.layout}"
@@ -109,7 +111,7 @@ def shard_packed(
     documents = read_documents(batch)
     processes = backend_of(input_ids.device).resolve(where.mesh, where.mesh_dim)
     multiple = processes.size * int(np.lcm(pad_to_multiple_of, shard_multiple(where.layout)))
-    total = max(multiple, -(-len(documents.tokens) // multiple) * multiple)
+    total = max(multiple, rounded_up(len(documents.tokens), multiple, where.buckets))
     placement = place(documents.lengths, processes.size, total // processes.size)
     order = torch.from_numpy(_order(placement, documents.lengths, total // processes.size))
     own = order.view(processes.size, -1)[list(processes.held)].flatten()

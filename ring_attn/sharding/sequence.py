@@ -139,18 +139,21 @@ def pad(
     mesh_dim: MeshDim = None,
     dim: int = 1,
     layout: Layout = "contiguous",
+    buckets: int = 0,
     value: float = 0,
 ) -> Tensor:
     """A whole tensor ``[..., length, ...]``, padded at the end of ``dim`` with ``value`` to the smallest length that the layout can
-    split over the ring.
+    split over the ring; with ``buckets``, to the smallest of that many such lengths between a power of two of the shortest and the
+    next, so that few programs are compiled: at most 1 / ``buckets`` more.
 
     Returned as it is if it already fits. Mask the padding (segment id -1, or a key padding mask) unless the attention is
     causal, where no token sees what follows it. Differentiable; any dtype.
 
-    Raises ValueError for a ``dim`` out of range, an unknown layout, and a ``value`` that the dtype cannot hold.
+    Raises ValueError for a ``dim`` out of range, an unknown layout, ``buckets`` that are no count, and a ``value`` that the dtype
+    cannot hold.
     """
     dim = _checked_dim(tensor, dim)
-    missing = padded_length(layout, _ring(mesh, mesh_dim, tensor.device).size, tensor.shape[dim]) - tensor.shape[dim]
+    missing = padded_length(layout, _ring(mesh, mesh_dim, tensor.device).size, tensor.shape[dim], buckets) - tensor.shape[dim]
     _check_fill(value, tensor.dtype)
     if missing == 0:
         return tensor
@@ -164,19 +167,20 @@ def positions(
     *,
     mesh_dim: MeshDim = None,
     layout: Layout = "contiguous",
+    buckets: int = 0,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """This rank's global positions, int64 ``[shard length]``, of a sequence of ``length`` tokens padded as :func:`pad` does.
 
     These are the position ids for rotary or learned embeddings; those of the padding continue past ``length``.
 
-    Raises ValueError for a negative length and an unknown layout.
+    Raises ValueError for a negative length, an unknown layout and ``buckets`` that are no count.
     """
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     ring = _ring(mesh, mesh_dim, torch.get_default_device() if device is None else torch.device(device))
     note_layout(ring, layout)
-    held = _held(layout, ring, padded_length(layout, ring.size, length) // ring.size)
+    held = _held(layout, ring, padded_length(layout, ring.size, length, buckets) // ring.size)
     return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in held])
 
 
@@ -190,6 +194,7 @@ def shard_batch(
     mesh: MeshLike = None,
     mesh_dim: MeshDim = None,
     layout: Layout = "contiguous",
+    buckets: int = 0,
     pad_id: int = 0,
     ignore_index: int = -100,
     shift_labels: bool = True,
@@ -198,7 +203,7 @@ def shard_batch(
 
     All tensors are integers ``[batch, seq]`` in natural order, the same on every rank of the ring.
 
-    - ``input_ids``: padded at the end with ``pad_id`` to a length that the layout can split.
+    - ``input_ids``: padded at the end with ``pad_id`` to a length that the layout can split, as :func:`pad` does with ``buckets``.
     - ``labels``: shifted here, before sharding, because the token that follows a shard's last one is on another rank: the
       label of position i is ``labels[i + 1]``, and that of the last position is ``ignore_index``. None takes ``input_ids``. Do not
       shift again in the loss. With ``shift_labels=False`` they must be given, already shifted.
@@ -206,15 +211,17 @@ def shard_batch(
       ``position_ids`` at 0.
     - ``attention_mask``: ``[batch, seq]`` of 1 (real) and 0 (padding, on either side), as tokenizers give it: 0 sets the
       segment id to -1.
-    - ``position_ids``: also ``[seq]`` or ``[1, seq]``. None counts from 0 through the whole sequence, segments included.
+    - ``position_ids``: also ``[seq]`` or ``[1, seq]``. None counts from 0 through the whole sequence, segments included. Padding at
+      the end has ids within ``[0, seq)``, which a learned embedding of ``seq`` positions has, too: 0, or the last one where they
+      are counted here. Give masks that go by them the segment ids, too.
 
     Labels on padding are ``ignore_index``, and so are labels shifted here that would cross a segment boundary or be a padding
     token. Ranks hold different numbers of labels, so a mean loss is the local sum divided by ``num_labels``, the count of the whole
     ring: each rank's loss is then its share, and gradients are summed over the ring (:func:`ring_attn.cross_entropy`,
     :func:`ring_attn.sync_gradients`).
 
-    Raises ValueError for shapes that differ, tensors that are not integers, ``shift_labels=False`` without labels, and an
-    unknown layout.
+    Raises ValueError for shapes that differ, tensors that are not integers, ``shift_labels=False`` without labels, an unknown
+    layout, and ``buckets`` that are no count.
     """
     _check_batch(input_ids, labels, position_ids, segment_ids, attention_mask)
     if labels is None and not shift_labels:
@@ -224,11 +231,12 @@ def shard_batch(
     held: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
 
     def local(tensor: Tensor, fill: int) -> Tensor:
-        return shard(pad(tensor.long(), value=fill, **held), **held)
+        return shard(pad(tensor.long(), value=fill, buckets=buckets, **held), **held)
 
     length = input_ids.shape[1]
     if position_ids is None:
-        own_positions = positions(length, device=input_ids.device, **held).expand(input_ids.shape[0], -1)
+        counted = positions(length, device=input_ids.device, buckets=buckets, **held).clamp_max(max(0, length - 1))
+        own_positions = counted.expand(input_ids.shape[0], -1)
     else:
         own_positions = local(position_ids.expand(input_ids.shape), 0)
     num_labels = (labels != ignore_index).sum()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_attn import Ring, RingAttention, positions, ring_attention, sdpa, shard_batch
+from ring_attn import Ring, RingAttention, pad, positions, ring_attention, sdpa, shard_batch
 
 
 def test_methods_are_the_functions_of_their_names():
@@ -16,6 +16,19 @@ def test_methods_are_the_functions_of_their_names():
     ids = torch.arange(8)[None]
     ours, theirs = ring.shard_batch(ids), shard_batch(ids, mesh="local", layout="zigzag")
     assert all(torch.equal(a, b) for a, b in zip(ours[:4], theirs[:4], strict=True))
+
+
+def test_a_ring_rounds_lengths_up_to_its_buckets():
+    tokens = torch.arange(1000)[None]
+    for buckets, padded in ((8, 1024), (16, 1024), (32, 1008), (0, 1000)):
+        ring = Ring("local", buckets=buckets)
+        batch = ring.shard_batch(tokens)
+        assert {ring.pad(tokens).shape[1], len(ring.positions(1000)), batch.input_ids.shape[1]} == {padded}
+        assert torch.equal(ring.unshard(batch.input_ids, length=batch.length), tokens)
+        assert ring.shard_batch(tokens, buckets=4).input_ids.shape[1] == 1024
+    assert Ring("local") == Ring("local", buckets=8) and pad(tokens, "local", buckets=8).shape[1] == 1024
+    with pytest.raises(ValueError, match="buckets must be a number of lengths an octave"):
+        Ring("local", buckets=-1)
 
 
 def test_a_module_takes_a_ring_or_its_parts():

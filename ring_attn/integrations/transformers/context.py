@@ -19,7 +19,7 @@ from ring_attn.integrations.transformers.patches import Patches
 from ring_attn.integrations.transformers.plan import plan_of
 from ring_attn.integrations.transformers.verify import Verdict, verify
 from ring_attn.integrations.transformers.versions import pretrained_in
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.sequence import is_shard
 from ring_attn.training.gradient_record import GradientRecord
 from ring_attn.training.gradients import reduced_by_ddp, sync_gradients
@@ -67,9 +67,10 @@ class ContextParallel:
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole batch, the same on every rank, as any data collator makes it. No communication.
 
-        Sequences are padded and sharded; ``position_ids`` are global; ``labels`` (and ``shift_labels``, the same) are shifted
-        first; ``num_items_in_batch`` is the number of labels of the whole ring, unless the batch has it (of all micro-batches,
-        say). Padding, documents and what only masks read are kept whole, for the masks. For the model: ``model(**batch)``.
+        Sequences are padded, to one of the ring's ``buckets``, so that few programs are compiled, and sharded; ``position_ids`` are
+        global; ``labels`` (and ``shift_labels``, the same) are shifted first; ``num_items_in_batch`` is the number of labels of the
+        whole ring, unless the batch has it (of all micro-batches, say). Padding, documents and what only masks read are kept whole,
+        for the masks. For the model: ``model(**batch)``.
 
         Raises ValueError for an entry that is not known, NotImplementedError for one that cannot be honoured, each by name.
         """
@@ -275,6 +276,7 @@ def context_parallel(
     *,
     mesh_dim: MeshDim = None,
     layout: Layout = "zigzag",
+    buckets: int = BUCKETS,
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -288,11 +290,12 @@ def context_parallel(
     Args:
         model: a transformers model, or one that wraps it (PEFT, DistributedDataParallel, FSDP).
         mesh, mesh_dim, layout, or ring: as for :func:`ring_attn.ring_attention`.
+        buckets: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`); 0 pads only as the layout needs it.
 
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
-    return ContextParallel(model, one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout))
+    return ContextParallel(model, one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets))
 
 
 def _pretrained(model: nn.Module) -> Any:

@@ -11,6 +11,7 @@ from ring_attn.integrations.transformers.calls import CALL
 from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.integrations.transformers.versions import in_modelling_file
 from ring_attn.ring import Ring
+from ring_attn.sharding.sequence import positions
 
 
 def at_global_positions(module: Any, query: Tensor, ring: Ring) -> Tensor:
@@ -20,11 +21,11 @@ def at_global_positions(module: Any, query: Tensor, ring: Ring) -> Tensor:
         return query
     local = query.shape[1]
 
-    def temperature(positions: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    def temperature(at: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
     index = torch.arange(local, device=query.device)
-    position = ring.positions(local * ring.size, device=query.device)
+    position = positions(local * ring.size, device=query.device, **ring.arguments())
     return query * (temperature(position).double() / temperature(index).double()).to(query.dtype)[:, None, None]
 
 
@@ -97,7 +98,7 @@ def relative_bias(module: Any, ring: Ring, is_off: Callable[[], bool]) -> Callab
         if ring.size == 1 or is_off():
             return original(query_length, key_length, device=device, **cache)
         device = module.relative_attention_bias.weight.device if device is None else device
-        queries = ring.positions(query_length * ring.size, device=device)
+        queries = positions(query_length * ring.size, device=device, **ring.arguments())
         distance = torch.arange(key_length * ring.size, device=device)[None, :] - queries[:, None]
         bucket = module._relative_position_bucket(
             distance,

@@ -109,6 +109,35 @@ def test_padded_length(layout: str, size: int, length: int):
     assert len(permutation(layout, size, padded)) == padded
 
 
+@brute_force
+@given(layouts, sizes, st.integers(0, 5000), st.integers(1, 20))
+def test_padded_length_in_buckets(layout: str, size: int, length: int, buckets: int):
+    multiple = size * shard_multiple(layout)
+    shortest, padded = padded_length(layout, size, length), padded_length(layout, size, length, buckets)
+    assert padded % multiple == 0 and shortest <= padded
+    assert padded - shortest < max(multiple, shortest / buckets)
+    assert padded_length(layout, size, padded, buckets) == padded
+    assert padded_length(layout, size, length + 1, buckets) >= padded
+
+
+@pytest.mark.parametrize(("layout", "size"), [("contiguous", 1), ("zigzag", 2), ("striped", 3)])
+def test_buckets_of_an_octave(layout: str, size: int):
+    multiple = size * shard_multiple(layout)
+    for below in (8, 64, 1024):
+        met = {padded_length(layout, size, length, 8) for length in range(below * multiple + 1, 2 * below * multiple + 1)}
+        assert met == {multiple * below * (8 + step) // 8 for step in range(1, 9)}
+
+
+def test_a_plan_has_no_buckets():
+    assert padded_length(PLAN, 2, 7, 8) == 12
+
+
+@pytest.mark.parametrize("buckets", [-1, 2.0, True, "8", None])
+def test_buckets_are_a_count(buckets):
+    with pytest.raises(ValueError, match="buckets must be a number of lengths an octave"):
+        padded_length("zigzag", 2, 7, buckets)
+
+
 def test_what_layouts_refuse():
     with pytest.raises(ValueError, match=r"one of contiguous, zigzag, striped, or a plan that balance made; got 'spiral'"):
         check_layout("spiral")

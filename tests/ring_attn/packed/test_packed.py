@@ -104,6 +104,18 @@ def test_shards_hold_the_whole_batch_once(shards, size):
     assert total == pytest.approx(1)
 
 
+def test_packed_batches_of_any_length_have_few(shards):
+    met = set()
+    for length in range(64, 128):
+        batch = trl_batch(packed_worker.documents_of(1, length // 3, length - length // 3))
+        held = shards(batch, 2, layout="zigzag")
+        assert torch.equal(torch.cat([x.input_ids[0] for x in held])[held[0].places], batch["input_ids"][0])
+        assert held[0].label_count == length - 2
+        met.add(held[0].input_ids.shape[1])
+    assert met == {32, 36, 40, 44, 48, 52, 56, 60, 64}
+    assert shards(trl_batch(packed_worker.documents_of(1, 97)), 2, layout="zigzag", buckets=0)[0].input_ids.shape[1] == 50
+
+
 def test_labels_that_are_given_are_masked_and_shifted(shards):
     batch = trl_batch(DOCUMENTS)
     batch["labels"][0, 4:10] = -100  # a prompt
