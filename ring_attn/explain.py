@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from jax_core.request.explain import Explanation
+    from torch_bridge.backends.operation import Request
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> "Explanation":
@@ -28,24 +29,33 @@ class Explaining(TorchDispatchMode):
     """Explains the ring calls of a block, as torch's ``FlopCounterMode`` counts operations: ``with Explaining() as calls:
     model(**batch)``, then ``print(calls)``. Calls in graphs that ``torch.compile`` has made are not seen.
 
-    ``found``: by the call's description, in the order of the first calls. ``run``: False leaves the calls out; their results are
-    then not initialised.
+    ``found``: by the call's description, in the order of the first calls. ``str`` adds what has been compiled for each until then,
+    also for a backward after the block. ``run``: False leaves the calls out; their results are then not initialised.
     """
 
     def __init__(self, run: bool = True) -> None:
         super().__init__()
         self.run = run
         self.found: dict[str, Explanation] = {}
+        self._requests: dict[str, tuple[str, Request]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not torch.ops.ring_attn.forward.default:
             return func(*args, **(kwargs or {}))
-        from torch_bridge.call.explained import explain_call
+        from torch_bridge.call.explained import explain_request, requested
 
         operands, key = args
-        description, explanation, results = explain_call(operands, key)
-        self.found.setdefault(description, explanation)
-        return func(*args) if self.run else [operands[0].new_empty(form.shape, dtype=form.dtype) for form in results]
+        request = requested(key, operands)
+        if str(request) not in self.found:
+            self.found[str(request)] = explain_request(key, request)
+            self._requests[str(request)] = key, request
+        return func(*args) if self.run else [operands[0].new_empty(form.shape, dtype=form.dtype) for form in request.results]
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{description}\n{explanation}" for description, explanation in self.found.items())
+        from torch_bridge.call.explained import compilations
+
+        parts = []
+        for description, explanation in self.found.items():
+            made = (f"compiled  {each}" for each in compilations(*self._requests[description]))
+            parts.append("\n".join((description, str(explanation), *made)))
+        return "\n\n".join(parts)

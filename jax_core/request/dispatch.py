@@ -134,23 +134,29 @@ def strategies_reasons(options: Options, problem: Problem) -> dict[str, str | No
         params = _params(strategy, given, problem)
         reason = _strategy_reason(strategy, platform, params, problem)
         if reason is None and strategy.OWN_PLATFORM is None:
-            of_kernels = kernels_reasons(options, problem, strategy)
+            of_kernels = _kernels_reasons(strategy, params, problem)
             asked = of_kernels if platform == "auto" else {platform: of_kernels[platform]}
-            said = "; ".join(f'platform="{kernel}": {why}' for kernel, why in asked.items())
-            reason = None if None in asked.values() else said
+            reason = None if None in asked.values() else _said(asked)
         reasons[name] = reason
     return reasons
 
 
 def kernels_reasons(options: Options, problem: Problem, strategy: Strategy) -> dict[str, str | None]:
     """Of each kernel why it cannot compute what the strategy asks of it; None if it can. Looks no configuration up."""
-    given, asked, reasons = options.cfg or RingAttentionConfig(), strategy.kernel_problem(problem), {}
-    forward, backward = _params(strategy, given, problem)
+    return _kernels_reasons(strategy, _params(strategy, options.cfg or RingAttentionConfig(), problem), problem)
+
+
+def _kernels_reasons(strategy: Strategy, params: tuple[FwdParams, BwdParams], problem: Problem) -> dict[str, str | None]:
+    asked, reasons = strategy.kernel_problem(problem), {}
     for name, kernel in KERNELS.items():
-        defaults = kernel.default_params(asked)
-        choice = Choice(strategy, kernel, forward.completed(defaults[0]), backward.completed(defaults[1]))
+        forward, backward = kernel.default_params(asked)
+        choice = Choice(strategy, kernel, params[0].completed(forward), params[1].completed(backward))
         reasons[name] = _kernel_reason(choice, name, asked)
     return reasons
+
+
+def _said(reasons: Mapping[str, str | None]) -> str:
+    return "; ".join(f'platform="{kernel}": {reason}' for kernel, reason in reasons.items())
 
 
 def _platform_reason(strategy: Strategy, platform: str) -> str | None:
@@ -172,7 +178,7 @@ def _with_kernel(
             if tried and problem.backend == "tpu":
                 say_experimental(f'platform="{name}"', tried)
             return choice
-    said = "; ".join(f'platform="{name}": {reason}' for name, reason in reasons.items())
+    said = _said(reasons)
     raise NotImplementedError(f'{said}; use platform="auto"' if named else f"no platform can: {said}")
 
 

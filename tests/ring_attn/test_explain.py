@@ -8,7 +8,7 @@ from launch import torchrun
 
 import jax_core
 from ring_attn import Explaining, RingAttention, explain, ring_attention
-from torch_bridge.call import programs
+from torch_bridge.call import explained, programs
 
 
 def test_nothing_is_computed():
@@ -35,6 +35,24 @@ def test_errors_are_those_of_the_call():
         explain(q, q[..., :4], q)
     with pytest.raises(NotImplementedError, match='platform="cute"'):
         explain(q, q, q, platform="cute")
+
+
+def test_errors_name_the_arguments_of_the_call():
+    module, x = RingAttention(32, 4, softcap=2.0, platform="cute", batch_first=True), torch.randn(2, 10, 32)
+    with pytest.raises(NotImplementedError) as of_the_call:
+        module(x, x, x)
+    with pytest.raises(NotImplementedError) as of_the_inquiry, Explaining(run=False):
+        module(x, x, x)
+    assert str(of_the_inquiry.value) == str(of_the_call.value)
+
+
+def test_a_call_made_again_is_explained_once(monkeypatch):
+    decided = []
+    monkeypatch.setattr(explained, "explain_request", lambda key, request: decided.append(request))
+    with Explaining() as calls:
+        for length in (4, 4, 6):
+            ring_attention(*torch.zeros(3, 1, length, 2, 8))
+    assert len(decided) == len(calls.found) == 2
 
 
 def test_the_calls_of_a_model():

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jax_core.request.options import Placement
 from torch_bridge.backends.dlpack import keeping_device, precision_scope
+from torch_bridge.backends.executable import Compilation, Executable
 from torch_bridge.backends.launch import Compiled, Join, Launcher, launcher
 from torch_bridge.backends.operation import Form, Local, Request, Results
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, joiner, sharding
@@ -37,7 +38,8 @@ class Program:
     launcher: Launcher
     join: Join
     compiled_forward: Compiled
-    compiled_backward: Callable[[tuple[int, ...]], Compiled]  # for each set of wanted gradients
+    compiled_backward: Callable[[tuple[int, ...], tuple[bool, ...]], Compiled]  # for each wanted gradients and given cotangents
+    executables: list[Executable]  # in the order of their first calls
     operators: None = None
     checked: bool = False  # whether the ranks have compared what they hold
 
@@ -49,7 +51,12 @@ class Program:
         return tuple(self._run("forward", self.compiled_forward, operands))
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
-        return self._run("backward", self.compiled_backward(tuple(wanted)), (*operands, *results, *cotangents))
+        compiled = self.compiled_backward(tuple(wanted), tuple(x is not None for x in cotangents))
+        return self._run("backward", compiled, (*operands, *results, *cotangents))
+
+    @property
+    def compilations(self) -> list[Compilation]:
+        return [each for executable in self.executables for each in executable.compilations]
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
         with keeping_device(self.request.device), precision_scope(self.dtype), watch(self.ring, step, self.call) as call:
@@ -64,23 +71,29 @@ def program(request: Request) -> Program:
     device, ring = request.device, request.ring
     assert isinstance(ring, Ring)
     local, results = _checked(request, ring), request.results
-    way, platform = launcher(device), jax_platform(device)
-    on_ring = partial(_on_ring, ring, platform, way.in_place)
-    forward = on_ring(local.forward, len(request.forms), results)
+    way, platform, call = launcher(device), jax_platform(device), str(request)
+    executables: list[Executable] = []
 
-    def backward(wanted: tuple[int, ...]) -> Compiled:
+    def compiled(what: str, function: Callable[..., object], operands: int, results: tuple[Form, ...]) -> Compiled:
+        on_ring = _on_ring(ring, platform, way.in_place, function, operands, results)
+        executables.append(Executable(on_ring, what, call, loud=ring.ranks[ring.rank] == 0))
+        return Compiled(executables[-1], results)
+
+    @cache
+    def backward(wanted: tuple[int, ...], given: tuple[bool, ...]) -> Compiled:
         gradients = tuple(form for number in wanted if (form := request.forms[number]) is not None)
-        return on_ring(partial(local.backward, wanted), len(request.forms) + 2 * len(results), gradients)
+        return compiled("backward", partial(local.backward, wanted), len(request.forms) + len(results) + len(given), gradients)
 
     return Program(
         request=request,
-        call=str(request),
+        call=call,
         ring=ring,
         dtype=results[0].dtype,
         launcher=way,
         join=joiner(ring, platform),
-        compiled_forward=forward,
-        compiled_backward=cache(backward),
+        compiled_forward=compiled("forward", local.forward, len(request.forms), results),
+        compiled_backward=backward,
+        executables=executables,
     )
 
 
@@ -113,7 +126,7 @@ def _placement(ring: Ring, platform: str) -> Placement:
 
 def _on_ring(
     ring: Ring, platform: str, in_place: bool, function: Callable[..., object], operands: int, results: tuple[Form, ...]
-) -> Compiled:
+) -> "jax.stages.Wrapped":
     """``function`` of local shards, jitted over the ring. Every operand and result is treated as a block of rows of a global array,
     whatever its dimensions mean, so none needs its own sharding."""
     settings: dict[str, Any] = {}
@@ -122,12 +135,12 @@ def _on_ring(
         memory = tuple(range(operands, operands + len(results)))
         settings, function = dict(donate_argnums=memory, keep_unused=True), partial(_first, operands, function)
     if _alone(ring):
-        return Compiled(jax.jit(function, **settings), results)
+        return jax.jit(function, **settings)
     if platform == "gpu":
         settings["compiler_options"] = options_of_ring(len(ring.sizes))
     rows = PartitionSpec(ring.axis_name)
     mapped = jax.shard_map(function, mesh=jax_mesh(ring, platform), in_specs=rows, out_specs=rows, check_vma=False)
-    return Compiled(jax.jit(mapped, out_shardings=sharding(ring, platform), **settings), results)
+    return jax.jit(mapped, out_shardings=sharding(ring, platform), **settings)
 
 
 def _first(count: int, function: Callable[..., object], *arrays: jax.Array | None) -> object:

@@ -1,30 +1,36 @@
-"""What a call would run."""
-
-from typing import NamedTuple
+"""What a call would run, and what was compiled for it."""
 
 from jax_core.request.explain import Explanation, explained, heard
-from torch_bridge.backends.operation import Form, forms_of
-from torch_bridge.call.programs import request_of
+from torch_bridge.backends.executable import Compilation
+from torch_bridge.backends.operation import Request, forms_of
+from torch_bridge.call.programs import call_of, in_words_of_the_caller, made_for, request_of
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.ring import Tensors
 
 
-class ExplainedCall(NamedTuple):
-    description: str
-    explanation: Explanation
-    results: tuple[Form, ...]
-
-
-def explain_call(operands: Tensors, key: str) -> ExplainedCall:
-    """Of the call with this key for tensors of these forms, decided anew as for its program. Starts JAX. Raises NotImplementedError
-    on an XLA device, whose calls are parts of graphs."""
-    from torch_bridge.backends.compiled import local_of
-
+def requested(key: str, operands: Tensors) -> Request:
+    """What the call with this key asks for with tensors of these forms."""
     first = operands[0]
     assert first is not None
-    request = request_of(key, forms_of(operands), first.device)
+    return request_of(key, forms_of(operands), first.device)
+
+
+def explain_request(key: str, request: Request) -> Explanation:
+    """Decided anew, as for its program. Starts JAX. Raises NotImplementedError on an XLA device, whose calls are parts of graphs,
+    and the call's own errors, in its caller's words; the other ranks do not hear of them."""
+    from torch_bridge.backends.compiled import local_of
+
     if not isinstance(request.ring, Ring):
-        raise NotImplementedError(f"calls on CPUs and GPUs can be explained, got one on {first.device.type}: jax_core.explain can")
-    with heard() as decisions:
+        device = request.device.type
+        raise NotImplementedError(f"calls on CPUs and GPUs can be explained, got one on {device}: jax_core.explain can")
+    with in_words_of_the_caller(call_of(key).names), heard() as decisions:
         local_of(request, request.ring)
-    return ExplainedCall(str(request), explained(decisions[-1]), request.results)
+    return explained(decisions[-1])
+
+
+def compilations(key: str, request: Request) -> list[Compilation]:
+    """The programs that calls with this request have compiled so far in this process."""
+    from torch_bridge.backends.compiled import Program
+
+    program = made_for(key, request)
+    return program.compilations if isinstance(program, Program) else []

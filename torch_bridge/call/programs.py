@@ -93,6 +93,12 @@ def program_for(key: str, forms: Forms, device: torch.device) -> Program:
     return _make(key, forms, device) if found is None else found.program
 
 
+def made_for(key: str, request: Request) -> Program | None:
+    """The program of the request, if a call has made it."""
+    found = _PROGRAMS.get((key, request.forms, request.device))
+    return None if found is None else found.program
+
+
 def request_of(key: str, forms: Forms, device: torch.device) -> Request:
     call = call_of(key)
     return Request(call.ring, call.operation, tuple(None if form is None else Form(*form) for form in forms), device)
@@ -100,7 +106,7 @@ def request_of(key: str, forms: Forms, device: torch.device) -> Request:
 
 def _make(key: str, forms: Forms, device: torch.device) -> Program:
     call, request = call_of(key), request_of(key, forms, device)
-    with propagating(call.ring, device), _in_words_of_the_caller(call.names):
+    with propagating(call.ring, device), in_words_of_the_caller(call.names):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, request.operation.without_work(request) or program)
     _PROGRAMS[key, forms, device] = made
@@ -142,12 +148,12 @@ def check(key: str, tensors: Tensors) -> None:
     """Checks shapes and dtypes, which may be symbols, without making a program. Raises ValueError in the caller's words."""
     call, first = call_of(key), tensors[0]
     assert first is not None
-    with propagating(call.ring, first.device), _in_words_of_the_caller(call.names):
+    with propagating(call.ring, first.device), in_words_of_the_caller(call.names):
         call.operation.check(tensors, call.ring)
 
 
 @contextmanager
-def _in_words_of_the_caller(names: Names) -> Iterator[None]:
+def in_words_of_the_caller(names: Names) -> Iterator[None]:
     """Errors with the operation's argument names replaced by the caller's."""
     try:
         yield

@@ -1,0 +1,89 @@
+"""JAX functions that are compiled ahead of their first call, so that compiling and running can be told apart.
+
+What is compiled is logged under ``ring_attn``: each program with its time as INFO, which Python keeps to itself unless it is asked
+to show it, and once in a process, as WARNING, that one takes long while it does.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock, Timer
+from typing import NamedTuple
+
+import jax
+
+LOG = logging.getLogger("ring_attn")
+LONG = 3.0  # seconds after which it is said that a program is being compiled
+
+
+class Compilation(NamedTuple):
+    """``seconds``: of tracing, lowering and compiling, or of reading from the programs that are kept on disk. ``temporaries``:
+    bytes that XLA holds while the program runs, beside its arguments and results; None where it does not say."""
+
+    what: str
+    seconds: float
+    temporaries: int | None
+
+    def __str__(self) -> str:
+        held = "" if self.temporaries is None else f", {self.temporaries / 2**20:.1f} MiB of temporaries"
+        return f"{self.what} in {self.seconds:.1f} s{held}"
+
+
+class Executable:
+    """``function``, of arrays that have the same shapes, dtypes and devices in every call; those that are absent (None) always are.
+
+    ``what``, ``of``: what it is called in the log, and the call that it belongs to. ``loud``: whether this process says that it
+    takes long. It is compiled once for each of JAX's default precisions, the one setting that its results depend on.
+    """
+
+    def __init__(self, function: "jax.stages.Wrapped", what: str, of: str, loud: bool) -> None:
+        self.compilations: list[Compilation] = []
+        self._function, self._what, self._of, self._loud = function, what, of, loud
+        self._compiled: dict[str | None, jax.stages.Compiled] = {}
+
+    def __call__(self, *arrays: jax.Array | None) -> Sequence[jax.Array]:
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # made at run time
+        compiled = self._compiled.get(precision)
+        if compiled is None:
+            compiled = self._compiled[precision] = self._compile(arrays)
+        results: Sequence[jax.Array] = compiled(*arrays)
+        return results
+
+    def _compile(self, arrays: tuple[jax.Array | None, ...]) -> "jax.stages.Compiled":
+        started = time.perf_counter()
+        with _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
+            compiled = self._function.lower(*arrays).compile()
+        self.compilations.append(Compilation(self._what, time.perf_counter() - started, _temporaries(compiled)))
+        LOG.info("compiled %s: %s", self.compilations[-1], self._of)
+        return compiled
+
+
+def _temporaries(compiled: "jax.stages.Compiled") -> int | None:
+    known = compiled.memory_analysis()
+    return None if known is None else int(known.temp_size_in_bytes)
+
+
+@contextmanager
+def _saying_if_it_takes_long(what: str, loud: bool) -> Iterator[None]:
+    timer = Timer(LONG, _announce, (what,))
+    timer.daemon = True  # a process may end in the middle of it
+    if loud and not _announced.locked():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+_announced = Lock()  # taken by the first announcement of the process, and kept
+
+
+def _announce(what: str) -> None:
+    if _announced.acquire(blocking=False):
+        LOG.warning(
+            "compiling %s, which has taken %.0f s so far; each new set of shapes and options is compiled once and kept on disk "
+            '(docs/startup.md). This is said once; the logger "ring_attn" tells of every program at level INFO',
+            what,
+            LONG,
+        )
