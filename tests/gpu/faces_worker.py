@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks.harness.team import Team, tidy
 from ring_attn import Ring, context_parallel_sdpa, flash, sync_gradients
 from ring_attn.generation import KVCache, generate
+from tests.gpu.models_worker import apart
 from tests.support.generation_cases import SmallModel
 
 TOKENS, HEADS, KV_HEADS, DIM = 4096, 8, 2, 128
@@ -142,10 +143,6 @@ def verdict(have: list[Tensor], usual: list[Tensor], exact: list[Tensor]) -> str
     errors = [(apart(x, want), apart(other, want)) for x, other, want in zip(have, usual, exact, strict=True)]
     wrong = "" if all(mine <= 2 * torchs for mine, torchs in errors) else "WRONG: "
     return wrong + "  ".join(f"{mine:.1e} ({torchs:.1e})" for mine, torchs in errors)
-
-
-def apart(have: Tensor, want: Tensor) -> float:
-    return ((have.float() - want.float()).norm() / want.float().norm()).item()
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 def apart(have: Tensor, want: Tensor) -> float:
-    return ((have - want).norm() / want.norm()).item()
+    return ((have.float() - want.float()).norm() / want.float().norm()).item()
 
 
 def together(have: Found, want: Found) -> float:

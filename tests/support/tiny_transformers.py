@@ -180,21 +180,22 @@ def roberta() -> Any:
 
 _SEQ2SEQ: dict[str, Any] = dict(vocab_size=VOCABULARY, d_model=32, pad_token_id=0, attn_implementation="eager")
 
+_T5: dict[str, Any] = dict(
+    **_SEQ2SEQ,
+    d_kv=8,
+    d_ff=48,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=16,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+)
+
 
 def t5() -> Any:
-    config = transformers.T5Config(
-        **_SEQ2SEQ,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=16,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config)
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5))
 
 
 def whisper() -> Any:
@@ -215,21 +216,12 @@ def seq2seq(name: str, config: str) -> Callable[[], Any]:
 
 def switch(expert_capacity: int = 64) -> Any:
     config = transformers.SwitchTransformersConfig(
-        **_SEQ2SEQ,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_decoder_layers=2,
+        **_T5,
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=1,
-        num_heads=4,
         num_experts=4,
         expert_capacity=expert_capacity,
         router_jitter_noise=0.0,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=16,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
     )
     return transformers.SwitchTransformersForConditionalGeneration(config)
 

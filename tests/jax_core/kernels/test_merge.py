@@ -1,4 +1,4 @@
-"""Joining sinks: against a softmax over keys and sinks together, in NumPy."""
+"""Joining partials and sinks: against one softmax over all keys and sinks."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_core.kernels.contract import Partial
-from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
+from jax_core.kernels.merge import join, join_sinks, join_stacked, sink_gradient, sinks_per_head
 
 BATCH, ROWS, HEADS, KEYS, DIM = 2, 3, 4, 5, 6
 
@@ -24,6 +24,46 @@ def inputs(sinks: int):
     rng = np.random.default_rng(0)
     shapes = (BATCH, HEADS, ROWS, KEYS), (BATCH, HEADS, KEYS, DIM), (HEADS, sinks)
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def in_parts(parts: int, dtype: str = "float32"):
+    """Partials of ``KEYS`` keys each, where (row, part) sees nothing if the row's bit of the part is set, and NaN is its output;
+    with the output and LSE of all in float64. The last row sees nothing at all."""
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((BATCH, HEADS, 2**parts, parts, KEYS)) * 4
+    value = rng.standard_normal((BATCH, HEADS, parts, KEYS, DIM))
+    unseen = (np.arange(2**parts)[:, None] >> np.arange(parts)) & 1 == 1
+    weights = np.exp(np.where(unseen[..., None], -np.inf, logits))
+    sums, totals = np.einsum("bhqpk,bhpkd->pbqhd", weights, value), weights.sum(-1)
+    whole = totals.sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        outs, lses = sums / totals.transpose(3, 0, 2, 1)[..., None], np.log(totals).transpose(3, 0, 1, 2)
+        of_rows = whole.swapaxes(1, 2)[..., None]
+        out, lse = np.where(of_rows == 0, 0, sums.sum(0) / of_rows), np.log(whole)
+    return Partial(jnp.asarray(outs, dtype), jnp.asarray(lses, "float32")), out, lse
+
+
+def listed(partials: Partial, out_dtype):
+    return join([Partial(*each) for each in zip(*partials, strict=True)], out_dtype)
+
+
+@pytest.mark.parametrize("joined", [listed, join_stacked])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_join(joined, parts: int):
+    partials, *wanted = in_parts(parts)
+    assert np.isnan(partials.out[0]).any()
+    for got, want in zip(joined(partials, "float32"), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("joined", [listed, join_stacked])
+def test_join_sums_in_float32_and_rounds_once(joined):
+    partials, *_ = in_parts(3, "bfloat16")
+    exact, _ = joined(Partial(partials.out.astype("float32"), partials.lse), "float32")
+    out, lse = joined(partials, "bfloat16")
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(out, exact.astype("bfloat16"))
+    assert joined(partials, "float32")[0].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("count", [1, 3])

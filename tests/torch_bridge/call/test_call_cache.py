@@ -112,6 +112,21 @@ def test_torchs_setting_of_determinism_counts(qkv):
     assert [call.operation.options.deterministic for call in list(programs._CALLS.values())[-2:]] == [False, True]
 
 
+def test_the_dtype_of_autocast_counts(qkv):
+    dtypes = []
+    for dtype in (torch.bfloat16, torch.float16) * 2:
+        with torch.autocast("cpu", dtype):
+            dtypes.append(attend(*qkv).dtype)
+    assert dtypes == [torch.bfloat16, torch.float16] * 2
+
+
+def test_a_group_made_after_the_first_call_counts(qkv, request):
+    attend(*qkv)
+    request.getfixturevalue("alone")
+    attend(*qkv)
+    assert len(call_cache._CALLS) == 2
+
+
 def test_tensors_of_another_kind_are_checked(qkv):
     q, k, v = qkv
     attend(q, k, v)
