@@ -83,7 +83,8 @@ def _forward(settings, q, k, v, where, lists, arrays, *, changed):
 
 
 def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, changed):
-    assert len(changed) == (3 if settings.group > 1 else 1) * (2 if settings.deterministic else 1)
+    sums, locks = (3, 2) if settings.group > 1 else (1, 1)  # dK's and dV's locks are one array
+    assert len(changed) == sums + locks * settings.deterministic
     q_rows, k_rows = _rows(q, *where[:2]), _rows(k, *where[2:])
     query, key, value, dout = q_rows.entries(q), k_rows.entries(k), k_rows.entries(v), q_rows.entries(dout)
     capped, logits, seen = _logits(settings, query, key, q_rows, k_rows, lists, arrays, True)

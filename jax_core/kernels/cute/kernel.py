@@ -66,7 +66,7 @@ def backward(pair: Pair, residuals: Residuals, dq: Sums | None, config: BwdParam
     packed = pairs.packs(pair, listed)
     sums = [zeros(q, "query", tile, packed) if dq is None else dq]
     if group > 1:
-        # Of two equal arrays that are to be changed XLA would make one and copy it: dV starts from negative zeros.
+        # Two equal arrays that a call changes would become one in XLA (``_locks``): dV starts from negative zeros.
         sums += [zeros(x, "key", tile, packed, after=dq, zero=zero) for x, zero in ((k, 0.0), (v, -0.0))]
     in_place = _locks(q, k, tile) if deterministic else []
     in_place += [x.shaped(plan.packed, group if x is sums[0] else 1) for x in sums]
@@ -163,11 +163,15 @@ def _statistics(x: Array, fill: float, tile_m: int, group: int, plan: _Plan) -> 
 
 
 def _locks(q: Array, k: Array, tile: BackwardTile) -> list[Shaped]:
-    """Zeros: one counter for each query block, and where heads share K/V two for each key block."""
+    """Zeros: one counter for each query block, and where heads share K/V two for each key block, dK's and dV's.
+
+    Those two are one array: of equal arrays XLA makes one, which a fusion of the call with slices of its operands (jax 0.11.1 and
+    later) has once, and results that are aliased to it share its memory. With one counter for both every block waits for itself.
+    """
     batch, length, heads, _ = q.shape
     shapes = [(batch, heads, -(-length // tile.tile_m), 1)]
     if heads != k.shape[2]:
-        shapes += [(batch, k.shape[2], -(-k.shape[1] // tile.tile_n), 2)] * 2
+        shapes.append((batch, k.shape[2], -(-k.shape[1] // tile.tile_n), 2))
     return [Shaped(jnp.zeros(shape, jnp.int32), (1, 1, 1, shape[3])) for shape in shapes]
 
 

@@ -33,13 +33,24 @@ def forward(stream, q, k, v, where, lists, mask_arrays, o, lse, *, settings):
 def backward(stream, q, k, v, dout, lse, delta, where, lists, mask_arrays, *changed, settings):
     """``changed``: the locks of a deterministic backward, dQ, dK, dV. Adds to dQ (float32, in the kernel's own order of elements),
     and to dK and dV likewise if heads share K/V; otherwise writes those. ``lse``: to the base 2."""
-    (dq, dk, dv), locks = changed[-3:], (*changed[:-3], None, None, None)
+    (dq, dk, dv), (of_dq, of_dk, of_dv) = changed[-3:], _locks(changed[:-3])
     kernel = CLASSES[settings.capability].backward(settings)
     kernel(
         q, k, v, dout, lse, delta, dq, dk, dv, cutlass.Float32(settings.scale), where[0], where[2], where[1], where[3],
-        _bound(settings.left), _bound(settings.right), locks[0], locks[1], locks[2], _aux(mask_arrays),
+        _bound(settings.left), _bound(settings.right), of_dq, of_dk, of_dv, _aux(mask_arrays),
         _listed(lists, q, settings), None, stream,
     )  # fmt: skip
+
+
+@cute.jit
+def _locks(given):
+    """dQ's, dK's and dV's, of the one array or two that there are. flash-attn-4 asks for two counters for each key block, and uses
+    the first of them on Hopper: dV's is the second."""
+    if cutlass.const_expr(len(given) == 0):
+        return None, None, None
+    if cutlass.const_expr(len(given) == 1):
+        return given[0], None, None
+    return given[0], given[1], cute.domain_offset((0, 0, 0, 1), given[1])
 
 
 @cute.jit
