@@ -10,7 +10,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 GPUS = torch.cuda.device_count()
-OF_CONFTEST = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # to all jobs, whatever this process takes of it (conftest.py)
+OF_CONFTEST = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
 
 def need(gpus: int) -> None:
@@ -28,6 +29,8 @@ def torchrun(processes: int, worker: str, *arguments: str, timeout: float = 280,
 def run(*arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, str]:
     """The same of one Python program."""
     kept = {name: value for name, value in os.environ.items() if name not in OF_CONFTEST}
+    if VISIBLE is not None:
+        kept["CUDA_VISIBLE_DEVICES"] = VISIBLE
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *arguments],

@@ -1,6 +1,7 @@
 """The GPU kernels on a GPU, against the oracle. A kernel that cannot be called there is left out, in its own words."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -147,6 +148,26 @@ def test_the_deterministic_backward_of_cute(options, kv_heads):
     for _ in range(10):
         for once, again in zip(first, gradients(q, k, v), strict=True):
             np.testing.assert_array_equal(np.asarray(once, np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_deterministic_backward_of_cute_over_stacked_keys(layers):
+    """XLA fuses a call with slices of its operands: keys and values of one array, and what ``lax.scan`` keeps of its turns."""
+    shapes = (1, 1024, 4, 64), (2, 1, 1024, 2, 64)
+    q, kv = (jax.random.normal(jax.random.key(i), shape, "bfloat16") for i, shape in enumerate(shapes))
+    attend = partial(jax_core.ring_attention, causal=True, deterministic=True, platform="cute")
+
+    def sliced(q, kv):
+        return jax.lax.scan(lambda x, _: (attend(x, kv[0], kv[1]), None), q, length=layers)[0].astype("float32").sum()
+
+    def apart(q, k, v):
+        for _ in range(layers):
+            q = attend(q, k, v)
+        return q.astype("float32").sum()
+
+    dq, dkv = jax.jit(jax.grad(sliced, (0, 1)))(q, kv)
+    for found, expected in zip((dq, *dkv), jax.jit(jax.grad(apart, (0, 1, 2)))(q, *kv), strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

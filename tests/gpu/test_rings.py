@@ -61,6 +61,15 @@ def test_strategies_of_two_axes(cases, strategy, dtype):
     check_strategies(cases, dtype, strategy)
 
 
+def test_a_device_that_does_not_finish_a_call_is_told():
+    need(2)
+    fine, said = torchrun(GPUS, "tests/gpu/stalled_worker.py", timeout=120)
+    assert not fine and "nobody was told" not in said, said
+    assert all(f"rank {rank}: eight slow calls have ended" in said for rank in range(GPUS)), said
+    assert "has not finished call" in said and "Every rank of the ring has given this call to its device" in said, said
+    print(said)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_kernels_for_16_bits(strategy):
     """cuDNN's is not among them: it has no gradient of the LSE, which is compared."""

@@ -47,7 +47,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_bridge.job.addresses import listen, with_port
-from torch_bridge.job.deadlock import Ranks, Report, asked_for, crossed_rings, deadlocked_rings
+from torch_bridge.job.deadlock import (
+    ALL_CALL,
+    ALL_LAUNCHED,
+    Ranks,
+    Report,
+    asked_for,
+    crossed_rings,
+    deadlocked_rings,
+    stalled_rings,
+)
 from torch_bridge.job.liveness import VANISHED_AFTER, keep_alive, unheard
 
 # JAX's own heartbeat is only a last resort: the connections report a death sooner.
@@ -275,11 +284,13 @@ class Exchange:
         peers = self._peers()
         limit = min((peer.report.limit for peer in peers.values() if peer.report), default=0.0)
         reports = {rank: _report(peer, limit) for rank, peer in peers.items()}
+        answered = {rank: report for rank, report in reports.items() if not peers[rank].silent_since}
+        self._tell_stuck(stalled_rings(answered), reports, ALL_LAUNCHED)
         self._tell_stuck(deadlocked_rings(reports), reports)
 
-    def _tell_stuck(self, rings: dict[Ranks, str], reports: dict[int, Report]) -> None:
+    def _tell_stuck(self, rings: dict[Ranks, str], reports: dict[int, Report], advice: str = ALL_CALL) -> None:
         for ring, why in rings.items():
-            words = f"{why}. Last asked for: {asked_for(ring, reports)}"
+            words = f"{why}. Last asked for: {asked_for(ring, reports)}. {advice}"
             self._tell(ring, {"stuck": {"ring": list(ring), "words": words}})
 
     def _close(self, selector: selectors.BaseSelector, peer: _Peer) -> None:

@@ -8,6 +8,17 @@ from typing import Any, NamedTuple
 # call. The rest is for the question and the answers, so that all have ended within the limit.
 ASK_AFTER, GIVE_UP_AFTER = 0.25, 0.75
 
+ALL_CALL = (
+    'Every rank of a ring must make the same calls in the same order; ring_attn.start(check="every_call") finds the first that '
+    "differs. Where a rank rightly pauses between its calls, as for a checkpoint, give all ranks more time with "
+    "ring_attn.start(wait_timeout=seconds)."
+)
+ALL_LAUNCHED = (
+    "Every rank of the ring has given this call to its device, and it does not come to its end: a kernel that waits for ever, "
+    "a collective of NCCL that another process never joins, or a fault of the hardware; cuda-gdb shows where it is. Where a device "
+    "rightly takes longer, give it more time with ring_attn.start(device_timeout=seconds)."
+)
+
 Ranks = tuple[int, ...]
 
 
@@ -15,29 +26,44 @@ class Standing(NamedTuple):
     """One rank's calls of one ring.
 
     ``number``: that of its last call, counted from 1. ``waits``: seconds since that call began, None once it has ended. ``calls``:
-    digests of its most recent calls, by their numbers. ``last``: a description of the last call.
+    digests of its most recent calls, by their numbers. ``last``: a description of the last call. ``launched``: the number of the
+    last call that its device was given, if it has one.
     """
 
     number: int
     waits: float | None
     calls: dict[int, str]
     last: str
+    launched: int = 0
+
+
+class Stalled(NamedTuple):
+    """A call of a ring that a rank's device has not finished within the limit: its number, a description, and for how long the
+    device has finished none."""
+
+    ring: Ranks
+    number: int
+    what: str
+    seconds: float
 
 
 class Report(NamedTuple):
     """A rank's report about itself. ``idle``: seconds for which it has been in no ring call, 0 while it is in one or prepares one.
     ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank. ``own``: False
-    where it has never reported, and this is assumed of it."""
+    where it has never reported, and this is assumed of it. ``stalled``: what its device does not finish."""
 
     limit: float
     idle: float
     place: str
     rings: dict[Ranks, Standing]
+    stalled: Stalled | None = None
     own: bool = True
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> "Report":
-        return cls(float(message["limit"]), float(message["idle"]), str(message["place"]), cls.of_calls(message["rings"]).rings)
+        stalled = message["stalled"] and Stalled(tuple(message["stalled"][0]), *message["stalled"][1:])
+        rings = cls.of_calls(message["rings"]).rings
+        return cls(float(message["limit"]), float(message["idle"]), str(message["place"]), rings, stalled)
 
     @classmethod
     def of_calls(cls, standings: Any) -> "Report":
@@ -48,8 +74,9 @@ class Report(NamedTuple):
                 None if waits is None else float(waits),
                 {int(key): str(digest) for key, digest in calls.items()},
                 str(last),
+                int(launched),
             )
-            for ring, (number, waits, calls, last) in standings
+            for ring, (number, waits, calls, last, launched) in standings
         }
         return cls(0.0, 0.0, "it goes on", rings)
 
@@ -113,6 +140,26 @@ def crossed_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
     was paired with another call, and the results are wrong."""
     rings = {ring for report in reports.values() for ring in report.rings}
     return {ring: _apart(number) for ring in rings if (number := _first_apart(ring, reports, ended=True)) is not None}
+
+
+def stalled_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
+    """The rings in whose call a device stays though all members have given it to theirs, each with the reason. ``reports``: of the
+    ranks that answer; where a member does not, or has not come to the call, no device is at fault."""
+    found: dict[Ranks, str] = {}
+    for rank, report in reports.items():
+        stalled = report.stalled
+        if stalled is not None and all(_has_launched(reports.get(member), stalled) for member in stalled.ring):
+            found.setdefault(
+                stalled.ring,
+                f"the device of {named([rank])} has not finished call {stalled.number}, {stalled.what}, nor any other for "
+                f"{stalled.seconds:.0f} s",
+            )
+    return found
+
+
+def _has_launched(report: Report | None, stalled: Stalled) -> bool:
+    standing = None if report is None else report.rings.get(stalled.ring)
+    return standing is not None and standing.launched >= stalled.number
 
 
 def _first_apart(ring: Ranks, reports: Mapping[int, Report], ended: bool = False) -> int | None:

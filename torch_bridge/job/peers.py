@@ -23,12 +23,13 @@ from typing import Any, Protocol
 import torch
 
 from torch_bridge.job import coordinator
-from torch_bridge.job.deadlock import ASK_AFTER, Ranks, Report, Standing, named
+from torch_bridge.job.deadlock import ASK_AFTER, Ranks, Report, Stalled, Standing, named
+from torch_bridge.job.device_progress import DeviceProgress, RingCall
 from torch_bridge.job.liveness import VANISHED_AFTER, keep_alive, unheard
-from torch_bridge.job.mesh import Ring
 
 # How long the others may keep running after a peer's death, in seconds; `runtime.start(peer_timeout=)` changes it.
 PEER_TIMEOUT = 20.0
+DEVICE_TIMEOUT = 600.0  # as NCCL's own
 # The exit status of a process that the watchdog ends: os.EX_UNAVAILABLE, "a service is unavailable".
 EXIT_PEER_FAILURE = 69
 # Seconds that the coordinator has to answer the goodbye of a process that ends.
@@ -37,12 +38,9 @@ GOODBYE_TIME = 3.0
 _REMEMBERED = 128
 
 
-class Call(Protocol):
-    """A ring call of this process, as the watchdog sees it. ``begun``: its start, by the monotonic clock; ``finished``: whether the
-    device is known to have completed it."""
+class Call(RingCall, Protocol):
+    """A ring call of this process, as the watchdog sees it. ``finished``: whether the device is known to have completed it."""
 
-    ring: Ring
-    begun: float
     finished: bool
 
     def overdue(self) -> bool:
@@ -54,19 +52,22 @@ class Call(Protocol):
 
 @dataclass
 class Settings:
-    """The settings of ``runtime.start``: seconds to end after a peer's death, seconds to wait for an idle rank, and whether to
-    compare every call."""
+    """The settings of ``runtime.start``: seconds to end after a peer's death, seconds to wait for an idle rank, whether to compare
+    every call, and seconds in which a device finishes one."""
 
     peer_timeout: float = PEER_TIMEOUT
     wait_timeout: float = PEER_TIMEOUT
     every_call: bool = False
+    device_timeout: float = DEVICE_TIMEOUT
 
 
 @dataclass
 class RingCalls:
-    """This process's calls of one ring: how many in all and of each kind, and the most recent ones as (number, step, what)."""
+    """This process's calls of one ring: how many in all and of each kind, the last that the device was given, and the most recent
+    ones as (number, step, what)."""
 
     number: int = 0
+    launched: int = 0
     steps: Counter[str] = field(default_factory=Counter)
     recent: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     last: Call | str = ""
@@ -93,6 +94,7 @@ class State:
     calls: defaultdict[Ranks, RingCalls] = field(default_factory=lambda: defaultdict(RingCalls))
     active: dict[int, Call] = field(default_factory=dict)
     launched: dict[Ranks, tuple[Call, torch.cuda.Event]] = field(default_factory=dict)
+    device: DeviceProgress = field(default_factory=lambda: DeviceProgress(DEVICE_TIMEOUT))
     preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
     asked: float = 0.0  # when the watchdog last asked for the state of the others
@@ -119,6 +121,7 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[st
     hello = {"token": endpoint.token, "rank": rank, "peer_timeout": settings.peer_timeout}
     connection.sendall(json.dumps(hello).encode() + b"\n")
     state.connection, state.hosts, state.settings, state.left = connection, hosts, settings, time.monotonic()
+    state.device.limit = settings.device_timeout
     os.register_at_fork(after_in_child=_forget)
     for loop, arguments in ((_listen, (connection,)), (_watchdog, ())):
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
@@ -219,7 +222,8 @@ def _stick(ranks: Ranks, words: str) -> None:
 def _watchdog() -> None:
     """Ask for the state of the others when a ring call takes long, and end this process when the call cannot return."""
     while True:
-        time.sleep(min(max(state.settings.wait_timeout / 16, 0.05), 0.5))
+        time.sleep(min(max(min(state.settings.wait_timeout, state.settings.device_timeout) / 16, 0.05), 0.5))
+        state.device.beat()
         _ask(time.monotonic())
         _give_up_a_vanished_coordinator()
         if state.bad_news():
@@ -237,7 +241,8 @@ def _give_up_a_vanished_coordinator() -> None:
 
 def _ask(now: float) -> None:
     pause = ASK_AFTER * state.settings.wait_timeout
-    if now - state.asked > pause / 2 and any(now - call.begun > pause for call in _unfinished(now - pause)):
+    waits = state.device.stalled() or any(now - call.begun > pause for call in _unfinished(now - pause))
+    if now - state.asked > pause / 2 and waits:
         state.asked = now
         send({"waits": pause / 4})
 
@@ -282,7 +287,13 @@ def _report() -> Report:
     unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
     busy = unfinished or state.preparing or _compiles()
     idle = 0.0 if busy else now - state.left
-    return Report(state.settings.wait_timeout, idle, _place(idle, unfinished), _standings())
+    return Report(state.settings.wait_timeout, idle, _place(idle, unfinished), _standings(), _stalled())
+
+
+def _stalled() -> Stalled | None:
+    """What this process's device has not finished within the limit."""
+    found = state.device.stalled()
+    return None if found is None else Stalled(found.call.ring.ranks, found.call.number, str(found.call), found.seconds)
 
 
 def _standings() -> dict[Ranks, Standing]:
@@ -296,7 +307,7 @@ def _standings() -> dict[Ranks, Standing]:
     for ranks, calls in list(state.calls.items()):
         digests = {number: _digest(step, what) for number, step, what in calls.recent.copy()}
         waits = now - begun[ranks] if ranks in begun else None
-        rings[ranks] = Standing(calls.number, waits, digests, str(calls.last))
+        rings[ranks] = Standing(calls.number, waits, digests, str(calls.last), calls.launched)
     return rings
 
 

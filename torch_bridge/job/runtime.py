@@ -28,7 +28,7 @@ from torch_bridge.job.deadlock import named
 from torch_bridge.job.jax_memory import choose_allocator
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.job.network import leave_jax, leave_jax_to_the_parent, let_gloo_reach_all_ranks, open_relay
-from torch_bridge.job.peers import PEER_TIMEOUT
+from torch_bridge.job.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
 from torch_bridge.job.watchdog import PeerFailure, compare, watch
 from torch_bridge.job.xla_options import options_of_ring
 
@@ -62,6 +62,7 @@ def start(
     peer_timeout: float = PEER_TIMEOUT,
     start_timeout: float | None = None,
     wait_timeout: float | None = None,
+    device_timeout: float = DEVICE_TIMEOUT,
     check: Literal["new_programs", "every_call"] = "new_programs",
 ) -> None:
     """Start JAX in this process, as one process of the torch world. Idempotent, thread-safe, and nearly free once it has run.
@@ -76,7 +77,9 @@ def start(
     compiles in the same call may take any time; one that pauses between its calls (a checkpoint, a slow data loader) while
     others wait may take three quarters of ``wait_timeout``. ``start_timeout``: seconds to wait here for the other processes
     (default: ``START_TIMEOUT``; if the first ring call comes without ``start()``, the other ranks have ``wait_timeout`` to make
-    theirs). ``check``: "new_programs" compares the ranks' requests whenever a ring meets a new program, "every_call" before
+    theirs). ``device_timeout``: seconds within which a GPU must come to the end of a ring call that all ranks of the ring have
+    given to theirs. One that does not ends the job in the same way, and it is said which call that is, and what is in flight on
+    each rank. ``check``: "new_programs" compares the ranks' requests whenever a ring meets a new program, "every_call" before
     every forward and backward, to find the first call that differs.
 
     All of these take effect only in the call that starts JAX. Raises ValueError for an unknown ``check`` or if it differs between
@@ -91,7 +94,7 @@ def start(
         if not alone and not _state.distributed:
             wait = peer_timeout if wait_timeout is None else wait_timeout
             arrival = (wait if ring else START_TIMEOUT) if start_timeout is None else start_timeout
-            settings = peers.Settings(peer_timeout, wait, check == "every_call")
+            settings = peers.Settings(peer_timeout, wait, check == "every_call", device_timeout)
             _start_world(device, settings, arrival, START_TIMEOUT if start_timeout is None else start_timeout)
         elif alone and not _state.started:
             _start_alone(device)

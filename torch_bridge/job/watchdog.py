@@ -25,11 +25,6 @@ _ALL_VALID = "every rank of a ring must make the same valid call"
 _SAME_AFTER_FAILURE = "after a call that failed, all ranks of a ring must go on with the same call"
 _NEXT_NOTICE = 0.2  # seconds between the notices of processes that die together
 _LOOK_AGAIN = 0.001  # seconds between two looks at what the device still has to do
-_ALL_CALL = (
-    'Every rank of a ring must make the same calls in the same order; ring_attn.start(check="every_call") finds the first that '
-    "differs. Where a rank rightly pauses between its calls, as for a checkpoint, give all ranks more time with "
-    "ring_attn.start(wait_timeout=seconds)."
-)
 
 
 class PeerFailure(RuntimeError):
@@ -174,6 +169,8 @@ class watch:
             return
         if error is None and self.event is not None:
             peers.state.launched[self.ring.ranks] = (self, self.event)
+            peers.state.calls[self.ring.ranks].launched = self.number
+            peers.state.device.launched(self, self.event)
         peers.state.active.pop(id(self), None)
         peers.state.left = time.monotonic()
         if isinstance(error, Exception):
@@ -254,7 +251,7 @@ class watch:
         if failure is not None:
             return f"the {self.ring} cannot go on {here}: the call failed on {failure}; here: {self}; {_ALL_VALID}."
         if self.ring.ranks in peers.state.stuck:
-            return f"the {self.ring} cannot go on {here}: {peers.state.stuck[self.ring.ranks]}. {_ALL_CALL}"
+            return f"the {self.ring} cannot go on {here}: {peers.state.stuck[self.ring.ranks]}"
         gone = [f"{rank} ({'ended' if clean else 'died'})" for rank, clean in self._gone().items()]
         lost = [f"global rank {', then '.join(gone)}"] if gone else []
         lost += [peers.without_coordinator()] if peers.state.cut_off else []

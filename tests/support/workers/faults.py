@@ -13,7 +13,7 @@ from rings import rotation
 
 import ring_attn
 from torch_bridge.backends.dlpack import to_jax
-from torch_bridge.job import mesh, peers, runtime
+from torch_bridge.job import mesh, peers, runtime, watchdog
 
 LIMIT = 3.0  # seconds, for deaths and for waits
 X = torch.ones(1, 8, 2, 4)
@@ -39,6 +39,40 @@ def told(function: Callable[..., object] = call, *arguments: object, **options) 
             sys.exit(3)
     else:
         print("did not raise", flush=True)
+
+
+class Event:
+    """Of a device."""
+
+    def __init__(self, ends: float):
+        self.ends = ends
+
+    def query(self) -> bool:
+        return time.monotonic() > self.ends
+
+
+def launch(seconds: float) -> None:
+    """A call that the device ends after so many seconds."""
+    with watchdog.watch(mesh.resolve(None), "forward", "a call") as watched:
+        watched.event = Event(time.monotonic() + seconds)
+
+
+def device_stalls(rank: int) -> None:
+    start(device_timeout=LIMIT)
+    launch(float("inf") if rank == 1 else 0)
+    time.sleep(2 * LIMIT)
+    told()
+
+
+def device_waits(rank: int) -> None:
+    """One device waits for a rank that compiles for longer than the limit."""
+    start(device_timeout=LIMIT / 2)
+    if rank == 1:
+        preparing = peers.prepare()
+        time.sleep(2 * LIMIT)
+        peers.prepared(preparing)
+    launch(2 * LIMIT if rank == 0 else 0)
+    works()
 
 
 def untraceable(b, h, i, j):

@@ -189,10 +189,12 @@ def test_of_a_rank_that_has_never_answered_nobody_says_what_it_called(monkeypatc
         waiting, stopped = job.connect(0), job.connect(1)
         still_works(waiting, stopped, leave=False)
         waiting.send({"waits": 1.0})
-        call = [[0, 1], [3, 9.0, {}, "forward step 3"]]
-        waiting.send({"ask": waiting.hears()["ask"], "report": {"limit": 0.1, "idle": 0.0, "place": "", "rings": [call]}})
+        call = [[0, 1], [3, 9.0, {}, "forward step 3", 0]]
+        waiting.send(
+            {"ask": waiting.hears()["ask"], "report": {"limit": 0.1, "idle": 0.0, "place": "", "rings": [call], "stalled": None}}
+        )
         words = waiting.hears()["stuck"]["words"]
-        assert re.search(r"; global rank 1: has not answered for \d s: is its process stopped\?$", words), words
+        assert re.search(r"; global rank 1: has not answered for \d s: is its process stopped\?\. Every rank of a ring", words), words
         assert "global rank 0: in call 3, forward step 3" in words and "never called" not in words
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torch_bridge.job.deadlock import Report, Standing, asked_for, crossed_rings, deadlocked_rings, named
+from torch_bridge.job.deadlock import Report, Stalled, Standing, asked_for, crossed_rings, deadlocked_rings, named, stalled_rings
 
 LIMIT = 20.0
 PAIR, OTHER = (0, 1), (1, 2)
@@ -84,8 +84,29 @@ def test_a_circle_of_waiting_ranks_is_found():
     assert set(deadlocked_rings({0: cross(first), 1: cross(second)})) == {first, second}
 
 
-def test_a_report_survives_the_connection():
-    sent = report(3.0, pair=standing(2, 1.5))
+STALLED = Stalled(PAIR, 3, "forward step 2: a call", 601.0)
+
+
+def given(launched: int, stalled: Stalled | None = None) -> Report:
+    """Of a rank in call 4, whose device was given the ``launched`` first ones."""
+    return report(pair=standing(4, 600.0)._replace(launched=launched))._replace(stalled=stalled)
+
+
+@pytest.mark.parametrize("other", [given(3), given(4, STALLED)], ids=["at its end", "as well"])
+def test_a_device_that_does_not_finish_is_named(other):
+    found = stalled_rings({0: other, 1: given(3, STALLED), 2: report(600.0)})
+    assert list(found) == [PAIR]
+    assert found[PAIR].endswith("has not finished call 3, forward step 2: a call, nor any other for 601 s")
+
+
+@pytest.mark.parametrize("reports", [{1: given(2)}, {1: report(600.0)}, {}], ids=["compiles", "never called", "does not answer"])
+def test_no_device_is_at_fault_that_waits_for_a_rank(reports):
+    assert stalled_rings({0: given(3, STALLED), **reports}) == {}
+
+
+@pytest.mark.parametrize("stalled", [None, STALLED])
+def test_a_report_survives_the_connection(stalled):
+    sent = report(3.0, pair=standing(2, 1.5))._replace(stalled=stalled)
     assert Report.from_json(json.loads(json.dumps(sent.to_json()))) == sent
 
 

@@ -146,6 +146,25 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(way, status, last)
 
 
 @pytest.mark.slow
+def test_a_device_that_does_not_finish_a_call_is_told_on_all_ranks():
+    fine, stalled = processes(2, "faults.py", "device_stalls")
+    assert fine.status == 3 and stalled.status == EXIT_PEER_FAILURE, fine.out + fine.err + stalled.out + stalled.err
+    words = (
+        r"the device of global rank 1 has not finished call \d+, forward step 1: a call, nor any other for \d+ s. "
+        r"Last asked for: global rank 0: call \d+, forward step 1: a call, .*; global rank 1: in call \d+, forward step 1: a call. "
+        r"Every rank of the ring has given this call to its device"
+    )
+    for text in (fine.out, stalled.err):
+        assert re.search(words, text), text
+
+
+@pytest.mark.slow
+def test_a_device_that_waits_for_a_rank_that_compiles_is_at_no_fault():
+    for ended in processes(2, "faults.py", "device_waits"):
+        assert works(ended), ended.out + ended.err
+
+
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_named():
     waiting, _ = processes(2, "faults.py", "never_starts")
     assert waiting.status == 1
