@@ -1,18 +1,18 @@
 """How far this process's GPU is with the ring calls that it was given, from the events that follow them.
 
-A device makes its calls in order. So it is enough to remember one in a while, and to look, once none has ended for long, whether
-the oldest of those has: where not, the device is in it, or in one after the last that is known to have ended.
+A device makes its calls in order. So it is enough to look now and then whether the oldest that is remembered has ended: where not,
+the device is in it, or in one after the last that is known to have ended. Of many calls that wait only a share is remembered.
 """
 
 import time
-from collections import deque
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 import torch
 
 from torch_bridge.job.mesh import Ring
 
-_REMEMBERED = 64  # calls in a limit's time
+_REMEMBERED = 256  # calls; as many as a queue of CUDA holds, and so many that have ended
 _LOOKS = 8  # at events, in a limit's time: CUDA forbids them while another thread captures a graph
 _LONGEST_BEAT = 2.0  # seconds: a process that was stopped has not waited
 
@@ -37,20 +37,21 @@ class DeviceProgress:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self._remembered: deque[tuple[RingCall, torch.cuda.Event]] = deque()
-        self._last: tuple[RingCall, torch.cuda.Event] | None = None
+        self._launched: list[tuple[RingCall, torch.cuda.Event]] = []
+        self._lock = Lock()  # calls are launched while the watchdog looks
         self._waited, self._looked, self._beat = 0.0, 0.0, time.monotonic()
 
     def launched(self, call: RingCall, event: torch.cuda.Event) -> None:
-        self._last = call, event
-        if not self._remembered or call.begun - self._remembered[-1][0].begun > self.limit / _REMEMBERED:
-            self._remembered.append(self._last)
+        with self._lock:
+            if len(self._launched) == _REMEMBERED:
+                del self._launched[1::2]
+            self._launched.append((call, event))
 
     def beat(self) -> None:
         """Counts the time since the last beat, and looks at events where none is known to have ended for long."""
         now = time.monotonic()
         passed, self._beat = min(now - self._beat, _LONGEST_BEAT), now
-        if not self._remembered and self._last is None:
+        if not self._launched:
             self._waited = self._looked = 0.0
             return
         self._waited += passed
@@ -59,20 +60,15 @@ class DeviceProgress:
 
     def stalled(self) -> Unfinished | None:
         """What the device has not finished within the limit."""
-        if self._looked < self.limit or not self._remembered:
-            return None
-        return Unfinished(self._remembered[0][0], self._waited)
+        with self._lock:
+            return Unfinished(self._launched[0][0], self._waited) if self._launched and self._looked >= self.limit else None
 
     def _look(self) -> None:
         self._looked = self._waited
-        while self._remembered and _has_ended(self._remembered[0][1]):
-            self._remembered.popleft()
-            self._waited = self._looked = 0.0
-        if self._remembered:
-            return
-        if self._last is not None and not _has_ended(self._last[1]):
-            self._remembered.append(self._last)
-        self._last = None
+        with self._lock:
+            while self._launched and _has_ended(self._launched[0][1]):
+                del self._launched[0]
+                self._waited = self._looked = 0.0
 
 
 def _has_ended(event: torch.cuda.Event) -> bool:

@@ -194,7 +194,9 @@ def test_of_a_rank_that_has_never_answered_nobody_says_what_it_called(monkeypatc
             {"ask": waiting.hears()["ask"], "report": {"limit": 0.1, "idle": 0.0, "place": "", "rings": [call], "stalled": None}}
         )
         words = waiting.hears()["stuck"]["words"]
-        assert re.search(r"; global rank 1: has not answered for \d s: is its process stopped\?\. Every rank of a ring", words), words
+        assert re.search(r"; global rank 1: has not answered for \d s: is its process stopped\?\. Every rank of a ring", words), (
+            words
+        )
         assert "global rank 0: in call 3, forward step 3" in words and "never called" not in words
 
 
