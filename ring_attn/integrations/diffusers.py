@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.functional import ring_attention
 from ring_attn.ring import Ring, one_ring
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from ring_attn.sharding.reduction import gather_from_ring
+from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
+from torch_bridge.job.mesh import Ring as ProcessRing
 
 
 def _backend_name() -> AttentionBackendName:
@@ -145,12 +147,11 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        lengths = [length for (length,) in _sizes((part.shape[dim],), part.device, group)]
+        ring, call = resolve(group), f"diffusers' gathering of outputs along dim {dim}"
+        lengths = [length for (length,) in _sizes((part.shape[dim],), part.device, ring, call)]
         rank = dist.get_rank(group)
         ctx.dim, ctx.start, ctx.length = dim, sum(lengths[:rank]), lengths[rank]
-        padded = _padded(part, dim, max(lengths)).contiguous()
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=group)
+        parts = gather_from_ring(_padded(part, dim, max(lengths)), ring, "outputs", call)
         return torch.cat([x.narrow(dim, 0, length) for x, length in zip(parts, lengths, strict=True)], dim)
 
     @staticmethod
@@ -158,12 +159,10 @@ class _Gather(torch.autograd.Function):
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None
 
 
-def _sizes(own: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[list[int]]:
-    """What every rank of the group has."""
-    told = torch.tensor(own, device=device)
-    parts = [torch.empty_like(told) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, told, group=group)
-    return [part.tolist() for part in parts]
+def _sizes(own: Sequence[int], device: torch.device, ring: ProcessRing, call: str) -> list[list[int]]:
+    """What every rank of the ring has."""
+    sizes: list[list[int]] = gather_from_ring(torch.tensor(own, device=device), ring, "sizes", call).tolist()
+    return sizes
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -191,7 +190,7 @@ def _attend(
     _check(config, query, key, is_causal, enable_gqa)
     group = config._ring_mesh.get_group()
     own = (query.shape[1], key.shape[1])
-    told = _sizes(own, query.device, group) if config.ring_anything else [list(own)]
+    told = _sizes(own, query.device, resolve(group), "diffusers' attention") if config.ring_anything else [list(own)]
     rows, columns = (max(lengths) for lengths in zip(*told, strict=True))
     uneven = any(lengths != told[0] for lengths in told)
     options: dict[str, Any] = {"mesh": group, "scale": scale, "dropout_p": dropout_p}

@@ -22,13 +22,19 @@ def where(*arguments: object, ring: object = None, mesh: object = None, mesh_dim
 
 def agree(ring: Ring, device: torch.device, call: str, must: str) -> None:
     """Returns once all ranks of the ring make the same ``call``; otherwise ValueError on all of them, with ``must`` in it."""
-    start(ring, device=device if device.type in ("cpu", "cuda") else None)
+    _start(ring, device)
     compare(ring, call, must)
+
+
+def _start(ring: Ring, device: torch.device) -> None:
+    """A job's first ring call of any kind, so that whatever follows is watched."""
+    start(ring, device=device if device.type in ("cpu", "cuda") else None)
 
 
 def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
     """The sum over the ring of tensors of one shape, in their dtype. Half precision is summed in float32: it would round once per
     rank."""
+    _start(ring, tensor.device)
     total = tensor.to(torch.float32 if tensor.dtype in HALF else tensor.dtype, copy=True).contiguous()
     with watch(ring, step, call) as watched:
         for group in ring.groups if ring.size > 1 else ():
@@ -39,6 +45,7 @@ def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
 
 def gather_from_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
     """The tensors of all ranks in ring order, ``[ring size, *tensor.shape]``."""
+    _start(ring, tensor.device)
     gathered = tensor.contiguous()
     with watch(ring, step, call) as watched:
         for group in reversed(ring.groups) if ring.size > 1 else ():

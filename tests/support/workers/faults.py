@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rings import rotation
 
 import ring_attn
+from ring_attn.training.shared_state import SharedState
 from torch_bridge.backends.dlpack import to_jax
 from torch_bridge.job import mesh, peers, runtime, watchdog
 
@@ -73,6 +74,14 @@ def device_waits(rank: int) -> None:
         peers.prepared(preparing)
     launch(2 * LIMIT if rank == 0 else 0)
     works()
+
+
+def forward_alone(rank: int) -> None:
+    """One rank makes a forward of a sharded model, and its first call of the job, while the other does something else."""
+    runtime.start.__kwdefaults__["peer_timeout"] = LIMIT  # as where nobody calls start
+    if rank == 0:
+        told(SharedState(ring_attn.Ring()).compare, {"input_ids": torch.arange(4)}, torch.arange(4), torch.nn.Linear(2, 2))
+    time.sleep(2 * LIMIT)
 
 
 def untraceable(b, h, i, j):

@@ -173,6 +173,13 @@ def test_a_rank_that_never_starts_is_named():
 
 
 @pytest.mark.slow
+def test_a_forward_of_one_rank_alone_is_told():
+    alone, _ = processes(2, "faults.py", "forward_alone")
+    assert alone.status == 3 and max(waits(alone)) < 2 * LIMIT, alone.out + alone.err
+    assert "global rank 1 asked for nothing in 3 s, while global rank 0 waited in it" in alone.out, alone.out
+
+
+@pytest.mark.slow
 def test_a_rank_that_comes_to_the_start_when_another_has_given_up_is_told_so():
     gone, late = processes(2, "faults.py", "late")
     assert gone.status == 0 and "gave up" in gone.out, gone.out + gone.err
