@@ -11,6 +11,7 @@ from ring_attn.module.replace import replace_attention
 from ring_attn.packed.batch import PackedShard, shard_packed
 from ring_attn.ring import Ring, balance
 from ring_attn.sharding.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
+from ring_attn.training.checkpoint import keep_attention
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss
 from torch_bridge.job.runtime import PeerFailure, start
@@ -30,6 +31,7 @@ __all__ = [
     "context_parallel_sdpa",
     "cross_entropy",
     "explain",
+    "keep_attention",
     "pad",
     "positions",
     "replace_attention",

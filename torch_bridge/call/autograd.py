@@ -15,6 +15,7 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.interface import Operators
 from torch_bridge.backends.operation import Forms, Program, Results
 from torch_bridge.call.call_cache import PLAIN, Repeat, observed
+from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
 from torch_bridge.job.ring import Tensors
@@ -47,7 +48,8 @@ def repetition(key: str, tensors: dict[str, torch.Tensor | None]) -> Repeat:
         operands = tuple(map(tensors.get, given))
         if torch.is_grad_enabled():
             return _Call.apply(key, again, *operands)
-        return program.forward((*operands, *absent))  # nothing is to be saved, so torch need not know
+        operands += absent
+        return results_of(key, operands, partial(program.forward, operands))  # nothing is to be saved, so torch need not know
 
     return repeat
 
@@ -62,7 +64,7 @@ class _Call(torch.autograd.Function):
         operands += absent
         if program is None and _unobserved(operands):
             program = program_of(key, operands)
-        results = _forward(key, operands) if program is None else program.forward(operands)
+        results = _forward(key, operands) if program is None else results_of(key, operands, partial(program.forward, operands))
         ctx.program = program
         _save(ctx, key, operands, results)
         return results
@@ -187,7 +189,7 @@ def _save(ctx: Any, key: str, operands: Tensors, results: Results) -> None:
 
 def _forward(key: str, operands: Tensors) -> Results:
     own = _own_operators(key, operands)
-    return tuple(forward_op(operands, key)) if own is None else own.forward(operands)
+    return tuple(forward_op(operands, key)) if own is None else results_of(key, operands, partial(own.forward, operands))
 
 
 def _backward(key: str, operands: Tensors, *arguments: Any) -> list[torch.Tensor]:

@@ -1,0 +1,67 @@
+"""Activation checkpointing that keeps attention: a layer is recomputed in the backward, its ring calls are not."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch._C import _autograd
+
+from torch_bridge.call.kept_results import CheckpointedCalls
+
+
+def keep_attention(*, offload: bool = False) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: the recomputation in the backward gets
+    the results of the forward's ring calls, so that no attention is computed twice and nothing is sent twice.
+
+    ```
+    out = checkpoint(layer, x, use_reentrant=False, context_fn=ring_attn.keep_attention)
+    ```
+
+    Output and LSE are kept: ``tokens * heads * (value_dim * bytes + 4)`` bytes a call and rank. ``offload=True``
+    (``functools.partial(ring_attn.keep_attention, offload=True)``): in pinned host memory, on their way while other layers compute.
+    All gradients have the bits of full recomputation. Nothing else is kept; ring calls of other checkpoints are not concerned.
+
+    Where the checkpoint is inside of what ``torch.compile`` compiles, name the operator in a policy of torch's own instead
+    (docs/parallelism.md). The backward raises RuntimeError where the function makes other ring calls than in the forward, or a kept
+    output was changed in place.
+    """
+    calls = CheckpointedCalls(offload)
+    return calls.first_run(), _SecondRun(calls)
+
+
+class _SecondRun(AbstractContextManager[None]):
+    """A context that may be entered again, by each backward through a graph that is retained."""
+
+    def __init__(self, calls: CheckpointedCalls) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._entered = self._calls.second_run()
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+def keeping_attention(function: Callable[..., Any], offload: bool = False) -> Callable[..., Any]:
+    """``function``, which a checkpoint of any kind is to run twice, the second time with the results of the first one's ring
+    calls."""
+    calls, runs = CheckpointedCalls(offload), [0]
+
+    @wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        runs[0] += 1
+        if runs[0] == 1:
+            with calls.first_run():
+                return function(*arguments, **options)
+        try:
+            with calls.second_run():
+                return function(*arguments, **options)
+        finally:
+            # What holds this function, torch's reentrant checkpoint, may outlive the backward; what it keeps must not.
+            if torch._C._current_graph_task_id() != -1 and not _autograd._get_current_graph_task_keep_graph():
+                calls.forget()
+
+    return run
