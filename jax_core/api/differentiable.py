@@ -1,7 +1,6 @@
 """A strategy's forward and backward as one differentiable JAX function of local shards."""
 
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import TypeVar
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_core.api.second_derivative import attention_gradients, kept
 from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import Operands, RingSpec
@@ -73,20 +73,27 @@ def _empty_made_here(tree: Tree) -> Tree:
     return jax.tree.map(made, tree)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(spec: RingSpec, operands: Operands):
+def _results(spec: RingSpec, operands: Operands):
     return spec.strategy.forward(spec, operands)
 
 
-def _attention_forward(spec: RingSpec, operands: Operands):
-    out, lse = _attention(spec, operands)
+def _forward(spec: RingSpec, operands: Operands):
+    out, lse = _attention_again(spec, operands)
     return (out, lse), (operands, out, lse)
 
 
-def _attention_backward(spec: RingSpec, residuals, cotangents):
-    return (spec.strategy.backward(spec, *_empty_made_here((*residuals, *cotangents))),)
+def _forward_again(spec: RingSpec, operands: Operands):
+    results, residuals = _forward(spec, operands)
+    return results, kept(residuals)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+def _backward(spec: RingSpec, residuals, cotangents):
+    return (attention_gradients(spec, *_empty_made_here((*residuals, *cotangents))),)
+
+
+# The second is what a second derivative differentiates, which must not take residuals for the arguments (``kept``).
+_attention, _attention_again = (jax.custom_vjp(_results, nondiff_argnums=(0,)) for _ in range(2))
+_attention.defvjp(_forward, _backward)
+_attention_again.defvjp(_forward_again, _backward)
 # Equal specs and shapes share one program, even when every layer of a model calls it.
 _compiled = jax.jit(_attention, static_argnums=0)

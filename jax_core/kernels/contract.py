@@ -2,7 +2,8 @@
 
 A kernel is a module with
 
-- ``CAPABILITIES``: the features (``request.features``) that it handles, including its dtypes. A request for any other is refused;
+- ``CAPABILITIES``: the features (``request.features``) that it handles, including its dtypes. A request for any other is refused.
+  "second_derivative", which is asked for after the call, is handled by passes that JAX can differentiate in forward mode;
 - ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot compute this with these parameters;
 - ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses if the caller gives none;
 - ``forward(pair, carry, out_dtype, config) -> Partial``: attention of the pair's queries over its keys, continuing the online

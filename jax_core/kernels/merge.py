@@ -29,17 +29,23 @@ def join(partials: Sequence[Partial], out_dtype: DTypeLike) -> Partial:
 
 def join_stacked(partials: Partial, out_dtype: DTypeLike) -> Partial:
     """As :func:`join`, of partials that lie along a leading dimension of ``out`` and ``lse``."""
-    lse = jax.nn.logsumexp(partials.lse, axis=0)
+    lse = _logsumexp(partials.lse, axis=0)
     weight = jnp.swapaxes(jnp.exp(partials.lse - jnp.where(jnp.isneginf(lse), 0, lse)), 2, 3)[..., None]
     return Partial(jnp.where(weight == 0, 0, weight * partials.out).sum(0).astype(out_dtype), lse)
 
 
 def join_sinks(partial: Partial, sinks: Array) -> Partial:
     """``sinks``: ``[heads, n]`` logits. A row that saw no key keeps ``out`` 0 and gets the sinks' LSE."""
-    lse_sinks = jax.nn.logsumexp(sinks.astype(partial.lse.dtype), axis=-1)
+    lse_sinks = _logsumexp(sinks.astype(partial.lse.dtype), axis=-1)
     lse = jnp.logaddexp(partial.lse, lse_sinks[None, :, None])
     share = jnp.exp(partial.lse - jnp.where(jnp.isneginf(lse), 0, lse))
     return Partial(partial.out * jnp.swapaxes(share, 1, 2)[..., None], lse)
+
+
+def _logsumexp(x: Array, axis: int) -> Array:
+    """Its derivative is 0 where all of ``x`` is -inf; that of ``jax.nn.logsumexp`` is NaN."""
+    none = jnp.isneginf(x).all(axis, keepdims=True)
+    return jnp.where(none.squeeze(axis), -jnp.inf, jax.nn.logsumexp(jnp.where(none, 0, x), axis))
 
 
 def sink_gradient(sinks: Array, lse: Array, delta: Array) -> Array:

@@ -46,6 +46,7 @@ _WORDS = {
     "alibi_slopes": "ALiBi slopes",
     "plan": "a planned layout (layout=balance(...))",
     "lse_gradient": "a gradient of the LSE (return_lse=True)",
+    "second_derivative": "a second derivative",
     "fused_backward": "fused_backward=True",
     "deterministic": "deterministic=True",
 }

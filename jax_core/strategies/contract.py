@@ -20,7 +20,7 @@ LAYOUTS_AND_SINKS = frozenset("softmax_aux contiguous zigzag striped".split())
 AROUND_A_KERNEL = LAYOUTS_AND_SINKS | frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
-    "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
+    "lse_gradient second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()
 )
 
 
@@ -76,7 +76,8 @@ class RingSpec:
 
     ``kernel``: what computes a pair of shards; None for a strategy with a kernel of its own. ``backend``: "cpu", "gpu", "tpu".
     ``size``: how many ranks; ``sizes``: along each axis, the first of which is the major one. ``lse_gradient``: whether the LSE may
-    have a cotangent; if False, one passed anyway is ignored.
+    have a cotangent; if False, one passed anyway is ignored. ``differentiable``: whether JAX is to differentiate a pass itself,
+    which is then sent in a form that has derivatives.
     """
 
     scores: Scores
@@ -92,6 +93,7 @@ class RingSpec:
     fused_backward: bool = False
     deterministic: bool = False
     lse_gradient: bool = True
+    differentiable: bool = False
 
 
 @dataclass(frozen=True)

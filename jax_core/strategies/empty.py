@@ -17,7 +17,7 @@ from jax_core.varying import vary, varying_axes
 class Empty(Strategy):
     """Zeros."""
 
-    CAPABILITIES = frozenset()  # nothing is computed, so no feature can be ignored
+    CAPABILITIES = frozenset({"second_derivative"})  # nothing is computed, so no feature can be ignored
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
         return None if 0 in (problem.batch, problem.q_length, problem.k_length) else "there is something to compute"

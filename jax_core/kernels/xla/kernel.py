@@ -37,7 +37,7 @@ CONTINUES = True
 CAPABILITIES = frozenset(
     "causal left right chunk keys apart any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
-    "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
+    "lse_gradient second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()
 )
 
 
@@ -101,7 +101,9 @@ def _update_unless_empty(
 
 def _update(scores: Scores, uncut: Uncut, query: Queries, key: Keys, tile: Tiles, state: _State) -> _State:
     x, _ = logits(scores, uncut, query, key, tile)
-    maximum = jnp.maximum(state.maximum, x.max(-1))
+    # Any number would do as well, so it has no derivative: that of a maximum looks for the element that equals it, and finds none
+    # where XLA computes the logits once more and rounds them differently.
+    maximum = lax.stop_gradient(jnp.maximum(state.maximum, x.max(-1)))
     finite = jnp.where(jnp.isneginf(maximum), 0, maximum)
     weights = jnp.exp(x - finite[..., None])
     decay = jnp.exp(state.maximum - finite)

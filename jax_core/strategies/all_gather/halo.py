@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jax import Array, lax
 from jax_core.masks.layout import runs
 from jax_core.strategies.all_gather.reach import Reach
 from jax_core.strategies.contract import Keys, RingSpec
-from jax_core.strategies.transfers.transfer import numbered, ordered_after, pack, unpack, word_of
+from jax_core.strategies.transfers.transfer import collective, numbered, ordered_after, pack, unpack, word_of
 
 Ways = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a rank's runs to which: the pairs of ranks
 
@@ -99,5 +100,5 @@ def _permuted(spec: RingSpec, tree: Any, pairs: Sequence[tuple[int, int]], befor
     if word is not None and before is not None:
         buffer = ordered_after(buffer, before)
     to = [(places[source], places[target]) for source, target in pairs]
-    came = jax.tree.map(lambda x: lax.ppermute(x, axes, to), buffer)
+    came = collective(partial(lax.ppermute, axis_name=axes, perm=to), buffer)
     return unpack(came, tree), came

@@ -9,6 +9,8 @@ of the query is this rank's part of the sum. Keys of a negative segment are empt
 padding of the other strategies their values must be finite in the forward. Clearing them would take longer than the attention.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -23,6 +25,7 @@ from jax_core.strategies.pairs.local import Backward, Forward, kernel_of
 from jax_core.strategies.pairs.padding import clear_cotangents, clear_operands
 from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
 from jax_core.strategies.transfers.traffic import Traffic, sizes
+from jax_core.strategies.transfers.transfer import collective
 from jax_core.varying import vary, varying_axes
 
 _BY_POSITION = frozenset("causal left right chunk alibi_slopes predicates".split())
@@ -35,7 +38,7 @@ class Decode(Strategy):
     CAPABILITIES = IN_PLACE_OF_A_KERNEL | frozenset(
         "causal left right chunk any_position softcap predicates precision logits_dtype "
         "q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes origin "
-        "lse_gradient fused_backward deterministic float16 bfloat16 float32 float64".split()
+        "lse_gradient second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()
     )
     SHARED_QUERIES = True
 
@@ -111,7 +114,7 @@ def _pair(spec: RingSpec, arranged: Arrangement, operands: Operands) -> Pair:
 def _joined_over_ranks(spec: RingSpec, found: Partial) -> Partial:
     """Output and LSE travel in one buffer."""
     lse = jnp.swapaxes(found.lse, 1, 2)[..., None].astype(found.out.dtype)
-    gathered = lax.all_gather(jnp.concatenate([found.out, lse], axis=-1), spec.axis_name)
+    gathered = collective(partial(lax.all_gather, axis_name=spec.axis_name), jnp.concatenate([found.out, lse], axis=-1))
     return join_stacked(Partial(gathered[..., :-1], jnp.swapaxes(gathered[..., -1], 2, 3)), found.out.dtype)
 
 

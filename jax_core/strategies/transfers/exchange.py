@@ -5,6 +5,7 @@ different order on each device.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -14,7 +15,7 @@ from jax import Array, lax
 
 from jax_core.masks.layout import inverse_permutation, permutation, run_length
 from jax_core.strategies.contract import RingSpec
-from jax_core.strategies.transfers.transfer import pack, unpack, word_of
+from jax_core.strategies.transfers.transfer import collective, pack, unpack, word_of
 
 Tree = TypeVar("Tree")
 
@@ -26,7 +27,7 @@ def gather(spec: RingSpec, tree: Tree) -> Tree:
     word = word_of(spec, tree)
     if word is None:
         return jax.tree.map(lambda x: lax.all_gather(x, spec.axis_name), tree)
-    words = lax.all_gather(pack(tree, word), spec.axis_name)
+    words = collective(partial(lax.all_gather, axis_name=spec.axis_name), pack(tree, word))
     return jax.vmap(lambda buffer: unpack(buffer, tree))(words)
 
 
@@ -40,7 +41,8 @@ def all_to_all(spec: RingSpec, tree: Tree, axis_name) -> Tree:
         return jax.tree.map(lambda x: lax.all_to_all(x, axis_name, 0, 0), tree)
     words = jax.vmap(lambda block: pack(block, word))(tree)
     block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-    return jax.vmap(lambda buffer: unpack(buffer, block))(lax.all_to_all(words, axis_name, 0, 0))
+    arrived = collective(partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0), words)
+    return jax.vmap(lambda buffer: unpack(buffer, block))(arrived)
 
 
 def in_sequence_order(x: Array, layout) -> Array:

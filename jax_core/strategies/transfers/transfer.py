@@ -5,9 +5,14 @@ start together into one collective. On a TPU they are all in flight at once. On 
 sent unpacked. On a CPU, XLA may run collectives in a different order on each device, which deadlocks: there everything that starts
 together is packed into a single buffer of machine words. The words are unsigned integers, because a buffer of floats might be
 converted on the way, and conversion does not preserve bits that are not really floats.
+
+Words of integers have no derivatives. A pass that is to be differentiated (``spec.differentiable``) sends words that are floats,
+wide enough for all floats among the arrays; what is not floating goes as halves of words, which are exact in them.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -29,11 +34,17 @@ def wire_dtype(dtype, packed: bool) -> type | None:
 
 
 def pack(tree, word: type | None) -> Buffer:
-    """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit; if ``word`` is None, a
-    tuple of the leaves."""
+    """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit, or of floats that have
+    their values; if ``word`` is None, a tuple of the leaves."""
     if word is None:
         return tuple(jax.tree.leaves(tree))
-    return jnp.concatenate([lax.bitcast_convert_type(leaf, word).reshape(-1) for leaf in jax.tree.leaves(tree)])
+    return jnp.concatenate([_as_words(leaf, word).reshape(-1) for leaf in jax.tree.leaves(tree)])
+
+
+def _as_words(leaf: Array, word: type) -> Array:
+    if not _is_floating(word):
+        return lax.bitcast_convert_type(leaf, word)
+    return leaf.astype(word) if _is_floating(leaf.dtype) else lax.bitcast_convert_type(leaf, jnp.uint16).astype(word)
 
 
 def unpack(buffer: Buffer, like: Tree) -> Tree:
@@ -41,12 +52,15 @@ def unpack(buffer: Buffer, like: Tree) -> Tree:
     leaves, structure = jax.tree.flatten(like)
     if isinstance(buffer, tuple):
         return jax.tree.unflatten(structure, buffer)
-    counts = [math.prod(leaf.shape) * leaf.dtype.itemsize // buffer.dtype.itemsize for leaf in leaves]
+    counts = [math.prod(leaf.shape) * _words_of_item(leaf.dtype, buffer.dtype) for leaf in leaves]
     return jax.tree.unflatten(structure, [_restore(*pair) for pair in zip(_cut(buffer, counts), leaves, strict=True)])
 
 
 def word_of(spec: RingSpec, tree) -> type | None:
     """What ``tree``'s arrays are packed into; None if they are sent as they are."""
+    if spec.differentiable and spec.backend == "cpu":
+        floats = [leaf.dtype for leaf in jax.tree.leaves(tree) if _is_floating(leaf.dtype)]
+        return reduce(jnp.promote_types, floats, jnp.dtype("float32")).type
     smallest = min(jax.tree.leaves(tree), key=lambda leaf: leaf.dtype.itemsize)
     return wire_dtype(smallest.dtype, packed=spec.backend == "cpu")
 
@@ -66,7 +80,8 @@ def start_transfers(transfers: list[Transfer], axis_name, size: int | tuple[int,
 
     def send(buffer: Buffer, hop: int | tuple[int, ...]):
         targets = np.roll(ranks, -np.array(hop), tuple(range(ranks.ndim))).reshape(-1).tolist()
-        return lax.ppermute(buffer, axes, [(places[rank], places[target]) for rank, target in enumerate(targets)])
+        pairs = [(places[rank], places[target]) for rank, target in enumerate(targets)]
+        return collective(partial(lax.ppermute, axis_name=axes, perm=pairs), buffer)
 
     if any(isinstance(transfer.buffer, tuple) for transfer in transfers):
         return [send(*transfer) for transfer in transfers]
@@ -75,6 +90,22 @@ def start_transfers(transfers: list[Transfer], axis_name, size: int | tuple[int,
         buffer: Buffer = jnp.concatenate(_with_hop(transfers, hop))
         arriving.append(send(ordered_after(buffer, arriving[-1]) if arriving else buffer, hop))
     return arriving
+
+
+def collective(send: Callable[[Buffer], Buffer], buffer: Buffer) -> Buffer:
+    """``send(buffer)``. Its derivative in forward mode goes with it: apart, they would be in no order (:func:`ordered_after`)."""
+    return _collective(send, buffer) if isinstance(buffer, Array) and _is_floating(buffer.dtype) else send(buffer)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _collective(send: Callable[[Array], Array], buffer: Array) -> Array:
+    return send(buffer)
+
+
+@_collective.defjvp
+def _(send: Callable[[Array], Array], primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    both = send(jnp.stack([*primals, *tangents], axis=-1))
+    return both[..., 0], both[..., 1]
 
 
 def numbered(axis_name, size: int) -> tuple[str | tuple[str, ...], list[int]]:
@@ -136,7 +167,21 @@ def _cut(words: Array, counts: list[int]) -> list[Array]:
     return [words[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
+def _is_floating(dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _words_of_item(dtype, word) -> int:
+    if not _is_floating(word):
+        return dtype.itemsize // word.itemsize
+    return 1 if _is_floating(dtype) else dtype.itemsize // 2
+
+
 def _restore(words: Array, leaf) -> Array:
+    if _is_floating(words.dtype):
+        if _is_floating(leaf.dtype):
+            return words.reshape(leaf.shape).astype(leaf.dtype)
+        words = words.astype(jnp.uint16)
     # Bitcasts, not bit shifts: XLA on GPU loses the low halves of shifted words that are sent (benchmarks/NOTES.md).
     per_item = leaf.dtype.itemsize // words.dtype.itemsize
     shape = leaf.shape if per_item == 1 else (*leaf.shape, per_item)

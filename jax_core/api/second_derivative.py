@@ -1,0 +1,139 @@
+"""The gradients of an attention as a JAX function that can be differentiated again: in reverse mode, where the kernel is made of
+JAX's own operations; where it is not, a second derivative is refused.
+
+The gradients of the operands are those of a scalar, ``S = sum(out * dout) + sum(lse * dlse)``. Its second derivatives are
+symmetric, so their product with a direction, which reverse mode asks for, is the change of the gradients along that direction: a
+forward and a backward in forward mode, in memory that grows with the length and not with its square. The change of ``out`` and
+``lse`` is what the cotangents get, as the gradients are linear in them.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_core.request.dispatch import KERNELS
+from jax_core.request.features import refusal
+from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.pairs.padding import clear_cotangents
+from jax_core.strategies.transfers.transfer import tree_after
+from jax_core.varying import vary, varying_axes
+
+Tree = TypeVar("Tree")
+
+_SECOND = frozenset({"second_derivative"})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention_gradients(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Operands:
+    """As ``spec.strategy.backward``. ``out`` and ``lse`` are those of the operands: functions of them, which get no cotangents of
+    their own."""
+    return spec.strategy.backward(spec, operands, out, lse, dout, dlse)
+
+
+def _forward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> tuple[Operands, Any]:
+    found = attention_gradients(spec, operands, out, lse, dout, dlse)
+    return found, kept((operands, dout, dlse, _done(spec, (found, out))))
+
+
+def kept(residuals: Tree) -> Tree:
+    """The residuals of a function that is differentiated inside another derivative, as arrays of their own. Of those that are its
+    arguments JAX (0.10 and 0.11) keeps the number alone, which is another's where a scan in a scan is differentiated twice: the
+    backward then gets wrong arrays, in silence if they have the shapes of the right ones."""
+    return lax.optimization_barrier(residuals)
+
+
+def _backward(spec: RingSpec, residuals: Any, direction: Operands) -> tuple[Any, ...]:
+    operands, dout, dlse, done = residuals
+    _check_differentiable(spec)
+    changes, dout_change, dlse_change, no_change = _changes(spec, operands, dout, dlse, direction, done)
+    return changes, no_change, None, dout_change, dlse_change
+
+
+attention_gradients.defvjp(_forward, _backward)
+
+
+def _made_of(
+    spec: RingSpec, operands: Operands, dout: Array, dlse: Array, direction: Operands, done: Array | None
+) -> tuple[Operands, Array, Array, Array]:
+    """How the gradients, ``out`` and ``lse`` change as the operands move in ``direction``; and zeros like ``out``. ``done``: what
+    the transfers must wait for; those after them wait for the zeros."""
+    spec = replace(spec, differentiable=True)
+    moving, direction = _floating(operands, operands), _floating(direction, operands)
+    moving = moving if done is None else tree_after(spec, moving, done)
+
+    def results(moving: dict[str, Array]) -> tuple[Array, Array]:
+        return spec.strategy.forward(spec, operands._replace(**moving))
+
+    def gradients(moving: dict[str, Array], out: Array, lse: Array) -> dict[str, Array]:
+        found = spec.strategy.backward(spec, operands._replace(**moving), out, lse, dout, dlse)
+        return _floating(found, operands)
+
+    (out, lse), (out_change, lse_change) = jax.jvp(results, (moving,), (direction,))
+    lse_change = jnp.where(jnp.isneginf(lse), 0, lse_change)
+    _, changes = jax.jvp(gradients, (moving, out, lse), (direction, out_change, lse_change))
+    dout_change, dlse_change = clear_cotangents(operands, out_change, lse_change if spec.lse_gradient else jnp.zeros_like(lse))
+    made = changes, dout_change, vary(dlse_change, varying_axes(lse)), vary(jnp.zeros_like(out), varying_axes(out))
+    done = _done(spec, made)
+    changes, *others = made if done is None else tree_after(spec, made, done)
+    nothing = jax.tree.map(lambda _: None, operands)
+    return nothing._replace(**changes), *others
+
+
+_changes = jax.custom_vjp(_made_of, nondiff_argnums=(0,))
+
+
+def _floating(values: Operands, operands: Operands) -> dict[str, Array]:
+    """Those of the operands that have gradients. (What a mask function closes over has none.)"""
+    named = operands._replace(predicate_arrays=())._asdict()
+    names = [name for name, x in named.items() if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+    return {name: getattr(values, name) for name in names}
+
+
+def _done(spec: RingSpec, tree: Any) -> Array | None:
+    """A number that is there when all of ``tree`` is: on a CPU, collectives of one program must be ordered (``transfers``)."""
+    if spec.backend != "cpu" or spec.size == 1:
+        return None
+    return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(tree))
+
+
+def _changes_forward(spec: RingSpec, *arguments: Any) -> tuple[Any, Any]:
+    return _changes(spec, *arguments), kept(arguments)
+
+
+def _changes_backward(spec: RingSpec, arguments: Any, cotangents: Any) -> tuple[Any, ...]:
+    if spec.size > 1:
+        raise NotImplementedError(
+            "ring_attention over several devices can be differentiated twice, and a third derivative was asked for; compute it on "
+            "one device, without axis_name and mesh"
+        )
+    operands, dout, dlse, direction, done = arguments
+    moving = _floating(operands, operands), dout, dlse, _floating(direction, operands)
+    nothing = jax.tree.map(lambda _: None, operands)
+
+    def changes(moving: dict[str, Array], dout: Array, dlse: Array, direction: dict[str, Array]) -> Any:
+        return _made_of(spec, operands._replace(**moving), dout, dlse, nothing._replace(**direction), done)
+
+    _, transpose = jax.vjp(changes, *moving)
+    doperands, ddout, ddlse, ddirection = transpose(cotangents)
+    return nothing._replace(**doperands), ddout, ddlse, nothing._replace(**ddirection), None
+
+
+_changes.defvjp(_changes_forward, _changes_backward)
+
+
+def _check_differentiable(spec: RingSpec) -> None:
+    kernel = next((name for name, kernel in KERNELS.items() if kernel is spec.kernel), spec.strategy.OWN_PLATFORM)
+    for capabilities in (spec.strategy.CAPABILITIES, *([] if spec.kernel is None else [spec.kernel.CAPABILITIES])):
+        if refusal(_SECOND, capabilities) is not None:
+            _refuse(kernel)
+
+
+def _refuse(kernel: str | None) -> NoReturn:
+    raise NotImplementedError(
+        f'ring_attention on platform="{kernel}" can be differentiated once: a second derivative (a penalty on gradients, a step of '
+        'MAML, a Hessian) needs platform="xla", whose backward has one'
+    )
