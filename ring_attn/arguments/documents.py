@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, runs
+from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
@@ -63,7 +64,7 @@ def with_documents(
     suspect_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
     options, q_index = {**options, "bottom_right": False}, _index(where, options["layout"], query)
     q_document = documents_of(q_index, cu_q)
-    ids = dict(q_segment_ids=_or_padding(q_document, cu_q))
+    ids = dict(q_segment_ids=or_padding(q_document, cu_q))
     relative = options["chunk_size"] is not None or options["mask_mod"] is not None
     if same and not relative:
         return {**others, **ids}, options  # which serve both sides
@@ -71,7 +72,7 @@ def with_documents(
     k_document = documents_of(k_index, cu_k)
     shift = (cu_k - cu_q).roll(-1) if bottom_right else cu_k - cu_q
     starts = cu_k if relative else torch.zeros_like(cu_k)
-    ids["kv_segment_ids"] = _or_padding(k_document, cu_k)
+    ids["kv_segment_ids"] = or_padding(k_document, cu_k)
     ids["q_position_ids"] = q_index + (shift - starts)[q_document]
     ids["kv_position_ids"] = k_index - starts[k_document]
     return {**others, **ids}, options
@@ -91,47 +92,13 @@ def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str
     return {**others, "q_position_ids": q_index + by, "kv_position_ids": k_index}, {**options, "bottom_right": False}
 
 
-def documents_of(index: Tensor, ends: Tensor) -> Tensor:
-    """The number of the document of each place ``index [tokens]``, by ``ends [documents + 1]``; that of padding is the number of
-    documents. int32 ``[tokens]``."""
-    return torch.searchsorted(ends, index.to(ends.dtype), right=True, out_int32=True) - 1
-
-
-def _or_padding(document: Tensor, ends: Tensor) -> Tensor:
-    return document.masked_fill(document == len(ends) - 1, -1)
-
-
-def check_cumulative(name: str, ends: Tensor, total: int, device: torch.device, longest: int | None = None) -> None:
-    """ValueError unless ``ends`` is a ``cu_seqlens [documents + 1]`` of ``total`` tokens. On a GPU the values are checked when the
-    device gets there, so that the host need not wait."""
-    if not isinstance(ends, Tensor) or ends.ndim != 1 or not len(ends) or ends.is_floating_point() or ends.dtype == torch.bool:
-        raise ValueError(f"{name} must be a tensor of ints [documents + 1], got {ends!r}")
-    if ends.device != device:
-        raise ValueError(f"{name} must be on the device of q, {device}, got {ends.device}")
-    lengths = ends.diff()
-    good = (ends[0] == 0) & (ends[-1] <= total) & (lengths >= 0).all()
-    if longest is not None:
-        good = good & (lengths <= longest).all()
-    must = f"{name} must ascend from 0 to at most the {total} tokens of the whole sequence"
-    must += "" if longest is None else f", in steps of at most {name.replace('cu_', 'max_').replace('seqlens', 'seqlen')}={longest}"
-    require(good, must, ends)
-
-
-def require(good: Tensor, must: str, *got: object) -> None:
-    """ValueError unless ``good``, one bool. On a GPU an assertion of the device, so that the host need not wait."""
-    if good.device.type == "cuda" or torch.compiler.is_compiling():
-        torch._assert_async(good, must)
-    elif not bool(good):
-        raise ValueError(f"{must}; got {', '.join(str(x.tolist() if isinstance(x, Tensor) else x) for x in got)}")
-
-
 def ids_by_document(layout: str, cu_seqlens: Tensor, length: int, group: MeshLike) -> dict[str, Tensor]:
     """Segment and position ids ``[length]`` of this rank's tokens, whose ``cu_seqlens [documents + 1]`` are the local ones: each
     document is laid out over the ring by itself. Positions are those in the whole packed sequence."""
     rank, size = rank_in(group, cu_seqlens.device)
     index = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = documents_of(index, cu_seqlens)
-    segments = {"q_segment_ids": _or_padding(document, cu_seqlens)}
+    segments = {"q_segment_ids": or_padding(document, cu_seqlens)}
     if size == 1:
         return segments
     start, lengths = cu_seqlens[document], torch.cat([cu_seqlens.diff(), cu_seqlens[:1]])

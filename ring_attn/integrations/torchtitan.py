@@ -28,6 +28,7 @@ from torchtitan.protocols.model import BaseModel, ModelConfigConverter
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
+from ring_attn.documents.cumulative import require
 from ring_attn.ring import Ring
 from ring_attn.sharding import sequence
 from torch_bridge.job.runtime import start
@@ -95,10 +96,10 @@ class RingAttention(Module):
             return None
         positions = positions.to_local() if isinstance(positions, DTensor) else positions
         with spmd.no_typecheck():
-            return (
-                sequence.positions(positions.shape[1] * self.ring.size, device=positions.device, **self.ring.arguments())
-                - positions
-            )
+            place = sequence.positions(positions.shape[1] * self.ring.size, device=positions.device, **self.ring.arguments())
+            begin = place - positions
+            require((begin >= 0).all(), "positions must restart at 0 in every document, and none be further than its place")
+            return begin
 
 
 class RingGQAttention(GQAttention):

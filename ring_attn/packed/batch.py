@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, rounded_up, shard_multiple
-from ring_attn.packed.documents import CUMULATIVE, LONGEST, NUMBERED, Documents, read_documents
+from ring_attn.documents.reading import PACKING
+from ring_attn.packed.documents import Documents, read_documents
 from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
-_READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", *CUMULATIVE, *NUMBERED, *LONGEST})
+_READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", *PACKING})
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def shard_packed(
 
     - ``cu_seqlens``, or ``cu_seq_lens_q`` and ``_k``: ``[documents + 1]``, flash-attn's convention, over the flattened batch;
       tokens after the last document are padding.
-    - ``position_ids`` that count on by one and restart at 0 with each document.
+    - ``position_ids`` that count on by one and restart at 0 with each document; beside another of these they may count through.
     - ``seq_idx`` or ``segment_ids`` ``[rows, seq]``: a number for each document, negative on padding.
     - ``attention_mask`` ``[rows, seq]``: 0 on padding; its other numbers are documents (axolotl's), unless all are 1.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length, check_whole_length, padded_length, runs
+from ring_attn.documents.reading import read_documents
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating
@@ -207,10 +208,10 @@ def shard_batch(
     - ``labels``: shifted here, before sharding, because the token that follows a shard's last one is on another rank: the
       label of position i is ``labels[i + 1]``, and that of the last position is ``ignore_index``. None takes ``input_ids``. Do not
       shift again in the loss. With ``shift_labels=False`` they must be given, already shifted.
-    - ``segment_ids``: equal ids attend to each other, negative ones are padding. None: one segment, or one for each restart of
-      ``position_ids`` at 0.
+    - ``segment_ids``: equal ids attend to each other, negative ones are padding. None: the documents that ``attention_mask`` or
+      ``position_ids`` tell (docs/packed.md), or one.
     - ``attention_mask``: ``[batch, seq]`` of 1 (real) and 0 (padding, on either side), as tokenizers give it: 0 sets the
-      segment id to -1.
+      segment id to -1. Other numbers are documents.
     - ``position_ids``: also ``[seq]`` or ``[1, seq]``. None counts from 0 through the whole sequence, segments included. Padding at
       the end has ids within ``[0, seq)``, which a learned embedding of ``seq`` positions has, too: 0, or the last one where they
       are counted here. Give masks that go by them the segment ids, too.
@@ -220,13 +221,14 @@ def shard_batch(
     ring: each rank's loss is then its share, and gradients are summed over the ring (:func:`ring_attn.cross_entropy`,
     :func:`ring_attn.sync_gradients`).
 
-    Raises ValueError for shapes that differ, tensors that are not integers, ``shift_labels=False`` without labels, an unknown
-    layout, and ``buckets`` that are no count.
+    Raises ValueError for shapes that differ, tensors that are not integers, ids that tell other documents than each other or leave
+    them open, ``shift_labels=False`` without labels, an unknown layout, and ``buckets`` that are no count.
     """
     _check_batch(input_ids, labels, position_ids, segment_ids, attention_mask)
     if labels is None and not shift_labels:
         raise ValueError("shift_labels=False says that the labels are shifted already, but labels is None; pass the shifted labels")
-    segments = _segments(input_ids, segment_ids, attention_mask, position_ids)
+    told = {"position_ids": position_ids, "segment_ids": segment_ids, "attention_mask": attention_mask}
+    segments = read_documents(told, input_ids.shape, input_ids.device).numbers
     labels = _visible_labels(input_ids if labels is None else labels, segments, ignore_index, shift_labels)
     held: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
 
@@ -355,26 +357,6 @@ def _check_integers(tensor: Tensor, name: str, allow_bool: bool = False) -> None
         raise ValueError(f"{name} must be a torch.Tensor of integers, got {type(tensor).__name__}")
     if tensor.is_floating_point() or tensor.is_complex() or (tensor.dtype == torch.bool and not allow_bool):
         raise ValueError(f"{name} must hold integers (int64), got {tensor.dtype}")
-
-
-def _segments(
-    input_ids: Tensor, segment_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None = None
-) -> Tensor:
-    if segment_ids is not None:
-        segments = segment_ids.long()
-    elif position_ids is not None:
-        starts = position_ids.expand(input_ids.shape) == 0  # of the documents of a packed batch
-        segments = starts.long().cumsum(1) - starts[:, :1].long()
-    else:
-        segments = torch.zeros_like(input_ids, dtype=torch.int64)
-    if attention_mask is None:
-        return segments
-    if not ((attention_mask == 0) | (attention_mask == 1)).all():
-        raise ValueError(
-            "attention_mask must hold 1 (a real token) and 0 (padding) only; for packed sequences "
-            "pass segment_ids, or the batch to ring_attn.shard_packed"
-        )
-    return segments.masked_fill(attention_mask == 0, -1)
 
 
 def _visible_labels(labels: Tensor, segments: Tensor, ignore_index: int, shift: bool) -> Tensor:

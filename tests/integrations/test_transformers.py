@@ -5,18 +5,24 @@ Where a model runs on a ring of one here, the ring is "local"; rings of two and 
 
 import copy
 import types
+import warnings
+from contextlib import contextmanager
 
 import pytest
 import tiny_transformers as tiny
 import torch
 import transformers
+from document_cases import CASES as DOCUMENTS
+from document_cases import same
 from launch import PYTHONPATH, ROOT, torchrun
 from transformers import masking_utils as masking
 
 from ring_attn import Ring
 from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers.batch import MARK
 from ring_attn.integrations.transformers.masks import Rule, translate
 from ring_attn.integrations.transformers.table import OPTIONS, check_layer_types
+from torch_bridge.job import sanity_checks
 
 TOLERANCE = 2e-6
 FROM_5 = pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="refused in older versions")
@@ -92,6 +98,57 @@ def test_a_batch_is_sharded_whole(local):
     assert sharded["num_items_in_batch"] == (batch["labels"][:, 1:] != -100).sum()
     assert cp.shard({**batch, "num_items_in_batch": 100})["num_items_in_batch"] == 100
     assert sharded["attention_mask"].all() and sharded["use_cache"] is False
+
+
+@contextmanager
+def heard(words):
+    """That a warning with these words is given, and no other; none for no words."""
+    sanity_checks._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == bool(words) and all(words in text for text in texts), texts
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_are_where_every_way_into_a_ring_finds_them(local, name):
+    """The table of docs/packed.md; and where transformers' own masks would see others, that is told."""
+    _, cp = local
+    case = DOCUMENTS[name]
+    if isinstance(case.understood, str):
+        with pytest.raises(ValueError, match=case.understood):
+            cp.shard(case.batch)
+        return
+    with heard("transformers' own masks (sdpa, eager) would tell" if case.told else ""):
+        sequence = cp.shard(case.batch)[MARK].sequences["decoder"]
+    numbers = torch.zeros(case.shape) if sequence.documents is None else sequence.documents[:, : case.shape[1]]
+    if sequence.hidden is not None:
+        numbers = numbers.masked_fill(sequence.hidden[:, : case.shape[1]], -1)
+    assert same(numbers, torch.tensor(case.understood))
+
+
+@pytest.mark.parametrize("entries", [{}, {"attention_mask": torch.ones(1, 27, dtype=torch.int64)}])
+def test_documents_that_position_ids_tell_beside_a_mask_do_not_see_each_other(local, entries):
+    """Each is as it would be by itself; transformers' flash attention has it so, too, its other masks join them."""
+    _, cp = local
+    batch = tiny.packed(10, 17)
+    with heard("tells 2 documents" if entries else ""):
+        logits = cp(**batch, **entries).logits[:, :27]
+    alone = [llama()(part).logits for part in batch["input_ids"].split([10, 17], 1)]
+    torch.testing.assert_close(logits, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)
+
+
+@FROM_5
+@pytest.mark.parametrize(("rows", "axes", "documents"), [(4, 3, True), (3, 3, False), (4, 4, False)])
+def test_of_coordinates_the_first_row_is_the_texts(rows, axes, documents):
+    """If there is one more than the model has axes; coordinates alone tell nothing."""
+    model = tiny.qwen3_vl()
+    model.config.get_text_config().rope_parameters["mrope_section"] = [1] * axes
+    cp = context_parallel(model, "local")
+    batch = tiny.packed(10, 17)
+    sequence = cp.shard({**batch, "position_ids": batch["position_ids"].expand(rows, -1, -1)})[MARK].sequences["decoder"]
+    assert (sequence.documents is not None) == documents
 
 
 @pytest.mark.parametrize(
@@ -411,7 +468,7 @@ def test_the_base_model_of_a_wrapped_model():
 def test_a_model_without_a_head_is_its_own_base_model():
     model, ids = llama().model, tiny.tokens()
     expected = model(ids).last_hidden_state
-    cp = context_parallel(model, "local", layout="contiguous")
+    cp = context_parallel(model, "local", layout="contiguous", buckets=0)
     for base in (model, model.base_model, model.forward):
         hidden = base(**cp.shard({"input_ids": ids})).last_hidden_state
         torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=0)

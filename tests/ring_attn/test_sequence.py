@@ -179,7 +179,7 @@ def test_labels_are_shifted_as_transformers_shifts_them():
 def test_given_labels_positions_and_attention_mask():
     ids = torch.arange(10, 17)[None].expand(2, -1).int()
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])  # left and right padding
-    own = torch.tensor([4, 4, 4, 5, 6, 7, 8])
+    own = torch.arange(2, 9)
     batch = shard_batch(ids, position_ids=own, attention_mask=mask, mesh="local")
     assert torch.equal(batch.segment_ids, mask - 1)
     assert torch.equal(batch.position_ids, own.expand(2, -1))
@@ -225,7 +225,7 @@ IDS = torch.ones(2, 6, dtype=torch.int64)
         (lambda: shard_batch(IDS, [[1]], mesh="local"), "labels must be a torch.Tensor"),
         (lambda: shard_batch(IDS, segment_ids=IDS[:1], mesh="local"), "segment_ids must have the shape"),
         (lambda: shard_batch(IDS, position_ids=IDS[0, 1:], mesh="local"), "position_ids must have the shape"),
-        (lambda: shard_batch(IDS, attention_mask=IDS * 3, mesh="local"), "attention_mask must hold 1"),
+        (lambda: shard_batch(IDS, attention_mask=-IDS, mesh="local"), "attention_mask must not be negative"),
         (lambda: shard_batch(IDS, attention_mask=IDS[:, None], mesh="local"), "attention_mask must have the shape"),
         (lambda: shard_batch(IDS, shift_labels=False, mesh="local"), "shifted already"),
         (lambda: shard_batch(IDS, mesh="local", layout="diagonal"), "layout must be one of"),

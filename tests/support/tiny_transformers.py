@@ -133,6 +133,17 @@ def paligemma() -> Any:
     return transformers.PaliGemmaForConditionalGeneration(config)
 
 
+def qwen3_vl() -> Any:
+    """Its ``position_ids [4, batch, seq]`` are the text's, and three coordinates."""
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=8, out_hidden_size=32)
+    config = transformers.Qwen3VLConfig(
+        text_config={**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        attn_implementation="eager",
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
 def mllama() -> Any:
     """Its layer 1 attends to images, and is left out without them."""
     unused = ("head_dim", "max_position_embeddings")
@@ -248,6 +259,11 @@ def batch(padding: str = "none", length: int = LENGTH) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     mask[1, slice(None, 6) if padding == "left" else slice(-6, None)] = 0
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def with_coordinates(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Position ids as models of images and text take them: the text's, and three coordinates."""
+    return {**batch, "position_ids": batch["position_ids"].expand(4, -1, -1)}
 
 
 def packed(*lengths: int) -> dict[str, Tensor]:

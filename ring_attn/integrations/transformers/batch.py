@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ring_attn.documents.positions import of_text
 from ring_attn.integrations.transformers.calls import Sharded
 from ring_attn.integrations.transformers.documents import PACKING, documents_of
 from ring_attn.integrations.transformers.plan import Plan
@@ -115,7 +116,9 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
     mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
     _check_positions(plan, names, positions, tokens)
     plan.check_length(tokens.shape[1])
-    documents, by_position = documents_of(tokens, mask, positions, {x: given.pop(x) for x in PACKING if x in given})
+    packing = {x: given.pop(x) for x in PACKING if x in given}
+    documents, by_position = documents_of(tokens, mask, positions, packing, plan.axes)
+    mask = documents >= 0 if documents is not None else mask
     positions = plan.positions_of(tokens, mask) if positions is None else positions
     sequence = describe(ring, tokens, mask, documents, positions, labels)
     own[name] = sequence.shard(tokens, plan.pad_id if name == names.ids else 0)
@@ -126,8 +129,8 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
     own_positions = _positions(sequence, positions)
     if plan.takes(names.positions):
         own[names.positions] = own_positions
-    counted = by_position and plan.counts_within_documents
-    return replace(sequence, position_ids=own_positions, positions=own_positions if counted else None)
+    counted = of_text(own_positions, plan.axes) if by_position and plan.counts_within_documents else None
+    return replace(sequence, position_ids=own_positions, positions=counted)
 
 
 def _check_positions(plan: Plan, names: _Names, positions: Tensor | None, tokens: Tensor) -> None:

@@ -1,33 +1,34 @@
-"""Packed documents, in any of the ways in which data collators tell them, as ids of each token's document."""
+"""The documents of a batch of transformers', and where transformers itself would see others."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# What padding-free collators add for flash attention and for recurrent layers.
-PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+from ring_attn.documents.positions import of_text
+from ring_attn.documents.reading import PACKING as PACKING
+from ring_attn.documents.reading import Reading, begins_of, read_documents
+from torch_bridge.job.sanity_checks import warn_or_raise
 
 
 def documents_of(
-    tokens: Tensor, mask: Tensor | None, positions: Tensor | None, packing: dict[str, Any]
+    tokens: Tensor, mask: Tensor | None, positions: Tensor | None, packing: dict[str, Any], axes: int = 3
 ) -> tuple[Tensor | None, bool]:
-    """Ids ``[batch, seq]`` of the documents, None for one a row; and whether position ids tell them, as transformers reads them.
+    """Ids ``[batch, seq]`` of the documents (:mod:`ring_attn.documents`), negative on padding, None for one a row; and whether
+    position ids tell them. ``axes``: how many coordinates ``position_ids [axes (+ 1), batch, seq]`` have.
 
-    ``mask``: 1 and 0, or the number of each token's document from 1 and 0 for padding. Position ids tell documents only where there
-    is no mask: each token whose position does not follow the one before it begins one.
+    Warns where transformers' own masks, without flash attention, would let documents see each other, or keep others apart.
     """
     shape = tokens.shape[:2]
     _check_mask(mask, shape)
-    by_position = mask is None and positions is not None and positions.ndim <= 2
-    found = _restarts(positions.expand(shape)) if by_position and positions is not None else None
-    if found is not None:
-        return found, True
-    if mask is not None and mask.dtype != torch.bool and bool((mask > 1).any()):
-        return mask, False
-    if "seq_idx" in packing:
-        return packing["seq_idx"].to(tokens.device).expand(shape), False
-    return (_between(packing, shape, tokens.device) if "cu_seq_lens_q" in packing else None), False
+    told = {**packing, "attention_mask": _integers(mask), "position_ids": positions}
+    found = read_documents(told, shape, tokens.device, axes)
+    _compare_with_transformers(found, mask, positions if positions is None else of_text(positions, axes))
+    return (found.numbers if found.told_by else None), found.told_by == "position_ids"
+
+
+def _integers(mask: Tensor | None) -> Tensor | None:
+    return mask.long() if mask is not None and mask.is_floating_point() else mask
 
 
 def _check_mask(mask: Tensor | None, shape: torch.Size) -> None:
@@ -42,17 +43,18 @@ def _check_mask(mask: Tensor | None, shape: torch.Size) -> None:
         raise ValueError(f"the attention mask {list(mask.shape)} must be that of the whole sequence, {list(shape)}")
 
 
-def _restarts(positions: Tensor) -> Tensor | None:
-    first = positions[:, :1] - 1
-    begins = torch.diff(positions, prepend=first, dim=-1) != 1
-    return begins.cumsum(-1) if bool(begins.any()) else None
-
-
-def _between(packing: dict[str, Any], shape: torch.Size, device: torch.device) -> Tensor:
-    ends = packing["cu_seq_lens_q"].to(device)
-    others = packing.get("cu_seq_lens_k")
-    if others is not None and not torch.equal(ends, others.to(device)):
-        raise NotImplementedError("cu_seq_lens_q and cu_seq_lens_k differ: queries and keys of one packed sequence have the same")
-    if shape[0] != 1 or int(ends[-1]) != shape[1]:
-        raise ValueError(f"cu_seq_lens must end at the length of the one packed row, got {int(ends[-1])} for tokens {list(shape)}")
-    return torch.searchsorted(ends, torch.arange(shape[1], device=device), right=True)[None]
+def _compare_with_transformers(found: Reading, mask: Tensor | None, text: Tensor | None) -> None:
+    """transformers' masks take position ids for documents where there is no mask, and nothing else."""
+    real = found.numbers >= 0
+    theirs = torch.zeros_like(found.numbers)
+    if mask is None and text is not None:
+        positions = text.to(theirs.device).expand(theirs.shape)
+        theirs = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
+    theirs = begins_of(theirs.masked_fill(~real, -1))
+    if not torch.equal(theirs, found.begins):
+        warn_or_raise(
+            f"{found.told_by} tells {int(found.begins.sum())} documents in this batch, and the ring keeps these apart; "
+            f"transformers' own masks (sdpa, eager) would tell {int(theirs.sum())}: they read position_ids alone, and only without "
+            "an attention_mask, while its flash attention reads cu_seq_lens and position_ids. Leave out what tells documents to "
+            "have one a row"
+        )

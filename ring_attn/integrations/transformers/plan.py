@@ -75,6 +75,11 @@ class Plan:
     def takes_positions(self) -> bool:
         return self.takes("decoder_position_ids" if self.encoder_decoder else "position_ids")
 
+    @property
+    def axes(self) -> int:
+        """Of the coordinates in position ids ``[axes (+ 1), batch, seq]``, if it takes any: HunYuan's may have four."""
+        return len((getattr(self.config, "rope_parameters", None) or {}).get("mrope_section") or ()) or 3
+
     def takes(self, name: str) -> bool:
         return name in self.parameters
 
