@@ -18,10 +18,11 @@ from ring_attn.arguments.masks import Masks, joined_segments, split_mask
 from ring_attn.arguments.names import OF_FORWARD, OF_MODULE
 from ring_attn.functional import NAMES, attention
 from ring_attn.generation.cache import KVCache
+from ring_attn.module.bias_kv import join_bias_kv, of_padding
 from ring_attn.module.cached import attend_with_cache
 from ring_attn.module.projections import repack, rows
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sharding.sequence import positions, unshard
+from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -337,11 +338,12 @@ class RingAttention(nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
         # Drawn on the CPU, where torch.manual_seed and checkpointing restore the generator; nothing is drawn without dropout.
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout_p > 0 else None
+        sinks = self._all_sinks()
         out, lse = attention(
             _NAMES,
             (self.mesh, self.mesh_dim),
             dict(query=q, key=k, value=v),
-            {**tensors, "softmax_aux": self._all_sinks(), "alibi_slopes": self.alibi_slopes},
+            {**tensors, "softmax_aux": sinks, "alibi_slopes": self.alibi_slopes},
             dropout_seed=seed,
             causal=causal,
             sliding_window=self.sliding_window,
@@ -359,41 +361,16 @@ class RingAttention(nn.MultiheadAttention):
             deterministic=self.deterministic,
             lse_gradient=self.bias_k is not None,
         )
-        return out if self.bias_k is None else self._join_bias_kv(q, out, lse, k.shape[1], dropout_p, seed)
+        if self.bias_k is None:
+            return out
+        lse = of_padding(lse, sinks, tensors)
+        return join_bias_kv(self, q, out, lse, k.shape[1], seed)
 
     def _all_sinks(self) -> Tensor | None:
         """[num_heads, n]. ``add_zero_attn``'s key of zeros has logit 0 and adds the value 0: it is a sink at 0."""
         learned = [] if self.sinks is None else [self.sinks.reshape(self.num_heads, -1)]
         zero = [self.out_proj.weight.new_zeros(self.num_heads, 1)] if self.add_zero_attn else []
         return torch.cat(learned + zero, 1) if learned or zero else None
-
-    def _join_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor, keys: int, dropout_p: float, seed: Tensor | None) -> Tensor:
-        """Merges the key and value of ``add_bias_kv``, which every query sees, into ``out`` by means of ``lse``.
-
-        The weight of the key is ``w = exp(s) / (exp(s) + exp(lse)) = sigmoid(s - lse)``; everything else is scaled by ``1 - w``.
-        """
-        logit = (q.to(lse.dtype) * self._per_query_head(self.bias_k, lse.dtype)).sum(-1)
-        logit = logit * (self.head_dim**-0.5 if self.scale is None else self.scale)
-        if self.softcap is not None:
-            logit = self.softcap * torch.tanh(logit / self.softcap)
-        difference = (logit - lse.transpose(1, 2)).unsqueeze(-1)
-        weight, rest = torch.sigmoid(difference), torch.sigmoid(-difference)  # 1 - weight would cancel
-        if seed is not None:
-            weight = weight * self._kept(q, keys, seed) / (1 - dropout_p)
-        return (rest * out + weight * self._per_query_head(self.bias_v, lse.dtype)).to(out.dtype)
-
-    def _per_query_head(self, extra: Tensor | None, dtype: torch.dtype) -> Tensor:
-        assert extra is not None
-        return extra.to(dtype).view(self.num_kv_heads, self.head_dim).repeat_interleave(self.num_heads // self.num_kv_heads, 0)
-
-    def _kept(self, q: Tensor, keys: int, seed: Tensor) -> Tensor:
-        """Whether dropout keeps the key of ``add_bias_kv``, [N, L, num_heads, 1]; its index is one past the ring's last key."""
-        keep_mask = torch.compiler.disable(backend_of(q.device).keep_mask)
-        size = self._ring_size(q)
-        rows = positions(q.shape[1] * size, self.mesh, mesh_dim=self.mesh_dim, layout=self.layout, device=q.device)
-        batch, heads = (torch.arange(count, device=q.device) for count in (q.shape[0], self.num_heads))
-        column = torch.tensor(keys * size, device=q.device)
-        return keep_mask(int(seed), batch[:, None, None], heads, rows[:, None], column, prob=self.dropout).unsqueeze(-1)
 
     def _ring_size(self, shard: Tensor) -> int:
         """How many tensors like ``shard`` make up the whole sequence."""

@@ -244,6 +244,22 @@ def test_sinks_softcap_scale_window_and_bias_kv_together(sinks):
     assert_same(run(module, tensors), run(oracle, tensors))
 
 
+@pytest.mark.parametrize("given", ["both", "q_segment_ids", "kv_segment_ids"])
+@pytest.mark.parametrize("sinks", [True, 3])
+def test_the_key_that_padding_sees_shares_its_weight_with_the_sinks(sinks, given):
+    """So they get a gradient from padded rows, too, in whatever way these are said to be padding."""
+    module = randomised(RingAttention(E, H, batch_first=True, add_bias_kv=True, sinks=sinks, dtype=torch.float64))
+    ids = torch.zeros(N, L, dtype=torch.int32)
+    ids[0, -2:], ids[1, :3] = -1, 1
+    names = ("q_segment_ids", "kv_segment_ids") if given == "both" else (given,)
+    seen = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, None]
+    visible = torch.cat([seen, torch.ones(N, L, 1, dtype=torch.bool)], 2)[:, None]
+    oracle = copy.deepcopy(module)
+    oracle.forward = lambda q, k, v, **_: (dense(oracle, q, visible=visible), None)
+    tensors = inputs({"batch_first": True})
+    assert_same(run(module, tensors, **dict.fromkeys(names, ids)), run(oracle, tensors))
+
+
 def test_sinks_at_zero_are_the_zero_keys_of_torch():
     torch_module, _ = pair(add_zero_attn=True)
     ring_module = RingAttention(E, H, sinks=True, dtype=torch.float64)
