@@ -13,8 +13,8 @@ from torch_bridge.job.ring import tensors_per_sequence
 
 
 def of_padding(lse: Tensor, sinks: Tensor | None, ids: Mapping[str, Tensor | None]) -> Tensor:
-    """``lse [batch, heads, seq]`` with that of padding's rows made of ``sinks [heads, n]`` once more. It is the same number, but the
-    gradient that attention leaves out, as nothing reads padding: here it does, for the key of ``add_bias_kv`` is visible to it."""
+    """``lse [batch, heads, seq]`` with that of padding's rows made of ``sinks [heads, n]`` again. It is the same number, but with
+    the gradient that attention leaves out, as nothing reads padding: here it does, for it sees the key of ``add_bias_kv``."""
     given = next((x for x in (ids["q_segment_ids"], ids["kv_segment_ids"]) if x is not None), None)
     if sinks is None or given is None:
         return lse

@@ -64,6 +64,7 @@ CAUSAL: dict[str, Callable[[], Any]] = {
     "mistral": _causal("Mistral", "Mistral", **SIZES, sliding_window=WINDOW),
     "mixtral": _causal("Mixtral", "Mixtral", **SIZES, num_local_experts=4, **_BALANCED),
     "gemma 2": _causal("Gemma2", "Gemma2", **SIZES, sliding_window=WINDOW, attn_logit_softcapping=3.0),
+    "gemma 2, low cap": _causal("Gemma2", "Gemma2", **SIZES, attn_logit_softcapping=2.0, initializer_range=0.3),
     "gemma 3": _causal("Gemma3", "Gemma3Text", **SIZES, **_LAYERS),
     "gpt-oss": _causal("GptOss", "GptOss", **SIZES, **_LAYERS, num_local_experts=4, num_experts_per_tok=2),
     "qwen 2": _causal("Qwen2", "Qwen2", **_NO_HEAD_DIM, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.calls import CALL, Call
 from ring_attn.integrations.transformers.masks import Rule, translate
+from ring_attn.integrations.transformers.padding import mean_of_values
 from ring_attn.integrations.transformers.positions import at_global_positions, bias_of_all_keys
 from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.integrations.transformers.versions import (
@@ -21,7 +22,6 @@ from ring_attn.integrations.transformers.versions import (
     chunked,
     mask_function_of,
 )
-from ring_attn.ring import Ring
 
 NAME = "ring_attn"
 # Arguments of attention functions that say nothing the mask does not say, or nothing about attention.
@@ -229,7 +229,7 @@ def _on_ring(
     )
     if mask.averaging is None or s_aux is not None:  # a sink takes all the weight where nothing is seen
         return out
-    return torch.where(mask.averaging[:, :, None, None], _mean_of_values(query, key, value, scale, mask.keys), out)
+    return torch.where(mask.averaging[:, :, None, None], mean_of_values(query, key, value, scale, softcap, mask.keys), out)
 
 
 def _check_others(module: nn.Module, others: dict[str, Any]) -> None:
@@ -254,27 +254,3 @@ def _no_mask(module: nn.Module, mask: Any) -> str:
     else:
         what = "got no mask from transformers' mask functions, so it is not known what it may attend to"
     return f"the attention of {_named(module)} {what}"
-
-
-def _mean_of_values(query: Tensor, key: Tensor, value: Tensor, scale: float, keys: Sequence) -> Tensor:
-    """What transformers' "eager" attention gives a query that sees no key, as padding before the first token: the mean of the
-    values of the whole sequence, for queries ``[batch, local, heads, dim]``. It adds the lowest number of the dtype to every
-    score, so the scores vanish beside it, while their gradients do not. It matters only because the last such token predicts the
-    first token, and that label counts in the model's loss. With "sdpa" the output is 0.
-
-    Around equal weights a softmax is linear in the scores, so a sum over the keys is all that ranks need to exchange. A soft cap's
-    part in the gradient is left out."""
-    real = keys.ring.positions(keys.length, device=key.device) < keys.length
-    key, value = (x.masked_fill(~real[:, None, None], 0) for x in (key, value))
-    mean = _total(value.sum(1), keys) / keys.length  # [batch, kv heads, value dim]
-    spread = value.detach() - mean.detach()[:, None]
-    slope = _total(torch.einsum("bkhd,bkhe->bhde", key, spread), keys) * (scale / keys.length)
-    groups = query.shape[2] // key.shape[2]
-    moved = torch.einsum("bqhd,bhde->bqhe", query, slope.repeat_interleave(groups, 1))
-    return mean.repeat_interleave(groups, 1)[:, None] + moved - moved.detach()
-
-
-def _total(part: Tensor, keys: Sequence) -> Tensor:
-    """The sum over the ring, with its gradient."""
-    whole: Tensor = Ring(keys.ring.mesh, mesh_dim=keys.ring.mesh_dim).unshard(part[None], dim=0)
-    return whole.sum(0)

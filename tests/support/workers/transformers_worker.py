@@ -105,6 +105,7 @@ def cases(size: int) -> dict[str, Case]:
             "llama 4, packed": Case(family["llama 4"], tiny.packed(10, 17)),
             "mistral": Case(family["mistral"], tiny.batch()),
             "gemma 2, left": Case(family["gemma 2"], tiny.batch("left")),
+            "gemma 2, low cap, left": Case(family["gemma 2, low cap"], tiny.batch("left")),
             "gemma 3, images": Case(tiny.gemma3_with_images, images()),
             "gpt-oss": Case(family["gpt-oss"], tiny.batch("left")),
             "qwen 2 moe": Case(family["qwen 2 moe"], tiny.batch()),
