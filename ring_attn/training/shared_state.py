@@ -2,7 +2,7 @@
 from another seed on each, raises no error, and every number is then wrong."""
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,10 @@ class SharedState:
         self._ring, self._forwards = ring, 0
         self._answers: list[_Answer] = []
 
-    def compare(self, batch: Mapping[str, Tensor], given: Tensor, model: nn.Module) -> None:
-        """Once a forward, by all ranks: the integers of the whole ``batch`` each time; at the first forwards, and now and then, the
-        parameters that are not meant to differ. ``given``: one of the forward's inputs; a batch may be moved after it is sharded.
+    def compare(self, batch: Mapping[str, Tensor], given: Tensor, model: nn.Module, items: Any = None) -> None:
+        """Once a forward, by all ranks: the whole ``batch`` each time, integers or :func:`fingerprints` of floats, and ``items``,
+        the number of labels that a loss is divided by; at the first forwards, and now and then, the buffers, and the parameters
+        that are not meant to differ. ``given``: one of the forward's inputs; a batch may be moved after it is sharded.
 
         Raises ValueError, then or when it is called next, on all ranks of the ring, by name of what differs.
         """
@@ -57,10 +58,11 @@ class SharedState:
         labels = {name: x for name, x in batch.items() if "labels" in name}
         inputs = {name: x for name, x in batch.items() if name not in labels}
         sums = {f"the batch's {kind}": _together(x, device) for kind, x in (("inputs", inputs), ("labels", labels))}
+        sums["num_items_in_batch"] = _number(items, device)
         self._compare(ring, sums, "a forward of a sharded model", _OTHER_BATCHES)
         if self._forwards <= _FIRST or self._forwards % _THEN_EVERY == 0:
-            sums = {f"the parameter {name}": _bits(x).to(device) for name, x in _replicated(model, ring)}
-            call = f"a forward of a sharded model with {len(sums)} parameters"
+            sums = {f"the {name}": _bits(x).to(device) for name, x in _replicated(model, ring)}
+            call = f"a forward of a sharded model with {len(sums)} parameters and buffers"
             agree(ring, device, call, "all ranks of a ring must have the same model")
             self._compare(ring, sums, call, _OTHER_WEIGHTS)
 
@@ -102,6 +104,21 @@ def _checksum(ids: Tensor) -> Tensor:
     return ((ids.flatten().long() + 1) * places).sum() + hash(tuple(ids.shape)) % (1 << 31)
 
 
+def fingerprints(floats: Tensor) -> Tensor:
+    """int64 ``[batch, seq]``, of floats ``[batch, seq, ...]``: the sum of each token's bits, so that they need not be kept."""
+    floats = floats.detach()
+    floats = torch.view_as_real(floats) if floats.is_complex() else floats
+    bits = floats.contiguous().view(_BITS[floats.dtype.itemsize])
+    return bits.sum(list(range(2, bits.ndim)), dtype=torch.int64) if bits.ndim > 2 else bits.long()
+
+
+def _number(items: Any, device: torch.device) -> Tensor:
+    """int64 ``[]``: the bits of a count, -1 for none."""
+    if items is None:
+        return torch.tensor(-1, device=device)
+    return torch.as_tensor(items).detach().reshape(-1)[:1].double().view(torch.int64)[0].to(device)
+
+
 def _together(entries: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """int64 ``[]``, of all entries at their places."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -116,12 +133,13 @@ def _bits(parameter: Tensor) -> Tensor:
 
 
 def _replicated(model: nn.Module, ring: ProcessRing) -> Iterable[tuple[str, Tensor]]:
-    """The parameters of which every rank of the ring holds the same: FSDP's and tensor parallelism's shards over these ranks differ
-    by design."""
-    for name, parameter in model.named_parameters():
-        local = local_part(parameter)
-        if local.device.type != "meta" and local.dtype.itemsize in _BITS and not _split_over(parameter, ring):
-            yield name, parameter
+    """The parameters and buffers of which every rank of the ring holds the same: FSDP's and tensor parallelism's shards over these
+    ranks differ by design."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            local = local_part(tensor)
+            if local.device.type != "meta" and local.dtype.itemsize in _BITS and not _split_over(tensor, ring):
+                yield f"{kind} {name}", tensor
 
 
 def _split_over(parameter: Tensor, ring: ProcessRing) -> bool:

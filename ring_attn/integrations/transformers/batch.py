@@ -17,6 +17,7 @@ from ring_attn.integrations.transformers.positions import embeds_positions
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
 from ring_attn.ring import Ring
 from ring_attn.sharding.sequence import is_shard, mark_shard
+from ring_attn.training.shared_state import fingerprints
 
 MARK = "ring_attn"  # the entry of a sharded batch that says so; the model's pre-forward hook takes it out
 
@@ -58,7 +59,8 @@ def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any])
     """This rank's part of a whole batch: what :meth:`ContextParallel.shard` returns."""
     given = {name: _tensor(value) for name, value in batch.items() if value is not None}
     _check_whole(given)
-    whole = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim and not x.is_floating_point()}
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim}
+    whole = {name: fingerprints(x) if x.is_floating_point() or x.is_complex() else x for name, x in tensors.items()}
     labels, items = _labels(plan, given), given.pop("num_items_in_batch", None)
     own: dict[str, Any] = {}
     sequences: dict[str, Sequence] = {}

@@ -12,7 +12,8 @@ from ring_attn.ring import Ring
 
 
 class Sharded:
-    """What the model's hooks need to know of a sharded batch. ``whole``: the integers that it was made of; ``entries``: what was
+    """What the model's hooks need to know of a sharded batch. ``whole``: the integers that it was made of, and
+    fingerprints of the floats; ``entries``: what was
     made of them, by name. No dataclass: FSDP takes those apart."""
 
     def __init__(

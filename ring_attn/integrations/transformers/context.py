@@ -192,9 +192,10 @@ class ContextParallel:
         labels, items = None, None
         if sharded is not None:
             self._check(sharded, options)
-            self._shared.compare(sharded.whole, options[next(iter(sharded.entries))], self.model)
-            self._record_gradients()
+            given = options[next(iter(sharded.entries))]
             labels, items = _taken(sharded, options)
+            self._shared.compare(sharded.whole, given, self.model, items)
+            self._record_gradients()
         call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None)
         # Without the head, which is the caller's, there is no loss to be made.
         return _Entered(module, (call, CALL.set(call)), labels if module is self.model else None, items)

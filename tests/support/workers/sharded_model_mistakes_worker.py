@@ -55,6 +55,17 @@ def check_what_ranks_share(rank: int) -> None:
         told("inputs differ", lambda: cp.model(**cp.shard({**tiny.batch(), "input_ids": other})))
         told("labels differ", lambda: cp.model(**cp.shard({**tiny.batch(), "labels": LABELS.roll(rank, 1)})))
         told("", lambda: cp.model(**cp.shard(tiny.batch())))
+        embedded = {"inputs_embeds": torch.randn(2, tiny.LENGTH, 32, generator=torch.Generator().manual_seed(0)), "labels": LABELS}
+        other = {**embedded, "inputs_embeds": embedded["inputs_embeds"].roll(rank, 1)}
+        told("inputs differ", lambda: cp.model(**cp.shard(other)))
+        told("", lambda: cp.model(**cp.shard(embedded)))
+        told("num_items_in_batch differ", lambda: cp.model(**cp.shard({**tiny.batch(), "num_items_in_batch": 50 + rank})))
+        told("num_items_in_batch differ", lambda: cp.model(**{**cp.shard(tiny.batch()), "num_items_in_batch": 50 + rank}))
+        counts = (torch.tensor(50), 50) if rank else (50, torch.tensor(50))
+        told("", lambda: [cp.model(**cp.shard({**tiny.batch(), "num_items_in_batch": count})) for count in counts])
+    with ours() as (cp, _):
+        cp.model.model.rotary_emb.inv_freq.mul_(1 + rank)
+        told("the buffer model.rotary_emb.inv_freq differ", lambda: cp.model(**cp.shard(tiny.batch())))
     with ours(seed=rank) as (cp, _):
         told("the parameter model.embed_tokens.weight differ", lambda: cp.model(**cp.shard(tiny.batch())))
 
