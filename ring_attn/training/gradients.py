@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sharding.reduction import agree, gather_from_ring, local_part, sum_over_ring, where
-from ring_attn.training.gradient_record import ADDED_TO, CHANGED, GradientRecord, records_of
+from ring_attn.sharding.reduction import agree, local_part, sum_over_ring, where
+from ring_attn.training.gradient_sums import note_sums, story
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.watchdog import known_to_all
 
 _BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time
-_ROUNDING = 1e-3  # relative: what it may make of one factor on two ranks
 _MUST_AGREE = (
     "sync_gradients needs the same parameters in the same order, with gradients of the same shapes and dtypes, "
     "on every rank of the ring"
@@ -57,9 +57,8 @@ def sync_gradients(
         mesh, mesh_dim, or ring: as for :func:`ring_attn.ring_attention`.
 
     Raises ValueError for a sparse gradient, for a gradient that DistributedDataParallel or FSDP has reduced over ranks of the ring
-    already, and on all ranks where parameters differ; where the model is that of a ``ContextParallel`` also for sums to which a
-    backward has added, and for gradients that each rank has clipped by its own norm; :class:`ring_attn.PeerFailure` when another
-    process of the ring died or stopped.
+    already, and on all ranks where parameters differ, and where all gradients are sums over the ring already, whether a backward
+    has added to them or not; :class:`ring_attn.PeerFailure` when another process of the ring died or stopped.
     """
     chosen = one_ring(ring, mesh, mesh_dim)
     trained = _trained(parameters)
@@ -74,9 +73,17 @@ def sync_gradients(
 
 
 def reduced_by_ddp(ring: Ring) -> bool:
-    """Whether this is inside the forward of a DistributedDataParallel that takes a mean over ranks of the ring."""
+    """Whether this is inside the forward of a DistributedDataParallel that will take a mean over ranks of the ring."""
     wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    return wrapper is not None and bool(_others(dist.get_process_group_ranks(wrapper.process_group), ring.processes))
+    if wrapper is None or not wrapper.require_backward_grad_sync:
+        return False
+    return bool(_others(dist.get_process_group_ranks(wrapper.process_group), ring.processes))
+
+
+def refuse_reduced_by_ddp() -> None:
+    """Raises ValueError, on all ranks alike."""
+    with known_to_all():
+        raise ValueError(f"DistributedDataParallel {_COUNTED_TWICE}")
 
 
 def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
@@ -89,13 +96,13 @@ def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
 @torch.compiler.disable
 def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None:
-    records = records_of(trained)
-    call = _call(trained, records)
+    call = _call(trained)
     agree(ring, device, call, _MUST_AGREE)
-    _check_story(records, device, ring, call)
     # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
-    present = torch.tensor([x.grad is not None for x in trained], dtype=torch.int32, device=device)
-    held = sum_over_ring(present, ring, "sync_gradients", call).tolist()
+    present = [x.grad is not None for x in trained]
+    known = torch.tensor([*story(trained, ring), *present], dtype=torch.int32, device=device)
+    summed, added_to, *held = sum_over_ring(known, ring, "sync_gradients", call).tolist()
+    _check_story(summed == ring.size, added_to == ring.size)
     for parameter in (x for x, number in zip(trained, held, strict=True) if number and x.grad is None):
         parameter.grad = torch.zeros_like(parameter)
     gradients = [local_part(x.grad) for x, number in zip(trained, held, strict=True) if number and x.grad is not None]
@@ -103,37 +110,25 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None
         total = sum_over_ring(torch.cat([gradient.reshape(-1) for gradient in bucket]), ring, "sync_gradients", call)
         for gradient, part in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view(gradient.shape))
-    for record in records:
-        record.summed()
+    note_sums(trained, ring)
 
 
-def _call(trained: list[Tensor], records: list[GradientRecord]) -> str:
-    """The call in words that differ where the parameters do, or what became of their gradients."""
+def _call(trained: list[Tensor]) -> str:
+    """The call in words that differ where the parameters do."""
     forms = [(tuple(local_part(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
     elements = sum(local_part(x).numel() for x in trained)
-    stories = "".join(f", {story}" for record in records if (story := record.story()))
-    return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x}){stories}"
+    return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x})"
 
 
-def _check_story(records: list[GradientRecord], device: torch.device, ring: ProcessRing, call: str) -> None:
-    """Raises ValueError, on all ranks, for gradients whose sum would not be the whole sequence's."""
-    if any(record.reduced_elsewhere for record in records):
-        raise ValueError(f"DistributedDataParallel {_COUNTED_TWICE}")
-    if ADDED_TO in call:
-        for record in records:
-            record.clear()
-        raise ValueError(
-            f"sync_gradients: {ADDED_TO}, which would be counted again. Sum the gradients once, after the last backward() before "
-            "the optimizer's step, not after each micro-batch; zero_grad() drops them"
-        )
-    if CHANGED not in call:
+def _check_story(summed: bool, added_to: bool) -> None:
+    """Raises ValueError where the gradients of all ranks, and of all parameters, hold sums over the ring already."""
+    if not summed and not added_to:
         return
-    mine = torch.cat([record.factors() for record in records])
-    factors = gather_from_ring(mine.to(device), ring, "sync_gradients", call)
-    if bool(((factors - factors[0]).abs() > _ROUNDING * factors[0].abs()).any()):
+    what = "a backward has added to sums over the ring" if added_to else "the gradients are sums over the ring already"
+    with known_to_all():
         raise ValueError(
-            "sync_gradients: the gradients were changed since the backward by another factor on each rank of the ring, as by "
-            "clipping each rank's own norm. Sum them first and clip then: cp.reduce_gradients(); clip_grad_norm_(...)"
+            f"sync_gradients: {what}, which would be counted again. Sum the gradients once, after the last backward() before the "
+            "optimizer's step, not after each micro-batch, and drop them after it: zero_grad()"
         )
 
 

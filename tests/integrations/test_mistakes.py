@@ -15,6 +15,11 @@ def test_they_are_told(worker):
     assert "worker: all right" in torchrun(f"{worker}_worker.py", 2, PYTHONPATH=PATH, HF_HUB_OFFLINE="1")
 
 
+def test_right_loops_are_told_nothing():
+    printed = torchrun("right_loops_worker.py", 4, "llama", PYTHONPATH=PATH, HF_HUB_OFFLINE="1")
+    assert printed.count("right loops worker: all right") == 4
+
+
 def test_the_command_verifies_a_model_in_a_folder(tmp_path):
     tiny.CAUSAL["llama"]().save_pretrained(tmp_path)
     command = [sys.executable, "-m", "ring_attn", "verify", str(tmp_path), "--packed", "--length", "40"]

@@ -21,9 +21,7 @@ from ring_attn.integrations.transformers.verify import Verdict, verify
 from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.sequence import is_shard
-from ring_attn.training.gradient_record import GradientRecord
-from ring_attn.training.gradients import reduced_by_ddp, sync_gradients
-from ring_attn.training.loss_record import watch_logits
+from ring_attn.training.gradients import reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
@@ -52,7 +50,7 @@ class ContextParallel:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
         self._outer, self._entered, self._off = model, [], False  # type: tuple[nn.Module, list[_Entered], bool]
         self._shared = SharedState(ring)
-        self._gradients: GradientRecord | None = None
+        self._reduced_by_ddp = False
         self._hooks: list[RemovableHandle] = []
         register()
         self._attach()
@@ -99,6 +97,8 @@ class ContextParallel:
         already, so there ``(outputs.loss * ranks of that mean).backward()`` is all.
         """
         self._shared.settle()
+        if self._reduced_by_ddp:
+            refuse_reduced_by_ddp()
         sync_gradients(self._outer, ring=self.ring)
 
     def remove(self) -> None:
@@ -106,9 +106,6 @@ class ContextParallel:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._gradients is not None:
-            self._gradients.remove()
-            self._gradients = None
         self._patches.undo()
 
     @contextmanager
@@ -193,9 +190,10 @@ class ContextParallel:
         if sharded is not None:
             self._check(sharded, options)
             given = options[next(iter(sharded.entries))]
+            if torch.is_grad_enabled():
+                self._reduced_by_ddp = reduced_by_ddp(self.ring)
             labels, items = _taken(sharded, options)
             self._shared.compare(sharded.whole, given, self.model, items)
-            self._record_gradients()
         call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None)
         # Without the head, which is the caller's, there is no loss to be made.
         return _Entered(module, (call, CALL.set(call)), labels if module is self.model else None, items)
@@ -236,15 +234,6 @@ class ContextParallel:
             if changed is not None:
                 self._shared.ask([f"{name} of a sharded batch is not what cp.shard made"], changed.view(1), _CHANGED)
 
-    def _record_gradients(self) -> None:
-        """From the first forward that makes any: until then the model may have been wrapped, and its parameters replaced."""
-        if self.ring.size == 1 or not torch.is_grad_enabled():
-            return
-        if self._gradients is None:
-            self._gradients = GradientRecord(self.model)
-        if reduced_by_ddp(self.ring):
-            self._gradients.reduced_elsewhere = True
-
     @torch.compiler.disable
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
         if self._off or not self._entered or self._entered[-1].module is not module:  # it was refused before it had entered
@@ -257,8 +246,6 @@ class ContextParallel:
         if output is None or call.sharded is None:  # None: an error is on its way
             return None
         self._check_attended(call.attended)
-        if self.ring.size > 1:
-            watch_logits(getattr(output, "logits", None))
         if labels is None:
             return output
         return with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded, items))

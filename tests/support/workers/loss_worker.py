@@ -146,6 +146,34 @@ def check_disagreement_raises_on_both(rank):
         total_loss(torch.zeros((), dtype=torch.float64 if rank else torch.float32))
 
 
+def check_sums_are_not_summed_again():
+    """Untouched, or with backwards added to them; not where anything else became of them, or of those of one rank."""
+    ring, ids = Ring(layout="zigzag"), tokens(9)
+    batch, again = ring.shard_batch(ids), pytest.raises(ValueError, match="are sums over the ring already")
+    ours = model(ring)
+
+    def backward():
+        cross_entropy(ours(batch), batch).backward()
+
+    backward()
+    sync_gradients(ours, ring=ring)
+    for _ in range(2):
+        with again:
+            sync_gradients(ours, ring=ring)
+    backward()
+    backward()
+    with pytest.raises(ValueError, match="a backward has added to sums over the ring"):
+        sync_gradients(ours, ring=ring)
+    for change in (ours.zero_grad, lambda: ours.zero_grad(set_to_none=False), lambda: ours.embedding.weight.grad.mul_(2)):
+        change()
+        backward()
+        sync_gradients(ours, ring=ring)
+    for parameter in ours.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()  # bumps no version
+    sync_gradients(ours, ring=ring)
+
+
 def check_what_has_been_reduced_is_refused():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     sharded = fully_shard(nn.Linear(4, 4), mesh=mesh)
@@ -201,6 +229,7 @@ def main():
         check_accumulation_is_summed_once()
         check_gradients_of_some_ranks(rank)
         check_disagreement_raises_on_both(rank)
+        check_sums_are_not_summed_again()
         check_what_has_been_reduced_is_refused()
         check_a_mean_over_the_ring_needs_a_factor()
         check_dtensors_beside_the_ring(rank)

@@ -8,13 +8,10 @@ from contextlib import contextmanager
 import tiny_transformers as tiny
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ring_attn import cross_entropy as over_the_ring
 from ring_attn.integrations.transformers import ContextParallel, context_parallel
-from ring_attn.training import loss_record
 from tests.support.healthy import gloo_world
 from torch_bridge.job import sanity_checks
 
@@ -85,66 +82,26 @@ def check_entries(rank: int) -> None:
         told("", lambda: cp.model(**{k: x.clone() if isinstance(x, Tensor) else x for k, x in cp.shard(tiny.batch()).items()}))
 
 
-def check_losses() -> None:
-    with ours() as (cp, _):
-        sharded = cp.shard(tiny.batch())
-        labels = sharded["labels"].flatten()
-
-        def own(reduction: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-            return lambda: reduction(cp.model(**sharded).logits).backward()
-
-        told("made over the ring", own(lambda logits: cross_entropy(logits.flatten(0, 1), labels)))
-        told("", own(lambda logits: over_the_ring(logits, sharded["labels"], ring=cp.ring)))
-        told("", own(lambda logits: cp.loss(logits, sharded)))
-        told("", lambda: cp.model(**sharded).loss.backward())
-    assert loss_record._last[0] != -1
-
-
 def check_gradients() -> None:
     def forgotten() -> None:
-        backward(cp)
-        optimizer.step()
+        for _ in range(2):
+            backward(cp)
+            optimizer.step()
 
     def after_each() -> None:
         for _ in range(2):
             backward(cp)
             cp.reduce_gradients()
 
-    def clipped_first() -> None:
-        optimizer.zero_grad()
+    def twice() -> None:
         backward(cp)
-        nn.utils.clip_grad_norm_(cp.model.parameters(), 0.1)
+        cp.reduce_gradients()
         cp.reduce_gradients()
 
-    for words, work in (("nothing has summed", forgotten), ("counted again", after_each), ("clipping", clipped_first)):
+    cases = (("and sum the gradients over the ring", forgotten), ("has added to sums over the ring", after_each))
+    for words, work in (*cases, ("are sums over the ring already", twice)):
         with ours() as (cp, optimizer):
             told(words, work)
-
-
-def check_right_loops() -> None:
-    """Accumulation, clipping after the sum, zeroing in place or not, a scaler, frozen parameters, a skipped step, two backwards of
-    which the first was only looked at."""
-
-    def steps(in_place: bool) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for turn in range(4):
-            for _ in range(2):
-                scaler.scale(cp.model(**cp.shard(tiny.batch())).loss).backward()
-            if turn == 1:
-                scaler.unscale_(optimizer)
-            cp.reduce_gradients()
-            if turn != 1:
-                scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(cp.model.parameters(), 0.1)
-            if turn != 2:
-                scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=not in_place)
-
-    for in_place in (False, True):
-        with ours() as (cp, optimizer):
-            cp.model.model.embed_tokens.requires_grad_(False)
-            told("", lambda in_place=in_place: steps(in_place))
 
 
 def check_ddp() -> None:
@@ -158,15 +115,15 @@ def check_ddp() -> None:
 
         told("", step)
         told("count it again", cp.reduce_gradients)
+        with model.no_sync():
+            told("", lambda: (model(**cp.shard(tiny.batch())).loss.backward(), cp.reduce_gradients()))
 
 
 def main() -> None:
     with gloo_world("mistakes") as (rank, _):
         check_what_ranks_share(rank)
         check_entries(rank)
-        check_losses()
         check_gradients()
-        check_right_loops()
         check_ddp()
 
 
