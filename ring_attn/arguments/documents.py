@@ -8,10 +8,10 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout, runs
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
+from ring_attn.documents.local_lengths import doubt_local_lengths
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
-from torch_bridge.job.sanity_checks import suspect_local_lengths
 
 Where = tuple[MeshLike, MeshDim]
 Tensors = dict[str, Tensor]
@@ -61,7 +61,7 @@ def with_documents(
     check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0])
     if not same or longest[0] != longest[1]:
         check_cumulative("cu_seqlens_k", cu_k, key.shape[1] * per_sequence, query.device, longest[1])
-    suspect_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
+    doubt_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
     options, q_index = {**options, "bottom_right": False}, _index(where, options["layout"], query)
     q_document = documents_of(q_index, cu_q)
     ids = dict(q_segment_ids=or_padding(q_document, cu_q))

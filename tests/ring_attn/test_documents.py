@@ -1,12 +1,19 @@
 """Where the documents of a batch begin is decided in one place: the same table for all that read a batch (transformers' models:
 tests/integrations/test_transformers.py)."""
 
+import warnings
+
 import pytest
 import torch
 from document_cases import CASES, Case, same
 
 from ring_attn import shard_batch, shard_packed
+from ring_attn.arguments import documents
+from ring_attn.documents import local_lengths
+from ring_attn.documents.local_lengths import doubt_local_lengths
 from ring_attn.documents.reading import read_documents
+from ring_attn.flash import flash_attn_varlen_func
+from torch_bridge.job import sanity_checks
 
 
 def of_the_reading(case: Case):
@@ -55,3 +62,48 @@ def test_labels_stay_within_what_the_mask_numbers():
     batch = shard_batch(torch.arange(6)[None], attention_mask=torch.tensor([[1, 1, 2, 2, 2, 0]]), mesh="local")
     assert batch.segment_ids.tolist() == [[0, 0, 1, 1, 1, -1]]
     assert batch.labels.tolist() == [[1, -100, 3, 4, -100, -100]]
+
+
+def doubted(ends: torch.Tensor, shard: int = 8, total: int = 24) -> list[str]:
+    sanity_checks._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        doubt_local_lengths("cu_seqlens_q", ends, shard, total)
+    return [str(warning.message) for warning in caught]
+
+
+def test_cumulative_lengths_of_one_rank_are_doubted_in_every_call():
+    """Where those of the whole sequence are meant, all tokens after them would be padding, in silence."""
+    right, local = torch.tensor([0, 5, 9]), torch.tensor([0, 5, 8])
+    assert not doubted(right)
+    (words,) = doubted(local)
+    assert "cu_seqlens_q ends at 8, within the first rank's shard of 8 tokens" in words
+    assert not doubted(local), "looked at once"
+    right.copy_(local)
+    assert doubted(right) == doubted(torch.tensor([0, 8])) == [words]
+    assert not doubted(torch.tensor([0, 4]), 4, 4), "a ring of one"
+
+
+def test_on_a_device_they_are_read_once_they_have_come(monkeypatch):
+    class Event:
+        done = False
+
+        def query(self):
+            return self.done
+
+    monkeypatch.setattr(local_lengths, "recorded", lambda device: event)
+    event = Event()
+    assert not doubted(torch.tensor([0, 8])) and not doubted(torch.tensor([0, 9]))
+    event.done = True
+    assert len(doubted(torch.tensor([0, 10]))) == 1
+    assert not local_lengths._asked
+
+
+def test_a_packed_call_doubts_them():
+    """Over a ring of two they are those of the whole, and after a right call, too."""
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "doubt_local_lengths", lambda *given: called.append(given))
+        for ends in (torch.tensor([0, 5, 12]), torch.tensor([0, 5, 12])):
+            flash_attn_varlen_func(*[torch.randn(12, 2, 8)] * 3, ends, ends, 7, 7, group="local")
+    assert [(name, shard, total) for name, _, shard, total in called] == [("cu_seqlens_q", 12, 12)] * 2

@@ -35,8 +35,6 @@ class Holding(TypedDict):
     values: str
 
 
-# The lengths of shards and sequences whose cu_seqlens have been looked at.
-_looked_at: set[tuple[int, int]] = set()
 # By the global ranks of a ring: the layouts in which this process has taken shards or positions for it.
 _sharded: defaultdict[tuple[int, ...], set[str]] = defaultdict(set)
 
@@ -128,19 +126,6 @@ def suspect_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str
             f"other way round, pass qkv_format={other!r}"
         )
     return suspicion
-
-
-def suspect_local_lengths(name: str, ends: torch.Tensor, shard: int, total: int) -> None:
-    """Object to ``cu_seqlens`` of the whole sequence that end within the first rank's shard. The host waits for their values, so
-    only the first of each length are looked at."""
-    if shard == total or torch.compiler.is_compiling() or (shard, total) in _looked_at:
-        return
-    _looked_at.add((shard, total))
-    if 0 < (last := int(ends[-1])) <= shard:
-        warn_or_raise(
-            f"{name} ends at {last}, within the first rank's shard of {shard} tokens, and the rest is padding: it must be that of "
-            f"the whole sequence of {total}; the ring_ and zigzag_ring_ functions of ring_attn.flash take a rank's own"
-        )
 
 
 def warn_or_raise(doubt: str) -> None:
