@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
+from ring_attn.integrations.transformers.checkpointing import Checkpoint, check_checkpoint
 from ring_attn.integrations.whole_batches import WholeBatches, told_of_sharded
 from ring_attn.ring import BUCKETS, Ring
 
@@ -26,8 +27,9 @@ class RingParallelism(ParallelismConfig):
     """A ``ParallelismConfig`` whose context parallelism is a ring, for ``model``, a transformers model.
 
     ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
-    "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`). Other
-    arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
+    "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`).
+    ``checkpoint``: what becomes of attention under activation checkpointing, as for ``context_parallel``. Other arguments are those
+    of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
 
     Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
     included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
@@ -40,7 +42,14 @@ class RingParallelism(ParallelismConfig):
     """
 
     def __init__(
-        self, model: nn.Module, cp_size: int | None = None, *, layout: Layout = "zigzag", buckets: int = BUCKETS, **options: Any
+        self,
+        model: nn.Module,
+        cp_size: int | None = None,
+        *,
+        layout: Layout = "zigzag",
+        buckets: int = BUCKETS,
+        checkpoint: Checkpoint = "attention",
+        **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be the model that will be trained, got {type(model).__name__}; load it first")
@@ -55,7 +64,8 @@ class RingParallelism(ParallelismConfig):
             raise ValueError(f"cp_size must be at least 1, got {self.cp_size}")
         self.cp_backend = "ring_attn"
         ring = Ring(layout=layout, buckets=buckets)
-        self.layout, self.buckets = ring.layout, ring.buckets
+        check_checkpoint(checkpoint)
+        self.layout, self.buckets, self.checkpoint = ring.layout, ring.buckets, checkpoint
         self._model: nn.Module | None = model
         self._whole_batches: WholeBatches | None = None
 
@@ -91,7 +101,7 @@ class RingParallelism(ParallelismConfig):
         mesh = super().build_device_mesh(device_type) if self.active_mesh_dims else None
         if mesh is not None and self.cp_size > 1:
             assert self._model is not None  # only a copy from a pickle lacks it
-            self._whole_batches = WholeBatches(self._model, mesh["cp"], self.layout, self.buckets)
+            self._whole_batches = WholeBatches(self._model, mesh["cp"], self.layout, self.buckets, self.checkpoint)
         return mesh
 
     def to_json(self) -> dict[str, Any]:
@@ -100,6 +110,7 @@ class RingParallelism(ParallelismConfig):
             "cp_backend": "ring_attn",
             "layout": str(self.layout),
             "buckets": self.buckets,
+            "checkpoint": self.checkpoint,
         }
 
     def __getstate__(self) -> dict[str, Any]:

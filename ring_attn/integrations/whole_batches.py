@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers.checkpointing import Checkpoint
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -42,8 +43,8 @@ class WholeBatches:
     Raises ValueError where the ranks of the ring hold different batches, NotImplementedError for a batch without labels.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, layout: Layout, buckets: int) -> None:
-        self._parallel = context_parallel(model, mesh, layout=layout, buckets=buckets)
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, layout: Layout, buckets: int, checkpoint: Checkpoint) -> None:
+        self._parallel = context_parallel(model, mesh, layout=layout, buckets=buckets, checkpoint=checkpoint)
         self._ring = self._parallel.ring
         self._call: _Call | None = None
         inner = self._parallel.model

@@ -15,6 +15,8 @@ import transformers
 from document_cases import CASES as DOCUMENTS
 from document_cases import same
 from launch import PYTHONPATH, ROOT, torchrun
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import masking_utils as masking
 
 from ring_attn import Ring
@@ -22,6 +24,7 @@ from ring_attn.integrations.transformers import context_parallel
 from ring_attn.integrations.transformers.batch import MARK
 from ring_attn.integrations.transformers.masks import Rule, translate
 from ring_attn.integrations.transformers.table import OPTIONS, check_layer_types
+from torch_bridge.backends import compiled
 from torch_bridge.job import sanity_checks
 
 TOLERANCE = 2e-6
@@ -241,6 +244,67 @@ def test_a_checkpointed_layer_finds_its_mask_in_the_backward(local, reentrant):
         runs().loss.backward()
     for own, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, atol=TOLERANCE, rtol=0)
+
+
+def by_transformers(reentrant):
+    return lambda model: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+def by_torchs_wrapper(model):
+    """As FSDP's activation checkpointing does under accelerate."""
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+
+
+def offloaded(model):
+    if not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("this transformers does not offload")
+    model.activation_checkpointing_enable(offload=True)
+
+
+CHECKPOINTS = {
+    "reentrant": by_transformers(True),
+    "not reentrant": by_transformers(False),
+    "offload": offloaded,
+    "wrapper": by_torchs_wrapper,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_attention_is_kept_in_checkpoints(monkeypatch, kind, late):
+    """Turned on before the model is made parallel or after; with the bits of full recomputation."""
+    forwards, run = [], compiled.Program._run
+
+    def noting(self, step, *arguments):
+        forwards.extend([step] * (step == "forward"))
+        return run(self, step, *arguments)
+
+    monkeypatch.setattr(compiled.Program, "_run", noting)
+    if kind == "offload":  # pinned memory needs a GPU
+        monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", lambda **_: save_on_cpu(), raising=False)
+    gradients = {}
+    for checkpoint, times in ((None, 2), ("attention", 1), ("offload", 1)):
+        model = llama().train()
+        if not late:
+            CHECKPOINTS[kind](model)
+        cp = context_parallel(model, "local", checkpoint=checkpoint)
+        if late:
+            CHECKPOINTS[kind](model)
+        forwards.clear()
+        model(**cp.shard(tiny.batch("right"))).loss.backward()
+        assert len(forwards) == times * model.config.num_hidden_layers
+        gradients[checkpoint] = [x.grad for x in model.parameters()]
+        cp.remove()
+        assert not any("_Keeping" in type(x).__name__ for module in model.modules() for x in vars(module).values())
+    assert all(torch.equal(a, b) for a, b in zip(gradients[None], gradients["attention"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients[None], gradients["offload"], strict=True))
+
+
+def test_what_becomes_of_attention_in_checkpoints_is_checked():
+    with pytest.raises(ValueError, match=r'checkpoint must be "attention".* got \'full\''):
+        context_parallel(llama(), "local", checkpoint="full")
 
 
 def test_two_models_with_configurations_of_one_object():

@@ -14,6 +14,7 @@ from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers.attention import NAME, register
 from ring_attn.integrations.transformers.batch import MARK, REFUSED, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
+from ring_attn.integrations.transformers.checkpointing import Checkpoint, check_checkpoint, keep_in_checkpoints, keep_no_more
 from ring_attn.integrations.transformers.loss import loss_of, with_loss
 from ring_attn.integrations.transformers.patches import Patches
 from ring_attn.integrations.transformers.plan import plan_of
@@ -42,8 +43,9 @@ class _Entered(NamedTuple):
 class ContextParallel:
     """A model whose sequence is sharded over ``ring``: made by :func:`context_parallel`."""
 
-    def __init__(self, model: nn.Module, ring: Ring) -> None:
-        self.model, self.ring = _pretrained(model), ring
+    def __init__(self, model: nn.Module, ring: Ring, checkpoint: Checkpoint = "attention") -> None:
+        check_checkpoint(checkpoint)
+        self.model, self.ring, self.checkpoint = _pretrained(model), ring, checkpoint
         self.plan = plan_of(self.model)
         self.previous: str = self.plan.config._attn_implementation
         if self.previous == NAME:
@@ -107,6 +109,7 @@ class ContextParallel:
             hook.remove()
         self._hooks.clear()
         self._patches.undo()
+        keep_no_more(self._outer)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -192,6 +195,8 @@ class ContextParallel:
             given = options[next(iter(sharded.entries))]
             if torch.is_grad_enabled():
                 self._reduced_by_ddp = reduced_by_ddp(self.ring)
+            if self.checkpoint is not None and torch.is_grad_enabled():
+                keep_in_checkpoints(self._outer, offload=self.checkpoint == "offload")
             labels, items = _taken(sharded, options)
             self._shared.compare(sharded.whole, given, self.model, items)
         call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None)
@@ -265,6 +270,7 @@ def context_parallel(
     mesh_dim: MeshDim = None,
     layout: Layout = "zigzag",
     buckets: int = BUCKETS,
+    checkpoint: Checkpoint = "attention",
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -279,11 +285,15 @@ def context_parallel(
         model: a transformers model, or one that wraps it (PEFT, DistributedDataParallel, FSDP).
         mesh, mesh_dim, layout, or ring: as for :func:`ring_attn.ring_attention`.
         buckets: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`); 0 pads only as the layout needs it.
+        checkpoint: what becomes of attention under activation checkpointing, if that is on. "attention": output and LSE are kept,
+            ``heads * (value_dim * bytes + 4)`` bytes a token and layer, and no attention is computed twice. "offload": the same in
+            pinned host memory, on its way while other layers compute. None: computed again, as all of a layer.
 
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
-    return ContextParallel(model, one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets))
+    where = one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
+    return ContextParallel(model, where, checkpoint)
 
 
 def _pretrained(model: nn.Module) -> Any:

@@ -22,6 +22,7 @@ from transformers import masking_utils
 
 from ring_attn import cross_entropy, sync_gradients, total_loss
 from ring_attn.integrations.transformers import ContextParallel, context_parallel
+from torch_bridge.backends import compiled
 
 TOLERANCE = 2e-6
 OLDER = int(transformers.__version__.split(".")[0]) < 5
@@ -246,6 +247,29 @@ def soft_prompts() -> float:
     return (prompts.grad - expected).abs().max().item()
 
 
+def check_checkpoints() -> None:
+    """Kept attention has the bits of computing it again, and computes it once."""
+    forwards, gradients, run = [], [], compiled.Program._run
+
+    def noting(self: Any, step: str, *arguments: Any) -> Any:
+        forwards.extend([step] * (step == "forward"))
+        return run(self, step, *arguments)
+
+    compiled.Program._run = noting
+    for checkpoint, times in ((None, 2), ("attention", 1)):
+        torch.manual_seed(0)
+        model = tiny.CAUSAL["llama"]().train()
+        model.gradient_checkpointing_enable()
+        cp = context_parallel(model, checkpoint=checkpoint)
+        forwards.clear()
+        model(**cp.shard(tiny.batch("left"))).loss.backward()
+        assert len(forwards) == times * model.config.num_hidden_layers, (checkpoint, forwards)
+        gradients.append([x.grad for x in model.parameters()])
+        cp.remove()
+    compiled.Program._run = run
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def main() -> None:
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
@@ -271,6 +295,8 @@ def main() -> None:
             print(f"{name}: {words}, {time.monotonic() - begun:.1f} s", flush=True)
     if dist.get_world_size() == 2 and not chosen:
         assert soft_prompts() < TOLERANCE
+    if not chosen:
+        check_checkpoints()
     dist.barrier()
     dist.destroy_process_group()
     assert not failed, "\n".join(failed)
