@@ -14,6 +14,7 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import Ring as ProcessRing
 
 _FIRST, _THEN_EVERY = 3, 100  # forwards before which parameters are compared
+_EVALUATES = "model.eval() or torch.no_grad()"
 _OTHER_WEIGHTS = (
     "Load or initialise the same weights on all ranks of a ring (one seed, or a broadcast), and sum the gradients over the ring "
     "once before each step of the optimizer: cp.reduce_gradients()"
@@ -22,15 +23,18 @@ _OTHER_BATCHES = (
     "The ranks of a ring hold different batches, and each must hold the same: let the Accelerator with the RingParallelism prepare "
     "the data loader, or sample by data-parallel ranks (DistributedSampler with the number and rank of rings), not by processes"
 )
+_ALONE = (
+    "A forward of a sharded model is a collective call: evaluate on every rank of the ring with the same batches, not under "
+    "`if rank == 0`; the others' calls were paired with it"
+)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Answer(NamedTuple):
-    """What a device was asked: whether each of ``doubts`` is true; ``advice`` says what to do then. To be read once ``arrived``,
-    None where that is now."""
+    """What a device was asked: whether each of ``doubts`` is true, with what to do then. To be read once ``arrived``, None where
+    that is now."""
 
-    doubts: list[str]
-    advice: str
+    doubts: Mapping[str, str]
     true: Tensor
     arrived: torch.cuda.Event | None
 
@@ -59,23 +63,26 @@ class SharedState:
         inputs = {name: x for name, x in batch.items() if name not in labels}
         sums = {f"the batch's {kind}": _together(x, device) for kind, x in (("inputs", inputs), ("labels", labels))}
         sums["num_items_in_batch"] = _number(items, device)
-        self._compare(ring, sums, "a forward of a sharded model", _OTHER_BATCHES)
+        mode = {_EVALUATES: torch.tensor(2 * model.training + torch.is_grad_enabled(), device=device)}
+        advice = dict.fromkeys(mode, _ALONE) | dict.fromkeys(sums, _OTHER_BATCHES)
+        self._compare(ring, mode | sums, "a forward of a sharded model", advice)
         if self._forwards <= _FIRST or self._forwards % _THEN_EVERY == 0:
             sums = {f"the {name}": _bits(x).to(device) for name, x in _replicated(model, ring)}
             call = f"a forward of a sharded model with {len(sums)} parameters and buffers"
             agree(ring, device, call, "all ranks of a ring must have the same model")
-            self._compare(ring, sums, call, _OTHER_WEIGHTS)
+            self._compare(ring, sums, call, dict.fromkeys(sums, _OTHER_WEIGHTS))
 
-    def _compare(self, ring: ProcessRing, sums: dict[str, Tensor], call: str, advice: str) -> None:
+    def _compare(self, ring: ProcessRing, sums: dict[str, Tensor], call: str, advice: dict[str, str]) -> None:
         if not sums:
             return
         everywhere = gather_from_ring(torch.stack(list(sums.values())), ring, "what all ranks hold alike", call)
-        doubts = [f"{name} differ between the ranks of the {ring}" for name in sums]
-        self.ask(doubts, (everywhere != everywhere[0]).any(0), advice)
+        doubts = {f"{name} differ between the ranks of the {ring}": advice[name] for name in sums}
+        self.ask(doubts, (everywhere != everywhere[0]).any(0))
 
-    def ask(self, doubts: list[str], true: Tensor, advice: str) -> None:
-        """Has :meth:`settle` raise for each of the ``doubts`` that is true, at once on a CPU. ``true``: bool ``[doubts]``."""
-        self._answers.append(_Answer(doubts, advice, true.to("cpu", non_blocking=True), recorded(true.device)))
+    def ask(self, doubts: Mapping[str, str], true: Tensor) -> None:
+        """Has :meth:`settle` raise for each of the ``doubts`` that is true, at once on a CPU. ``doubts``: with what to do then;
+        ``true``: bool ``[doubts]``."""
+        self._answers.append(_Answer(doubts, true.to("cpu", non_blocking=True), recorded(true.device)))
         if true.device.type == "cpu":
             self.settle()
 
@@ -87,8 +94,10 @@ class SharedState:
                 answer.arrived.synchronize()
             wrong = [doubt for doubt, true in zip(answer.doubts, answer.true.tolist(), strict=True) if true]
             if wrong:
-                more = f" (and {len(wrong) - 1} more of this kind)" if len(wrong) > 1 else ""
-                raise ValueError(f"{wrong[0]}{more}. {answer.advice}")
+                advice = answer.doubts[wrong[0]]
+                others = sum(answer.doubts[doubt] == advice for doubt in wrong) - 1
+                more = f" (and {others} more of this kind)" if others else ""
+                raise ValueError(f"{wrong[0]}{more}. {advice}")
 
 
 def _sending_device(ring: ProcessRing, given: Tensor, model: nn.Module) -> torch.device:

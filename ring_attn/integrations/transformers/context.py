@@ -237,7 +237,7 @@ class ContextParallel:
             tensor = given.get(name)
             changed = sharded.changed(name, tensor) if isinstance(tensor, Tensor) else None
             if changed is not None:
-                self._shared.ask([f"{name} of a sharded batch is not what cp.shard made"], changed.view(1), _CHANGED)
+                self._shared.ask({f"{name} of a sharded batch is not what cp.shard made": _CHANGED}, changed.view(1))
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:

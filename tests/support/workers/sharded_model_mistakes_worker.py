@@ -63,6 +63,13 @@ def check_what_ranks_share(rank: int) -> None:
     with ours() as (cp, _):
         cp.model.model.rotary_emb.inv_freq.mul_(1 + rank)
         told("the buffer model.rotary_emb.inv_freq differ", lambda: cp.model(**cp.shard(tiny.batch())))
+    with ours() as (cp, _):  # rank 0 evaluates, and goes on; the others train
+        batch = {**tiny.batch(), "input_ids": tiny.batch()["input_ids"].roll(rank, 1)}
+        cp.model.train(rank > 0)
+        told("not under `if rank == 0`", lambda: cp.model(**cp.shard(batch)))
+        told("", lambda: cp.model.eval()(**cp.shard(tiny.batch())))
+        with torch.set_grad_enabled(rank > 0):
+            told("not under `if rank == 0`", lambda: cp.model(**cp.shard(batch)))
     with ours(seed=rank) as (cp, _):
         told("the parameter model.embed_tokens.weight differ", lambda: cp.model(**cp.shard(tiny.batch())))
 
