@@ -15,8 +15,14 @@ from jax_core.masks.layout import Layout
 from ring_attn.models.sdpa import sdpa
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.sanity_checks import warn_or_raise
 
 Cross = Literal["sharded", "whole"] | None
+_COUNTED = (
+    "under context_parallel_sdpa something was made of the positions 0 to {0} (torch.arange, or the first rows of a table), as "
+    "many as this rank's shard has: if these are the tokens' positions, every rank counts its own from 0. Give the model those of the "
+    "whole sequence, ring.positions(length)"
+)
 # Attention by other names, which would attend to the local shard only.
 _OTHERS = ("multi_head_attention", "scaled_dot_product", "flex_attention", "varlen_attn", "transformer_encoder_layer_fwd")
 
@@ -37,7 +43,8 @@ def context_parallel_sdpa(
             out = model(ring_attn.shard(x, mesh))
 
     Only attention is routed. What else depends on positions (rotary or learned embeddings) needs those of the whole sequence
-    (``ring_attn.positions``), and a mask the columns of the whole sequence, as :func:`ring_attn.sdpa` says.
+    (``ring_attn.positions``; a model that counts its own is warned of), and a mask the columns of the whole sequence, as
+    :func:`ring_attn.sdpa` says.
 
     - The backward needs no manager. Activation checkpointing, which runs its function again there, enters it again: for this
       ``torch.utils.checkpoint`` is wrapped once, when a manager is first used; without a manager the wrapper does nothing.
@@ -67,11 +74,14 @@ class _Route(TorchFunctionMode):
     def __init__(self, ring: Ring, cross: Cross) -> None:
         super().__init__()
         self.ring, self.cross = ring, cross
+        self._counted: set[int] = set()  # how many positions from 0 something was made of
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._counted.update(_counts(func, args))
         name = getattr(func, "__name__", "")
         if _attends_locally(name):
             raise NotImplementedError(
@@ -81,6 +91,9 @@ class _Route(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.ring.size > 1 and query.shape[-2] in self._counted:
+            self._counted.clear()
+            warn_or_raise(_COUNTED.format(query.shape[-2]))
         if query.shape[-2] == key.shape[-2] or self.cross == "sharded" or self.ring.size == 1:
             return sdpa(query, key, value, *args, **kwargs, ring=self.ring)
         if self.cross is None:
@@ -93,6 +106,19 @@ class _Route(TorchFunctionMode):
                 "is_causal with keys held whole: a shard's queries are not at the first positions; give a mask"
             )
         return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
+def _counts(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
+    """How many positions from 0 a call makes: numbers, or the first rows of a table, which no gradient made."""
+    if func is torch.arange and all(isinstance(x, int) for x in args):
+        if len(args) == 1 or (len(args) == 2 and args[0] == 0):  # ring_attn's own have a start and a stride
+            yield args[-1]
+    elif func is Tensor.__getitem__ and args[0].grad_fn is None:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        for dim, part in enumerate(index[: args[0].ndim - 1]):
+            first = isinstance(part, slice) and isinstance(part.stop, int) and part.start in (0, None) and part.step is None
+            if first and 0 < part.stop < args[0].shape[dim]:
+                yield part.stop
 
 
 @torch.compiler.assume_constant_result  # Dynamo looks into no strings

@@ -418,6 +418,21 @@ REFUSED = {
         NotImplementedError,
         "token_dropout",
     ),
+    "a head on one token beside another": (
+        lambda: transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(vocab_size=97, n_embd=16, n_head=2, n_layer=1)),
+        NotImplementedError,
+        "the head of GPT2DoubleHeadsModel reads tokens that one rank has",
+    ),
+    "a projection of a pooled token": (
+        lambda: transformers.CLIPTextModelWithProjection(tiny.clip_text().config),
+        NotImplementedError,
+        "the head of CLIPTextModelWithProjection reads tokens that one rank has",
+    ),
+    "embeddings of neighbours": (
+        tiny.mobilebert,
+        NotImplementedError,
+        "embeddings joins each token's embedding with those of its neighbours, which another rank may have",
+    ),
     "a pooler": (
         lambda: transformers.BertModel(transformers.BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)),
         NotImplementedError,
@@ -557,6 +572,22 @@ def test_the_base_model_checks_its_batch_as_the_whole_model_does(local, monkeypa
     for way_in in (model, model.model):
         with pytest.raises(ValueError, match=r"not sharded over the ring of 2 ranks: call batch = cp\.shard"):
             way_in(input_ids=tiny.tokens(), use_cache=False)
+
+
+@FROM_5
+@pytest.mark.parametrize("make", [tiny.clip_text, tiny.siglip_text])
+def test_pooled_outputs_are_not_to_be_had_from_a_shard(make, monkeypatch):
+    """Each rank would make them of a token of its own; hidden states are right."""
+    cp, ids = context_parallel(make(), "local"), tiny.tokens(16)
+    batch = cp.shard({"input_ids": ids})
+    assert cp.model(**batch).pooler_output.shape == (2, 32)
+    monkeypatch.setattr(Ring, "size", 2)
+    for pooled in (cp.model(**batch).pooler_output, cp.model(**batch, return_dict=False)[1]):
+        assert "OfOneToken" in repr(pooled)
+        for use in (lambda x: x @ x.T, torch.relu, lambda x: torch.nn.functional.linear(torch.ones(2, 32), x), lambda x: x.shape):
+            with pytest.raises(NotImplementedError, match=r"made of a token that one rank has .* cp\.ring\.unshard"):
+                use(pooled)
+    assert cp.model(**batch).last_hidden_state.shape[0] == 2
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])

@@ -145,6 +145,27 @@ def qwen3_vl() -> Any:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
+_CLIP: dict[str, Any] = {
+    **{name: size for name, size in _NO_HEAD_DIM.items() if name != "num_key_value_heads"},
+    "projection_size": 32,
+}
+
+
+def clip_text() -> Any:
+    """It returns one vector for each entry beside the hidden states."""
+    return transformers.CLIPTextModel(transformers.CLIPTextConfig(**_CLIP))
+
+
+def siglip_text() -> Any:
+    return transformers.SiglipTextModel(transformers.SiglipTextConfig(**_CLIP))
+
+
+def mobilebert() -> Any:
+    """Its embeddings are made of three tokens each."""
+    sizes = {**_NO_HEAD_DIM, "embedding_size": 16, "intra_bottleneck_size": 16, "intermediate_size": 32}
+    return transformers.MobileBertForMaskedLM(transformers.MobileBertConfig(**sizes))
+
+
 def mllama() -> Any:
     """Its layer 1 attends to images, and is left out without them."""
     unused = ("head_dim", "max_position_embeddings")

@@ -16,6 +16,7 @@ from ring_attn.integrations.transformers.batch import MARK, REFUSED, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
 from ring_attn.integrations.transformers.checkpointing import Checkpoint, check_checkpoint, keep_in_checkpoints, keep_no_more
 from ring_attn.integrations.transformers.loss import loss_of, with_loss
+from ring_attn.integrations.transformers.outputs import without_pooled
 from ring_attn.integrations.transformers.patches import Patches
 from ring_attn.integrations.transformers.plan import plan_of
 from ring_attn.integrations.transformers.verify import Verdict, verify
@@ -251,6 +252,8 @@ class ContextParallel:
         if output is None or call.sharded is None:  # None: an error is on its way
             return None
         self._check_attended(call.attended)
+        if self.ring.size > 1:
+            output = without_pooled(output, call.sharded.sequences)
         if labels is None:
             return output
         return with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded, items))

@@ -36,6 +36,8 @@ _OTHER_HEADS = {
     "ForSequenceClassification": _ONE_TOKEN,
     "ForMultipleChoice": _ONE_TOKEN,
     "ForNextSentencePrediction": _ONE_TOKEN,
+    "DoubleHeads": _ONE_TOKEN,
+    "WithProjection": _ONE_TOKEN,
     "ForQuestionAnswering": "chooses positions by a softmax over the whole sequence",
 }
 
@@ -167,8 +169,8 @@ def _check_kind(model: Any, encoder_decoder: bool) -> None:
 def _head(model: Any) -> str | None:
     names = [kind.__name__ for kind in type(model).__mro__]
     found = next((head for name in names for head in _HEADS if head in name), None)
-    if found is None and not names[0].endswith("Model"):
-        other = next((head for name in names for head in _OTHER_HEADS if head in name), None)
+    other = next((head for name in names for head in _OTHER_HEADS if head in name), None) if found is None else None
+    if found is None and (other is not None or not names[0].endswith("Model")):
         reason = "is not known to make its outputs and its loss of each token by itself" if other is None else _OTHER_HEADS[other]
         raise NotImplementedError(f"the head of {names[0]} {reason}; use the model without it, and cp.ring.unshard what it returns")
     return found
@@ -187,6 +189,11 @@ def _check_layers(model: Any, config: Any) -> None:
         if getattr(module, "token_dropout", False) is True:
             raise NotImplementedError(
                 f"{name} scales by the share of masked tokens that it sees, which are one rank's; set token_dropout=False"
+            )
+        if getattr(module, "trigram_input", False) is True:
+            raise NotImplementedError(
+                f"{name} joins each token's embedding with those of its neighbours, which another rank may have; set "
+                "trigram_input=False"
             )
         if has_relative_bias(module) and not knows_its_bias(module):
             raise NotImplementedError(f"{name} makes its position bias in a way that is not known")

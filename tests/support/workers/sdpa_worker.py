@@ -4,6 +4,8 @@ What the ranks compute from their shards must be the shards of what torch's own 
 backward.
 """
 
+import warnings
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attn import Ring, context_parallel_sdpa, sdpa, sync_gradients
 from tests.support.healthy import gloo_world
+from torch_bridge.job import sanity_checks
 
 LENGTH = 16
 ZIGZAG = Ring(layout="zigzag")
@@ -132,6 +135,27 @@ def check_refusals():
             raise AssertionError(f"{name} was not refused")
 
 
+def check_own_positions():
+    """A model that counts its own positions is warned of, once; one that is given those of the sequence is not."""
+    local, table = LENGTH // ZIGZAG.size, torch.randn(64, 4)
+
+    def told(make):
+        sanity_checks._warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as caught, context_parallel_sdpa(ring=ZIGZAG):
+            warnings.simplefilter("always")
+            q = ZIGZAG.shard(noise(1, 2, LENGTH, 4, seed=1), dim=-2) + make().double()
+            q = q[..., :4] + q[:, :, :local]
+            for _ in range(2):
+                F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return [str(warning.message) for warning in caught]
+
+    for make in (lambda: torch.arange(local)[:, None], lambda: torch.arange(0, local)[:, None], lambda: table[:local]):
+        (words,) = told(make)
+        assert "something was made of the positions 0 to 8" in words, words
+    for make in (lambda: ZIGZAG.positions(LENGTH)[:, None], lambda: table[ZIGZAG.positions(LENGTH)], lambda: torch.arange(4)):
+        assert not told(make)
+
+
 def check_compiled():
     """A compiled model is compiled anew for another ring."""
     q = noise(1, 2, LENGTH, 4, seed=3)
@@ -151,6 +175,7 @@ def main():
             check_function(ring)
         check_manager(ZIGZAG)
         check_refusals()
+        check_own_positions()
         check_compiled()
 
 
