@@ -20,8 +20,8 @@ from torch_bridge.job.sanity_checks import warn_or_raise
 Cross = Literal["sharded", "whole"] | None
 _COUNTED = (
     "under context_parallel_sdpa something was made of the positions 0 to {0} (torch.arange, or the first rows of a table), as "
-    "many as this rank's shard has: if these are the tokens' positions, every rank counts its own from 0. Give the model those of the "
-    "whole sequence, ring.positions(length)"
+    "many as this rank's shard has: if these are the tokens' positions, every rank counts its own from 0. Give the model "
+    "those of the whole sequence, ring.positions(length)"
 )
 # Attention by other names, which would attend to the local shard only.
 _OTHERS = ("multi_head_attention", "scaled_dot_product", "flex_attention", "varlen_attn", "transformer_encoder_layer_fwd")
