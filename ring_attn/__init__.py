@@ -14,6 +14,8 @@ from ring_attn.sharding.sequence import ShardedBatch, pad, positions, shard, sha
 from ring_attn.training.checkpoint import keep_attention
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss
+from ring_attn.verification.entry import verify
+from ring_attn.verification.verdict import Verdict
 from torch_bridge.job.runtime import PeerFailure, start
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "RingAttention",
     "RingAttentionConfig",
     "ShardedBatch",
+    "Verdict",
     "balance",
     "context_parallel_sdpa",
     "cross_entropy",
@@ -44,4 +47,5 @@ __all__ = [
     "sync_gradients",
     "total_loss",
     "unshard",
+    "verify",
 ]

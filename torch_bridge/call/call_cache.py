@@ -13,6 +13,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torch_bridge.job.mesh import started_by_a_launcher
+from torch_bridge.job.trial import current
 
 Repeat = Callable[[dict[str, torch.Tensor | None]], tuple[Any, ...]]
 
@@ -78,7 +79,7 @@ def _surroundings(mesh: object, kind: str) -> tuple[Hashable, ...]:
     world = dist.group.WORLD if dist.is_available() else None
     alone = world is None and mesh is None and not started_by_a_launcher()
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return _weak(world), alone, autocast, torch.are_deterministic_algorithms_enabled()
+    return _weak(world), alone, autocast, torch.are_deterministic_algorithms_enabled(), current()
 
 
 def _weak(x: object) -> object:

@@ -18,6 +18,7 @@ from torch_bridge.backends.operation import Form, Forms, Operation, Program, Req
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagating
 from torch_bridge.job.ring import Ring, Tensors
+from torch_bridge.job.trial import current, note_dtype, note_ring
 
 # Programs of a ring that are kept. The one made first is dropped first: programs are made in the same order on all ranks, because
 # making one is a comparison. The order in which they were last used may differ, after a call that failed on one rank.
@@ -89,8 +90,17 @@ def program_of(key: str, tensors: Tensors) -> Program:
 def program_for(key: str, forms: Forms, device: torch.device) -> Program:
     """The program of the call for tensors of these forms. On a ring of several processes making one is a collective, in which they
     compare their requests. Raises ValueError and NotImplementedError for a request that cannot be, in the caller's words."""
+    if current() is not None:
+        _note(key, forms)
     found = _PROGRAMS.get((key, forms, device))
     return _make(key, forms, device) if found is None else found.program
+
+
+def _note(key: str, forms: Forms) -> None:
+    first = forms[0]
+    assert first is not None
+    note_ring(tuple(getattr(call_of(key).ring, "ranks", ())))
+    note_dtype(first[1])
 
 
 def made_for(key: str, request: Request) -> Program | None:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_bridge.job.trial import current
+
 if TYPE_CHECKING:
     import jax
     import numpy as np
@@ -118,6 +120,14 @@ def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
     dimension that the mesh does not have or that is given twice, for ``mesh_dim`` without a DeviceMesh, for several dimensions
     along which global ranks do not ascend, and on a process that is not a member.
     """
+    ring, trial = _resolve(mesh, mesh_dim), current()
+    if trial is None or ring.size == 1 or ring.ranks != trial.alone:
+        return ring
+    groups = () if trial.group is None else (trial.group,)
+    return Ring((ring.ranks[ring.rank],), 0, groups, ring.axes, (1,) * len(ring.axes))
+
+
+def _resolve(mesh: MeshLike, mesh_dim: MeshDim) -> Ring:
     if _is_device_mesh(mesh):
         return _of_device_mesh(mesh, mesh_dim)
     if mesh_dim is not None:
@@ -159,6 +169,9 @@ def _is_device_mesh(mesh: object) -> "TypeGuard[DeviceMesh]":
 
 
 def _global_rank() -> int:
+    trial = current()
+    if trial is not None and trial.rank is not None:
+        return trial.rank
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

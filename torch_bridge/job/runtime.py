@@ -29,6 +29,7 @@ from torch_bridge.job.jax_memory import choose_allocator
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.job.network import leave_jax, leave_jax_to_the_parent, let_gloo_reach_all_ranks, open_relay
 from torch_bridge.job.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
+from torch_bridge.job.trial import note_ring
 from torch_bridge.job.watchdog import PeerFailure, compare, watch
 from torch_bridge.job.xla_options import options_of_ring
 
@@ -85,6 +86,8 @@ def start(
     All of these take effect only in the call that starts JAX. Raises ValueError for an unknown ``check`` or if it differs between
     ranks, RuntimeError if the user's program has started JAX in a way that cannot work, and PeerFailure if a rank does not arrive.
     """
+    if ring is not None:
+        note_ring(ring.ranks)
     if ring in _state.connected:
         return
     if check not in ("new_programs", "every_call"):
