@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jax_core.masks.plan import Plan
 from ring_attn.ring import Ring
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring
 from ring_attn.verification.runs import Run, alone, repeated_randomness, run_step
@@ -95,10 +96,11 @@ def compare(step: Step, ring: Ring) -> Comparison:
 
 
 def _run(step: Step, ring: Ring, trial: Trial | None) -> Run:
-    """On the ring; or, in a trial, with each process by itself."""
+    """On the ring; or, in a trial, with each process by itself: a plan is for the ranks that it was made for, and so may a strategy
+    be."""
     given = ring
     if trial is not None:
-        given = replace(ring, mesh=trial.group, mesh_dim=None, layout="contiguous", strategy="auto")
+        given = replace(ring, layout="contiguous" if isinstance(ring.layout, Plan) else ring.layout, strategy="auto")
     try:
         return run_step(_with_ring(step, given), Trial() if trial is None else trial)
     except Exception as error:
@@ -301,11 +303,11 @@ def _about_gradients(
             "(a learning rate?)"
         )
         return f"{late} {known}" if known else late
-    several = [name for name in gradients if name.endswith(_at(first, pair))]
+    several = f"{sum(name.endswith(_at(first, pair)) for name in gradients)} of {len(gradients_of(pair, first))}"
     return known or (
-        f"the gradients that the optimizer gets differ: {len(several)} of {len(gradients_of(pair, first))}{_at(first, pair)}, worst "
-        f"{worst}. Is the whole batch the same on all ranks? Then positions, labels, masks, layout or dim of the shards, what divides "
-        "the loss, clipping before the sum; ring_attn.verify(model, batch) compares the model alone"
+        f"the gradients that the optimizer gets differ: {several}{_at(first, pair)}, worst {worst}. Is the whole batch the same on "
+        "all ranks? Then positions, labels, masks, layout or dim of the shards, what divides the loss, clipping before the sum; "
+        "ring_attn.verify(model, batch) compares the model alone"
     )
 
 

@@ -1,28 +1,22 @@
-"""One rank of ``python -m ring_attn verify``."""
+"""One rank of ``python -m ring_attn verify MODEL``."""
 
 import argparse
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ring_attn.integrations.transformers.context import context_parallel
+from ring_attn.verification.verdict import Verdict
 
 
-def verify_one_rank(options: argparse.Namespace) -> int:
-    """The exit code: 1 if ring and process differ."""
-    dist.init_process_group("gloo")
+def verify_model(options: argparse.Namespace) -> Verdict:
+    """Of a model with few layers and random weights. Raises OSError where AutoConfig finds none."""
     config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     with torch.device("meta"):  # its shapes decide how much of it is tried
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
     vocabulary = config.get_text_config().vocab_size
-    verdict = context_parallel(model, layout=options.layout).verify(_batch(options.length, vocabulary, options.packed))
-    if dist.get_rank() == 0:
-        print(verdict)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0 if verdict.ok else 1
+    return context_parallel(model, layout=options.layout).verify(_batch(options.length, vocabulary, options.packed))
 
 
 def _batch(length: int, vocabulary: int, packed: bool) -> dict[str, Tensor]:

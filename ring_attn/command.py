@@ -1,0 +1,135 @@
+"""``python -m ring_attn``: tools for the shell. Under torchrun a process is one rank; by itself it starts them."""
+
+import argparse
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+PROGRAM = "python -m ring_attn"
+LAYOUTS = ("zigzag", "striped", "contiguous")
+
+
+class Outcome(NamedTuple):
+    """Of a rank: what the command prints, which is the same on all of them, and its exit code."""
+
+    text: str
+    code: int
+
+
+def main() -> int:
+    options = _parsed()
+    options.is_step = ".py:" in options.what
+    outcome = _impossible(options)
+    if outcome is None:
+        outcome = one_rank(options) if "LOCAL_RANK" in os.environ else _on_ranks(options)
+    if outcome.text and os.environ.get("RANK", "0") == "0":
+        refused = outcome.code == 2
+        print(f"{PROGRAM} verify: {outcome.text}" if refused else outcome.text, file=sys.stderr if refused else sys.stdout)
+    return outcome.code
+
+
+def _impossible(options: argparse.Namespace) -> Outcome | None:
+    file = options.what.rpartition(":")[0]
+    if options.is_step and not Path(file).is_file():
+        return Outcome(f"there is no file {file}", 2)
+    if options.what.endswith(".py"):
+        return Outcome(f"which function of {options.what} is the step? {options.what}:step", 2)
+    if not options.is_step and importlib.util.find_spec("transformers") is None:
+        return Outcome("no FILE.py:FUNCTION is given, and a model needs transformers: pip install 'ring-attn[transformers]'", 2)
+    return None
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Tools of the ring-attention library.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    verify = commands.add_parser(
+        "verify",
+        help="compare your training step, or a transformers model, on a ring with the same in one process",
+        description="On CPU processes. Exit code 1 if they differ, 2 if there is nothing to compare.",
+    )
+    verify.add_argument(
+        "what",
+        metavar="STEP | MODEL",
+        help="FILE.py:FUNCTION, a training step as ring_attn.verify(step=) takes it; or a folder or a name for AutoConfig, a model "
+        "that is tried with few layers and random weights: loss, logits, every gradient in float32",
+    )
+    verify.add_argument("--ranks", type=int, default=2, help="processes of the ring (default: 2)")
+    verify.add_argument("--layout", default="zigzag", choices=LAYOUTS)
+    verify.add_argument("--length", type=int, default=64, help="of a model: tokens of each of two rows (default: 64)")
+    verify.add_argument("--packed", action="store_true", help="of a model: one row of documents instead, told by position_ids")
+    verify.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    return parser.parse_args()
+
+
+def _on_ranks(options: argparse.Namespace) -> Outcome:
+    """This command in so many CPU processes."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.update({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "CUDA_VISIBLE_DEVICES": ""})
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=options.ranks,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="spawn",
+    )
+    try:
+        outcomes: dict[int, Any] = elastic_launch(config, one_rank)(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return Outcome(f"rank {rank} ended with exit code {failure.exitcode}", 2)
+    return max(outcomes.values(), key=lambda outcome: outcome.code)
+
+
+def one_rank(options: argparse.Namespace) -> Outcome:
+    """Errors of the user's program are shown where they are raised; the other ranks hear of them as in any job."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        outcome = _of_step(options) if options.is_step else _of_model(options)
+        dist.barrier()
+    except Exception:
+        traceback.print_exc()
+        return Outcome("", 2)
+    dist.destroy_process_group()
+    return outcome
+
+
+def _of_model(options: argparse.Namespace) -> Outcome:
+    from ring_attn.integrations.transformers.verify_command import verify_model
+
+    try:
+        verdict = verify_model(options)
+    except OSError as error:  # AutoConfig's, which says in many lines what a folder or name must be
+        return Outcome(str(error).splitlines()[0], 2)
+    return Outcome(str(verdict), 0 if verdict.ok else 1)
+
+
+def _of_step(options: argparse.Namespace) -> Outcome:
+    from ring_attn import Ring, verify
+
+    file, _, name = options.what.rpartition(":")
+    step = getattr(_loaded(Path(file)), name, None)
+    if not callable(step):
+        return Outcome(f"{file} has no function {name}", 2)
+    verdict = verify(step=step, ring=Ring(layout=options.layout))
+    return Outcome(str(verdict), 0 if verdict.ok else 1)
+
+
+def _loaded(file: Path) -> Any:
+    """The file as a module: what is under ``if __name__ == "__main__"`` does not run. It may import what lies beside it."""
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
