@@ -26,3 +26,10 @@ def test_the_command_verifies_a_model_in_a_folder(tmp_path):
     done = subprocess.run(command, env={**environment(), "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "right: LlamaForCausalLM with 2 of its 2 layers, random weights, batch [1, 40], 2 ranks" in done.stdout
+
+
+def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "ring_attn", "verify", str(tmp_path / "nothing")]
+    done = subprocess.run(command, env={**environment(), "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.splitlines() if "Gloo" not in line]
+    assert done.returncode == 2 and len(said) == 1 and "nothing" in said[0], done.stderr

@@ -12,7 +12,7 @@ from ring_attn.verification.verdict import Verdict
 
 def verify_model(options: argparse.Namespace) -> Verdict:
     """Of a model with few layers and random weights. Raises OSError where AutoConfig finds none."""
-    config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    config = AutoConfig.from_pretrained(options.what, trust_remote_code=options.trust_remote_code)
     with torch.device("meta"):  # its shapes decide how much of it is tried
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
     vocabulary = config.get_text_config().vocab_size

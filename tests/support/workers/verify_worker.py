@@ -122,6 +122,49 @@ def contiguous() -> Iterator[None]:
         yield
 
 
+def undocumented(*_: Any) -> tuple[None, bool]:
+    """A reading of a batch in which nothing tells documents."""
+    return None, False
+
+
+def qwen3_vl() -> Any:
+    """Its ``use_cache`` hides in ``**kwargs``, and its positions have four rows, of which the first is the text's."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = {name: x for name, x in tiny.SIZES.items() if name != "attn_implementation"} | {"rope_parameters": rope}
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[0])
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, attn_implementation="eager")
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def check_what_tells_documents_is_read_anew() -> None:
+    """And not by what shards the batch: whatever that does not see."""
+    packed = tiny.packed(10, 5, 12)
+    rows = {**packed, "position_ids": packed["position_ids"].expand(4, 1, -1)}
+    for make, batch in ((tiny.CAUSAL["llama"], packed), (qwen3_vl, rows)):
+        with patch.object(batches, "documents_of", undocumented):
+            verdict = verified(make, batch)
+        assert not verdict.ok and "see each other" in str(verdict), verdict
+    ones = {**packed, "attention_mask": torch.ones_like(packed["input_ids"])}
+    for make, batch in ((tiny.CAUSAL["llama"], ones), (qwen3_vl, {name: x for name, x in rows.items() if name != "position_ids"})):
+        verdict = verified(make, batch)
+        assert verdict.ok, verdict
+
+
+def check_features_are_reached() -> None:
+    """A soft cap of 50 by random weights: a score of one that is begun with is 0.01."""
+    config = transformers.Gemma2Config(**tiny.SIZES, sliding_window=tiny.WINDOW, attn_logit_softcapping=50.0)
+
+    def gemma2() -> Any:
+        return transformers.Gemma2ForCausalLM(config)
+
+    with patch("ring_attn.integrations.transformers.verify.LARGEST", 0):
+        verdict = verified(gemma2, tiny.batch())
+        assert verdict.ok and "to reach the soft cap" in str(verdict), verdict
+        with attended(softcap=None):
+            verdict = verified(gemma2, tiny.batch())
+        assert not verdict.ok and "self_attn" in str(verdict), verdict
+
+
 def unshifted(plan: Any, given: dict[str, Any]) -> Any:
     given.pop("shift_labels", None)
     return given.pop("labels", None)
@@ -156,6 +199,8 @@ def check_faults_are_found(rank: int, size: int) -> None:
         name: (fault, llama, plain, None, words) for name, (fault, words) in on_llama.items()
     }
     no_documents = attended(q_segment_ids=None, kv_segment_ids=None)
+    a_little = attended(scale=8**-0.5 * 1.02)
+    faults["a scale that is off by little"] = (a_little, llama, plain, None, "the forward differs a little")
     faults["documents see each other"] = (no_documents, llama, packed, None, "see each other")
     mixer = "layers.1.post_attention_layernorm.mixer"
     faults["a convolution of one's own"] = (nullcontext(), convolved, plain, None, mixer)
@@ -175,6 +220,8 @@ def main() -> None:
         check_right_models_are_not_accused(rank)
         check_modules_that_ranks_call_in_another_order(rank)
         check_large_models_are_tried_with_fewer_layers()
+        check_what_tells_documents_is_read_anew()
+        check_features_are_reached()
         check_faults_are_found(rank, size)
         print(f"{time.monotonic() - begun:.0f} s")
 
