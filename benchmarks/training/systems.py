@@ -7,6 +7,7 @@ torch's context parallelism takes as many K/V heads as query heads, and a causal
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,11 +79,14 @@ def _optimizer(model: torch.nn.Module, mesh: DeviceMesh) -> torch.optim.Optimize
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=mesh.device_type == "cuda")
 
 
-def ours(setting: Setting, mesh: DeviceMesh) -> Step:
+def ours(checkpoint: Any, setting: Setting, mesh: DeviceMesh) -> Step:
+    """``checkpoint``: what becomes of attention in activation checkpoints."""
+    if checkpoint != "attention" and not setting.checkpointing:
+        raise NotImplementedError("without activation checkpointing nothing is computed again")
     model = setting.model(mesh)
     if setting.sharded:
         _shard(model, mesh)
-    cp = context_parallel(model, mesh)
+    cp = context_parallel(model, mesh, checkpoint=checkpoint)
     optimizer = _optimizer(model, mesh)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -186,7 +190,9 @@ def cudnn(on_gpu: bool) -> Iterator[None]:
 
 
 SYSTEMS: dict[str, Callable[[Setting, DeviceMesh], Step]] = {
-    "ring-attn": ours,
+    "ring-attn": partial(ours, "attention"),
+    "ring-attn, offload": partial(ours, "offload"),
+    "ring-attn, attention again": partial(ours, None),
     "context_parallel, allgather": lambda *where: context_parallel_of_torch("allgather", *where),
     "context_parallel, alltoall": lambda *where: context_parallel_of_torch("alltoall", *where),
     "accelerate, cp_size": accelerate,
