@@ -62,19 +62,19 @@ def _made_of(
     """How the gradients, ``out`` and ``lse`` change as the operands move in ``direction``; and zeros like ``out``. ``done``: what
     the transfers must wait for; those after them wait for the zeros."""
     spec = replace(spec, differentiable=True)
-    moving, direction = _floating(operands, operands), _floating(direction, operands)
+    moving, along = _floating(operands, operands), _floating(direction, operands)
     moving = moving if done is None else tree_after(spec, moving, done)
 
-    def results(moving: dict[str, Array]) -> tuple[Array, Array]:
+    def results(moving: dict[str, Any]) -> tuple[Array, Array]:
         return spec.strategy.forward(spec, operands._replace(**moving))
 
-    def gradients(moving: dict[str, Array], out: Array, lse: Array) -> dict[str, Array]:
+    def gradients(moving: dict[str, Any], out: Array, lse: Array) -> dict[str, Any]:
         found = spec.strategy.backward(spec, operands._replace(**moving), out, lse, dout, dlse)
         return _floating(found, operands)
 
-    (out, lse), (out_change, lse_change) = jax.jvp(results, (moving,), (direction,))
+    (out, lse), (out_change, lse_change) = jax.jvp(results, (moving,), (along,))
     lse_change = jnp.where(jnp.isneginf(lse), 0, lse_change)
-    _, changes = jax.jvp(gradients, (moving, out, lse), (direction, out_change, lse_change))
+    _, changes = jax.jvp(gradients, (moving, out, lse), (along, out_change, lse_change))
     dout_change, dlse_change = clear_cotangents(operands, out_change, lse_change if spec.lse_gradient else jnp.zeros_like(lse))
     made = changes, dout_change, vary(dlse_change, varying_axes(lse)), vary(jnp.zeros_like(out), varying_axes(out))
     done = _done(spec, made)
@@ -86,7 +86,7 @@ def _made_of(
 _changes = jax.custom_vjp(_made_of, nondiff_argnums=(0,))
 
 
-def _floating(values: Operands, operands: Operands) -> dict[str, Array]:
+def _floating(values: Operands, operands: Operands) -> dict[str, Any]:
     """Those of the operands that have gradients. (What a mask function closes over has none.)"""
     named = operands._replace(predicate_arrays=())._asdict()
     names = [name for name, x in named.items() if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
@@ -114,7 +114,7 @@ def _changes_backward(spec: RingSpec, arguments: Any, cotangents: Any) -> tuple[
     moving = _floating(operands, operands), dout, dlse, _floating(direction, operands)
     nothing = jax.tree.map(lambda _: None, operands)
 
-    def changes(moving: dict[str, Array], dout: Array, dlse: Array, direction: dict[str, Array]) -> Any:
+    def changes(moving: dict[str, Any], dout: Array, dlse: Array, direction: dict[str, Any]) -> Any:
         return _made_of(spec, operands._replace(**moving), dout, dlse, nothing._replace(**direction), done)
 
     _, transpose = jax.vjp(changes, *moving)

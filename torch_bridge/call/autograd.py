@@ -3,13 +3,15 @@
 Torch saves plain tensors (the operands and the results), so checkpointing and offload hooks work as for any operator.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
 from typing import Any, NoReturn
 
 import torch
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _functorch
+from torch.autograd import forward_ad
 
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.interface import Operators
@@ -18,16 +20,35 @@ from torch_bridge.call.call_cache import PLAIN, Repeat, observed
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
+from torch_bridge.call.refusal import Refused, refuse, refuse_forward_mode
 from torch_bridge.job.ring import Tensors
 
 
 def apply(key: str, operands: Tensors) -> Results:
     """The results of the call with this key (``programs.describe``)."""
     if torch.compiler.is_compiling():
-        return _Call.apply(key, None, *_distinct(operands))
+        if _transformed():
+            return _untraced(key, operands)
+        first = operands[0]
+        assert first is not None
+        if backend_of(first.device).OPERATORS is None:
+            return tuple(forward_op(operands, key))
+        return _Traced.apply(key, None, *_distinct(operands))
     if _are_functorch_transforms_active():
         return _Transformable.apply(key, *operands)
     return _Call.apply(key, None, *operands)
+
+
+@torch.compiler.assume_constant_result
+def _transformed() -> bool:
+    """Whether torch.func or dual numbers differentiate: a graph's operators have no derivatives for them, which would be left out
+    in silence. Dynamo asks while it traces, and guards what the answer depends on."""
+    kinds = {interpreter.key() for interpreter in _functorch.get_interpreter_stack() or ()}
+    return _in_forward_mode() or not kinds.isdisjoint({_functorch.TransformType.Grad, _functorch.TransformType.Jvp})
+
+
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def _distinct(operands: Tensors) -> Tensors:
@@ -46,7 +67,7 @@ def repetition(key: str, tensors: dict[str, torch.Tensor | None]) -> Repeat:
 
     def repeat(tensors: dict[str, torch.Tensor | None]) -> Results:
         operands = tuple(map(tensors.get, given))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _in_forward_mode():
             return _Call.apply(key, again, *operands)
         operands += absent
         return results_of(key, operands, partial(program.forward, operands))  # nothing is to be saved, so torch need not know
@@ -54,7 +75,10 @@ def repetition(key: str, tensors: dict[str, torch.Tensor | None]) -> Repeat:
     return repeat
 
 
-class _Call(torch.autograd.Function):
+_untraced = torch.compiler.disable(apply)
+
+
+class _Traced(torch.autograd.Function):
     """Forward and backward outside of torch's function transforms. ``again``: the program and the operands that are absent at the
     end, of a call that has been made; None if they have to be looked up."""
 
@@ -71,33 +95,28 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return None, None, *_Call.gradients(ctx, cotangents)
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or _in_forward_mode()):
+            return None, None, *_Traced.gradients(ctx, ctx.saved_tensors, cotangents)
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            made = _Call.gradients(ctx, cotangents)
-        # create_graph=True. ``once_differentiable`` would make constants of them where the cotangents are: a penalty on them would
-        # then have no gradient, in silence.
-        return None, None, *_Refused.apply(ctx.key, torch.zeros((), requires_grad=True), *made)
+            made = _Traced.gradients(ctx, saved, cotangents)
+        # create_graph=True. ``once_differentiable`` would leave a penalty on them out, in silence: nothing would lead from it to
+        # the operands, of which they are functions, nor to the cotangents.
+        return None, None, *Refused.apply(ctx.key, len(made), *made, *saved, *cotangents)
 
     @staticmethod
-    def gradients(ctx: Any, cotangents: Tensors) -> list[torch.Tensor | None]:
-        saved = ctx.saved_tensors  # looked at once: a checkpoint makes them again at the first look, and refuses a second
+    def gradients(ctx: Any, saved: Tensors, cotangents: Tensors) -> list[torch.Tensor | None]:
         direct = ctx.program is not None and _unobserved((*saved, *cotangents))
         run = ctx.program.backward if direct else partial(_backward, ctx.key)
         return _gradients(ctx.key, ctx.needs_input_grad[2:], saved, cotangents, run)
 
 
-class _Refused(torch.autograd.Function):
-    """Gradients that cannot be differentiated. ``anchor``: what makes torch ask for that."""
+class _Call(_Traced):
+    """The same where Dynamo, which takes no function with a forward mode, does not trace."""
 
     @staticmethod
-    def forward(ctx: Any, key: str, anchor: torch.Tensor, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.key = key
-        return tuple(None if x is None else x.view_as(x) for x in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: object) -> NoReturn:
-        _refuse(ctx)
+    def jvp(ctx: Any, *tangents: object) -> NoReturn:
+        refuse_forward_mode(ctx)
 
 
 class _Transformable(torch.autograd.Function):
@@ -124,10 +143,7 @@ class _Transformable(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: object) -> NoReturn:
-        raise NotImplementedError(
-            f"{_name(ctx)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); JAX computes its gradients, once and "
-            "in reverse mode: use torch.func.grad, vjp or jacrev"
-        )
+        refuse_forward_mode(ctx)
 
 
 class _Once(torch.autograd.Function):
@@ -147,19 +163,11 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: object) -> NoReturn:
-        _refuse(ctx)
+        refuse(ctx)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: object) -> None:
-        _Transformable.jvp(ctx, *tangents)
-
-
-def _refuse(ctx: Any) -> NoReturn:
-    raise NotImplementedError(f"{_name(ctx)} can be differentiated once: JAX computes its gradients, and torch sees no further")
-
-
-def _name(ctx: Any) -> str:
-    return call_of(ctx.key).operation.name
+    def jvp(ctx: Any, *tangents: object) -> NoReturn:
+        refuse_forward_mode(ctx)
 
 
 def _gradients(
@@ -174,6 +182,35 @@ def _gradients(
     made = sorted({*_differentiated(key), *wanted})
     gradients = dict(zip(made, backward(operands, results, cotangents, made), strict=True))
     return [gradients[number] if need else None for number, need in enumerate(needed)]
+
+
+def _forward_of_graph(keys: Any, operands: Tensors, call: str) -> list[torch.Tensor]:
+    """The operator where torch differentiates, as in a compiled or an exported graph."""
+    if _differentiable(operands):
+        return list(_Call.apply(call, None, *operands))
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward_op._opoverload.redispatch(keys & torch._C._after_autograd_keyset, operands, call)
+
+
+def _backward_of_graph(keys: Any, operands: Tensors, results: Tensors, cotangents: Tensors, *more: Any) -> list[torch.Tensor]:
+    given = *operands, *results, *cotangents
+    with torch._C._AutoDispatchBelowAutograd():
+        keys &= torch._C._after_autograd_keyset
+        made = backward_op._opoverload.redispatch(keys, operands, results, cotangents, *more)
+    return list(Refused.apply(more[-1], len(made), *made, *given)) if _differentiable(given) else made
+
+
+def _differentiable(tensors: Tensors) -> bool:
+    reverse = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return reverse or _in_forward_mode()
+
+
+# In place of the kernels that torch makes for custom ops, which find no tensors that need gradients in a list with None.
+_LIBRARY = torch.library.Library("ring_attn", "FRAGMENT")
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "(?s).*[Oo]verrid", UserWarning)
+    _LIBRARY.impl("forward", _forward_of_graph, "Autograd", with_keyset=True)
+    _LIBRARY.impl("backward", _backward_of_graph, "Autograd", with_keyset=True)
 
 
 @torch.compiler.assume_constant_result

@@ -24,6 +24,7 @@ from jax_core.strategies.contract import RingSpec
 
 Buffer = Array | tuple[Array, ...]  # packed words, or the arrays themselves
 Tree = TypeVar("Tree")
+Sent = TypeVar("Sent", bound=Buffer)
 
 
 def wire_dtype(dtype, packed: bool) -> type | None:
@@ -92,9 +93,9 @@ def start_transfers(transfers: list[Transfer], axis_name, size: int | tuple[int,
     return arriving
 
 
-def collective(send: Callable[[Buffer], Buffer], buffer: Buffer) -> Buffer:
+def collective(send: Callable[[Sent], Sent], buffer: Sent) -> Sent:
     """``send(buffer)``. Its derivative in forward mode goes with it: apart, they would be in no order (:func:`ordered_after`)."""
-    return _collective(send, buffer) if isinstance(buffer, Array) and _is_floating(buffer.dtype) else send(buffer)
+    return _collective(send, buffer) if isinstance(buffer, Array) and _is_floating(buffer.dtype) else send(buffer)  # type: ignore[return-value]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
