@@ -227,6 +227,13 @@ _T5: dict[str, Any] = dict(
 )
 
 
+def gpt2() -> Any:
+    """Its token types are embedded as tokens are."""
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = dict(vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=2)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, attn_implementation="eager"))
+
+
 def t5() -> Any:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5))
 

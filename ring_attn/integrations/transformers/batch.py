@@ -12,6 +12,7 @@ from torch.nn import functional
 from ring_attn.documents.positions import of_text
 from ring_attn.integrations.transformers.calls import Sharded
 from ring_attn.integrations.transformers.documents import PACKING, documents_of
+from ring_attn.integrations.transformers.entries import PASSED, REFUSED, TOKEN_TYPES
 from ring_attn.integrations.transformers.plan import Plan
 from ring_attn.integrations.transformers.positions import embeds_positions
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
@@ -33,26 +34,6 @@ class _Names(NamedTuple):
 
 _MAIN = _Names("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _OF_DECODER = _Names("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids")
-
-_PASSED = ("output_hidden_states", "output_router_logits", "return_dict")  # as they are
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_CACHE = (
-    "a K/V cache holds whole sequences; generate with the whole prompt, model.generate(...); in the place of PEFT's prefix tuning, "
-    "whose prefix is a cache, use LoRA"
-)
-_HEADS = "it multiplies attention weights, which no rank has; prune the heads instead"
-_IMAGES = "its features go where the tokens of the whole sequence say; give inputs_embeds of the whole sequence, made with them"
-REFUSED = {
-    "past_key_values": _CACHE,
-    "cache_position": _CACHE,
-    "use_cache": _CACHE,
-    "encoder_outputs": "the encoder's output is made from the batch; give the encoder's inputs",
-    "output_attentions": "no rank ever has the attention weights",
-    "logits_to_keep": "each rank has the logits of its own tokens; leave it out",
-    "num_logits_to_keep": "each rank has the logits of its own tokens; leave it out",
-    **dict.fromkeys(("head_mask", "decoder_head_mask", "cross_attn_head_mask"), _HEADS),
-    **dict.fromkeys(("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw"), _IMAGES),
-}
 
 
 def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,10 +142,10 @@ def _others(plan: Plan, sequence: Sequence, given: Mapping[str, Any]) -> dict[st
     """The entries that are no sequence of tokens; ValueError or NotImplementedError for one that cannot be honoured."""
     own: dict[str, Any] = {"use_cache": False} if plan.takes("use_cache") else {}
     for name, value in given.items():
-        if name in _TOKEN_TYPES:
+        if name in TOKEN_TYPES:
             # Masks read them at any position, embeddings at this rank's.
             own[name] = sequence.ring.pad(value) if plan.masks_read_token_types else sequence.shard(value)
-        elif name in _PASSED:
+        elif name in PASSED:
             own[name] = value
         elif name in REFUSED and (value is not False and value != 0 if not isinstance(value, Tensor) else True):
             raise NotImplementedError(f"{name} cannot be sharded: {REFUSED[name]}")

@@ -12,9 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers.attention import NAME, register
-from ring_attn.integrations.transformers.batch import MARK, REFUSED, shard_batch
+from ring_attn.integrations.transformers.batch import MARK, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
 from ring_attn.integrations.transformers.checkpointing import Checkpoint, check_checkpoint, keep_in_checkpoints, keep_no_more
+from ring_attn.integrations.transformers.entries import REFUSED
 from ring_attn.integrations.transformers.loss import loss_of, with_loss
 from ring_attn.integrations.transformers.outputs import without_pooled
 from ring_attn.integrations.transformers.patches import Patches

@@ -17,6 +17,7 @@ from ring_attn.integrations.transformers.table import check_layer_types
 from ring_attn.integrations.transformers.versions import (
     counts_within_documents,
     in_modelling_file,
+    mentions,
     pretrained_in,
     uses_the_interface,
 )
@@ -70,8 +71,9 @@ class Plan:
 
     @property
     def masks_read_token_types(self) -> bool:
-        """Or else embeddings do, as BERT's."""
-        return not getattr(self.config, "type_vocab_size", 0)
+        """As Gemma 3's and PaliGemma's do. Or else embeddings do: BERT's of their own, GPT-2's those of the tokens."""
+        made_of_them = "block_sequence_ids", "token_type_ids_mask_function"
+        return not getattr(self.config, "type_vocab_size", 0) and any(mentions(self.model, name) for name in made_of_them)
 
     @property
     def takes_positions(self) -> bool:

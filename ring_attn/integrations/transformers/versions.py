@@ -94,6 +94,12 @@ def load_balancing_loss(model: nn.Module) -> Callable[..., Any] | None:
     return in_modelling_file(model, "load_balancing_loss_func")
 
 
+def mentions(module: nn.Module, name: str) -> bool:
+    """Whether the modelling file of a module's class, or of one of its bases, has this name in its text."""
+    kinds = (kind.__module__ for kind in type(module).__mro__ if kind not in PreTrainedModel.__mro__)
+    return any(name in inspect.getsource(sys.modules[file]) for file in set(kinds) if ".modeling_" in file)
+
+
 def in_modelling_file(module: nn.Module, name: str) -> Any:
     """What the file that defines a module's class has by this name, or None; also for a user's subclass, and for the class that
     FSDP makes of it."""

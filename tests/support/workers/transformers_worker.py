@@ -122,6 +122,7 @@ def cases(size: int) -> dict[str, Case]:
             "paligemma, text": Case(tiny.paligemma, prefix()),
             "mllama, text": Case(tiny.mllama, tiny.batch("left")),
             "qwen 3 vl, packed": Case(tiny.qwen3_vl, tiny.with_coordinates(tiny.packed(10, 17))),
+            "gpt 2, token types": Case(tiny.gpt2, {**tiny.packed(27), "token_type_ids": images()["token_type_ids"][:1]}),
             "roberta": Case(tiny.roberta, padded_with_ones(masked("left"))),
             "roberta, embeddings": Case(tiny.roberta, embeddings(masked("right"))),
             "bart": Case(tiny.seq2seq("BartForConditionalGeneration", "Bart"), translation()),
