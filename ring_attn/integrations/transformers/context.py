@@ -90,6 +90,7 @@ class ContextParallel:
         sharded = batch.get(MARK)
         if not isinstance(sharded, Sharded) or "labels" not in batch:
             raise ValueError("cp.loss needs the batch that cp.shard made, with labels")
+        self._check_labels(sharded, {"labels": batch["labels"]})
         self._check_entries(sharded, {"labels": batch["labels"]})
         items = batch.get("num_items_in_batch", sharded.items)
         return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded, items)
@@ -231,7 +232,18 @@ class ContextParallel:
             )
         if missing:
             raise ValueError(f"{missing[0]} was taken out of a sharded batch: the model would make its own of this rank's tokens")
+        self._check_labels(sharded, options)
         self._check_entries(sharded, options)
+
+    def _check_labels(self, sharded: Sharded, given: Mapping[str, Any]) -> None:
+        """Labels beside a batch that was sharded without any: nobody knows whether they were shifted."""
+        unknown = "labels" not in sharded.entries and given.get("labels") is not None and given.get("shift_labels") is None
+        if unknown and self.plan.shifts_labels:
+            raise ValueError(
+                "labels were given beside a batch that was sharded without them: a token's label is the token after it, which may "
+                "be on another rank. Give the whole labels to cp.shard, which shifts them before it cuts them; or those that you "
+                "shifted before you cut them as shift_labels"
+            )
 
     def _check_entries(self, sharded: Sharded, given: Mapping[str, Any]) -> None:
         """Foreign entries are compared on their device, which nobody waits for."""

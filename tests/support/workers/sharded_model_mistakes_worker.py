@@ -41,6 +41,10 @@ def told(words: str, work: Callable[[], object]) -> None:
     dist.barrier()
 
 
+def same(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other)
+
+
 def backward(cp: ContextParallel, batch: dict[str, Tensor] | None = None, **changed: object) -> None:
     sharded = cp.shard(tiny.batch() if batch is None else batch)
     cp.model(**{**sharded, **changed}).loss.backward()
@@ -80,6 +84,12 @@ def check_entries(rank: int) -> None:
         local = own["input_ids"].shape[1]
         told("one rank's part already", lambda: cp.shard(own))
         told("labels of a sharded batch", lambda: backward(cp, labels=own["labels"], shift_labels=None))
+        unlabelled = cp.shard({"input_ids": tiny.batch()["input_ids"]})
+        told("labels were given beside a batch", lambda: cp.model(**unlabelled, labels=own["labels"]))
+        told("labels were given beside a batch", lambda: cp.loss(cp.model(**unlabelled), {**unlabelled, "labels": own["labels"]}))
+        shifted = cp.ring.shard(cp.ring.pad(nn.functional.pad(LABELS[:, 1:], (0, 1), value=-100), value=-100))
+        items = (LABELS[:, 1:] != -100).sum()
+        told("", lambda: same(cp.model(**unlabelled, shift_labels=shifted, num_items_in_batch=items).loss, cp(**tiny.batch()).loss))
         told("shift_labels of a sharded batch", lambda: backward(cp, shift_labels=own["labels"]))
         told("position_ids of a sharded batch", lambda: backward(cp, position_ids=torch.arange(local).expand(2, -1)))
         told("position_ids was taken out", lambda: backward(cp, position_ids=None))
