@@ -5,6 +5,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.lax import Precision
@@ -346,8 +347,9 @@ def _positions(name: str, ids: ArrayLike | None, mask_mod: MaskMod | None) -> Ar
     x = _array(ids)
     if x is None or mask_mod is None or x.dtype.name != "int64":
         return x
-    if x.size and not isinstance(x, Tracer) and x.is_fully_addressable:  # else its values are not known here
-        low, high = int(x.min()), int(x.max())
+    if x.size and not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True):  # else its values are not known here
+        known = np.asarray(ids)  # JAX would trace what is computed of an array that a traced function closes over
+        low, high = int(known.min()), int(known.max())
         if low < -(2**31) or high >= 2**31:
             raise ValueError(f"mask_mod takes positions of 32 bits: {name} has values from {low} to {high}")
     return x.astype(jnp.int32)

@@ -323,6 +323,38 @@ def test_a_mask_function_takes_positions_of_32_bits():
         jax_core.ring_attention(query, key, value, mask_mod=lambda b, h, q, k: k <= q, q_position_ids=np.array([0] * 15 + [2**31]))
 
 
+TRANSFORMED = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "grad": lambda f: jax.jit(jax.value_and_grad(f)),
+    "scan": lambda f: lambda q: jax.lax.scan(lambda _, x: (None, f(x)), None, q[None])[1],
+    "vmap": lambda f: lambda q: jax.vmap(f)(q[None]),
+    "cond": lambda f: lambda q: jax.lax.cond(q.sum() < jnp.inf, f, f, q),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_long_position_ids_that_a_traced_function_closes_over(name: str):
+    """Beside a mask function, whose positions have 32 bits: they are converted, and refused where their values do not fit."""
+    transform = TRANSFORMED[name]
+
+    def attend(ids: Any) -> Any:
+        def loss(q: jax.Array) -> jax.Array:
+            return jnp.sin(jax_core.ring_attention(q, q, q, mask_mod=lambda b, h, i, j: i >= j, q_position_ids=ids)).sum()
+
+        return loss
+
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 2, 4)), jnp.float32)
+        short, numbers = jnp.arange(8, dtype=jnp.int32)[::-1], np.arange(8)[::-1]
+        wanted = transform(attend(short))(x)
+        for ids in (jnp.asarray(numbers), numbers):
+            assert ids.dtype == np.int64
+            jax.tree.map(np.testing.assert_array_equal, transform(attend(ids))(x), wanted)
+            with pytest.raises(ValueError, match="takes positions of 32 bits: q_position_ids has values from 4294967296"):
+                transform(attend(ids + 2**32))(x)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_sinks_slopes_and_bias_keep_their_own_dtype(dtype: str):
     """They need not have the query's; each gradient comes back in its operand's dtype."""
