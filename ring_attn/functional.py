@@ -14,6 +14,7 @@ from ring_attn.arguments.checks import check_integers, check_numbers, check_sett
 from ring_attn.arguments.documents import Packing, with_documents, with_positions
 from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.arguments.names import OF_FUNCTION
+from ring_attn.sharding.padding import check_padding
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -259,6 +260,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``, with the core's argument names. ``names``: the caller's names for them, where they differ, used in errors."""
     key = None
+    if packing is None or not packing.given:
+        check_padding(qkv, others, qkv_format, options)
     if not torch.compiler.is_compiling():
         key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)
         repeat = call_cache.lookup(key)

@@ -1,8 +1,10 @@
 """Settings that must be in place before JAX or torch-xla starts: eight CPU devices stand for a ring of up to eight."""
 
 import os
+import sys
 from importlib.util import find_spec
 
+import pytest
 from effort import ALL, SALT, of_the_day
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -35,6 +37,13 @@ def pytest_configure():
         from program_cache import keep_programs
 
         keep_programs()
+
+
+@pytest.fixture(autouse=True)
+def nothing_padded_before():
+    """What a test pads is no other test's keys."""
+    if (padding := sys.modules.get("ring_attn.sharding.padding")) is not None:
+        padding._padded.clear()
 
 
 def pytest_report_header():

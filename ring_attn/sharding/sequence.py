@@ -17,6 +17,7 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length, check_whole_length, padded_length, runs
 from ring_attn.documents.reading import read_documents
+from ring_attn.sharding.padding import carry_padding, note_padding
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating
@@ -66,6 +67,8 @@ def shard(
     shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
     if len(ring.held) < ring.size and not torch.compiler.is_compiling():
         mark_shard(shards)
+    if not torch.compiler.is_compiling():
+        carry_padding(tensor, shards, dim)
     return ring.split(shards, dim)
 
 
@@ -148,18 +151,20 @@ def pad(
     next, so that few programs are compiled: at most 1 / ``buckets`` more.
 
     Returned as it is if it already fits. Mask the padding (segment id -1, or a key padding mask) unless the attention is
-    causal, where no token sees what follows it. Differentiable; any dtype.
+    causal, where no token sees what follows it: an attention call that would see it raises where it gets the padded shards
+    themselves, and warns where it gets keys of their length. Differentiable; any dtype.
 
     Raises ValueError for a ``dim`` out of range, an unknown layout, ``buckets`` that are no count, and a ``value`` that the dtype
     cannot hold.
     """
     dim = _checked_dim(tensor, dim)
-    missing = padded_length(layout, _ring(mesh, mesh_dim, tensor.device).size, tensor.shape[dim], buckets) - tensor.shape[dim]
+    size, length = _ring(mesh, mesh_dim, tensor.device).size, tensor.shape[dim]
+    missing = padded_length(layout, size, length, buckets) - length
     _check_fill(value, tensor.dtype)
-    if missing == 0:
-        return tensor
     shape = [*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]]
-    return torch.cat([tensor, tensor.new_full(shape, value)], dim)
+    padded = torch.cat([tensor, tensor.new_full(shape, value)], dim) if missing else tensor
+    note_padding(padded, dim, length, size)
+    return padded
 
 
 def positions(

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from launch import torchrun
 
 from jax_core.masks.layout import LAYOUTS, shard_indices, shard_multiple
-from ring_attn import Ring
+from ring_attn import Ring, RingAttention
 from ring_attn.sharding.sequence import pad, positions, shard, shard_batch, unshard
 from torch_bridge.backends import shared_memory
+from torch_bridge.job import sanity_checks
 
 ROOT = Path(__file__).parents[2]
 
@@ -234,6 +235,44 @@ IDS = torch.ones(2, 6, dtype=torch.int64)
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def attend(x, **options):
+    return Ring("local", layout="zigzag").attention(x, x, x, **options)
+
+
+HIDING = {
+    "causal": {"causal": True},
+    "a window": {"sliding_window": (4, 0)},
+    "segment ids": {"q_segment_ids": torch.tensor([0] * 7 + [-1]), "kv_segment_ids": torch.tensor([0] * 7 + [-1])},
+    "a mask": {"mask": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()},
+}
+
+
+def test_padding_that_all_queries_see_is_refused():
+    """A call that gets the padded shards themselves knows; what is computed of them is doubted, by its length."""
+    ring = Ring("local", layout="zigzag")
+    x = ring.shard(ring.pad(torch.randn(1, 7, 2, 8)))
+    with pytest.raises(ValueError, match="the key was padded from 7 positions, which all queries see here: give q_segment_ids"):
+        attend(x)
+    sanity_checks._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="a sequence of 7 positions was padded to 8; if these are its keys, the padding all"):
+        attend(x * 2)
+    for options in HIDING.values():
+        attend(x, **options)
+    ring.pad(torch.randn(1, 8, 2, 8))
+    attend(x * 2)  # the last one of this length fitted
+
+
+def test_the_padding_of_a_batch_is_known_to_the_model():
+    module = RingAttention(16, 2, batch_first=True, mesh="local")
+    ids = torch.ones(1, 7, dtype=torch.int64)
+    batch = Ring("local", layout="zigzag").shard_batch(ids)
+    x = torch.randn(1, 8, 16)
+    module(x, x, x, q_segment_ids=batch.segment_ids)
+    sanity_checks._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="a sequence of 7 positions was padded to 8"):
+        module(x, x, x)
 
 
 @pytest.mark.slow

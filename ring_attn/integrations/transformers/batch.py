@@ -17,6 +17,7 @@ from ring_attn.integrations.transformers.plan import Plan
 from ring_attn.integrations.transformers.positions import embeds_positions
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
 from ring_attn.ring import Ring
+from ring_attn.sharding.padding import forget_padding
 from ring_attn.sharding.sequence import is_shard, mark_shard
 from ring_attn.training.shared_state import fingerprints
 
@@ -54,6 +55,8 @@ def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any])
         else:
             sequences["encoder"] = _sequence(plan, ring, _MAIN, given, own, None)
     sequences["decoder"] = sequence = _sequence(plan, ring, names, given, own, labels)
+    for described in sequences.values():
+        forget_padding(described.local)
     own |= _others(plan, sequence, given)
     if labels is not None:
         own["labels"] = own["shift_labels"] = sequence.shard(labels, IGNORED)
