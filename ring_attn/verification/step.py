@@ -11,7 +11,8 @@ from torch import Tensor
 
 from jax_core.masks.plan import Plan
 from ring_attn.ring import Ring
-from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring
+from ring_attn.sharding.reduction import agree
+from ring_attn.verification.ranks import CALL, everywhere, known_cause, largest_of_all, of_rank_0, off_by
 from ring_attn.verification.runs import Run, alone, repeated_randomness, run_step
 from ring_attn.verification.verdict import TOLERANCE, Verdict, largest, tolerance
 from torch_bridge.job.mesh import Ring as ProcessRing
@@ -26,9 +27,7 @@ _OTHER_PARAMETERS = (
 Step = Callable[..., Any]
 Values = dict[tuple[str, str], Tensor]  # by what it is ("step 1", "after") and the parameter's name
 
-_CALL = "verify: the comparison of a step"
 _MUST_AGREE = "verify compares parameters: on every rank of the ring the step must train the same model for as many steps"
-_PIECE = 2**24  # elements that are gathered at a time
 _SMALLEST = 1e-3  # of the largest gradient of all: what a parameter's own is measured by at least
 _SIGNIFICANT = 0.05  # of the same measure: below it an optimizer that goes by the gradient's sign follows rounding
 _OF_UPDATES = 50  # times a gradient's tolerance: what the error of a significant one may become in an update
@@ -44,6 +43,10 @@ class _Pair(NamedTuple):
     found: Values
     own: Values
     reference: Values
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.reference.values())).device
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def compare(step: Step, ring: Ring) -> Comparison:
         expected = _run(step, ring, alone(ring))
         pair = _paired(found, expected, processes)
         errors = _errors(pair, processes)
-        allowed = _largest_of_all(tolerance(_dtypes(found) | _dtypes(expected)), pair, processes)
+        allowed = largest_of_all([tolerance(_dtypes(found) | _dtypes(expected))], processes, pair.device)[0]
         reasons, comparable = _reasons(pair, errors, processes, allowed)
         if reasons and comparable:
             again()
@@ -125,9 +128,9 @@ def _paired(found: Run, expected: Run, ring: ProcessRing) -> _Pair:
     shapes = {name: tuple(x.shape) for run in (found, expected) for name, x in run.after.items()}
     steps = max(len(x) for run in (found, expected) for x in (*run.gradients.values(), ()))
     device = next(iter(expected.after.values())).device if expected.after else torch.device("cpu")
-    agree(ring, device, f"{_CALL}: {steps} steps of {len(shapes)} parameters {sorted(shapes.items())}", _MUST_AGREE)
+    agree(ring, device, f"{CALL}: {steps} steps of {len(shapes)} parameters {sorted(shapes.items())}", _MUST_AGREE)
     sides = [_values(run, steps, shapes) for run in (found, expected)]
-    reference = {key: _of_rank_0(x, ring) for key, x in sides[1].items()}
+    reference = {key: of_rank_0(x, ring) for key, x in sides[1].items()}
     return _Pair(found, expected, sides[0], sides[1], reference)
 
 
@@ -141,12 +144,6 @@ def _values(run: Run, steps: int, shapes: Mapping[str, tuple[int, ...]]) -> Valu
             values[f"step {step + 1}", name] = gradients[step] if step < len(gradients) else torch.zeros_like(like)
         values["before", name], values["after", name] = run.before.get(name, torch.zeros_like(like)), like
     return values
-
-
-def _of_rank_0(tensor: Tensor, ring: ProcessRing) -> Tensor:
-    pieces = tensor.reshape(-1).split(_PIECE) if tensor.numel() else ()
-    gathered = [gather_from_ring(piece, ring, "verify", _CALL)[0] for piece in pieces]
-    return torch.cat(gathered).view(tensor.shape) if gathered else tensor
 
 
 def _steps(values: Values) -> list[str]:
@@ -173,17 +170,12 @@ def _errors(pair: _Pair, ring: ProcessRing) -> dict[str, tuple[float, float]]:
             table[f"{_GRADIENT}{name}{_at(what, pair)}"] = errors[0], errors[1]
         errors = [_of_update(side, pair, name) for side in (pair.found, pair.own)]
         table[_label(name)] = errors[0], errors[1]
-    mine = torch.tensor(list(table.values()), dtype=torch.float64).nan_to_num(nan=torch.inf)
-    worst = gather_from_ring(_sendable(mine, pair), ring, "verify", _CALL).amax(0).tolist() if table else []
-    return {name: (both[0], both[1]) for name, both in zip(table, worst, strict=True)}
+    numbers = iter(largest_of_all([number for both in table.values() for number in both], ring, pair.device))
+    return {name: (next(numbers), next(numbers)) for name in table}
 
 
 def _at(step: str, pair: _Pair) -> str:
     return f" at {step}" if pair.ring.steps else ""
-
-
-def _sendable(tensor: Tensor, pair: _Pair) -> Tensor:
-    return tensor.to(next(iter(pair.reference.values())).device)
 
 
 def _of_update(side: Values, pair: _Pair, name: str) -> float:
@@ -230,7 +222,7 @@ def _reasons(pair: _Pair, errors: Mapping[str, tuple[float, float]], ring: Proce
         return [], True
     reasons = [_about_gradients(pair, wrong, errors, ring, allowed)]
     same = all(torch.equal(a, b) for a, b in zip(pair.ring.drawn, pair.process.drawn, strict=True))
-    if not _everywhere(same, pair, ring):
+    if not everywhere(same, ring, pair.device):
         reasons.append(
             "the step draws other random numbers on the ring than in one process, as noise of the shape of a shard does: draw them "
             "for the whole sequence and shard them, or leave them out while you verify"
@@ -238,20 +230,11 @@ def _reasons(pair: _Pair, errors: Mapping[str, tuple[float, float]], ring: Proce
     return reasons, True
 
 
-def _everywhere(true: bool, pair: _Pair, ring: ProcessRing) -> bool:
-    return _largest_of_all(float(not true), pair, ring) == 0
-
-
-def _largest_of_all(number: float, pair: _Pair, ring: ProcessRing) -> float:
-    mine = _sendable(torch.tensor([number], dtype=torch.float64), pair)
-    return float(gather_from_ring(mine, ring, "verify", _CALL).max())
-
-
 def _ignored(pair: _Pair, ring: ProcessRing) -> str | None:
     """That the step goes over another ring than it is given."""
     others = [ranks for ranks in sorted(pair.process.trial.rings) if len(set(ranks) & set(ring.ranks)) > 1]
-    used = _everywhere(ring.ranks in pair.ring.trial.rings, pair, ring)
-    if not _everywhere(not others, pair, ring):
+    used = everywhere(ring.ranks in pair.ring.trial.rings, ring, pair.device)
+    if not everywhere(not others, ring, pair.device):
         return (
             f"the step makes a ring of its own of other ranks than the {ring} that verify was given, and goes over it "
             "in one process too: give verify the step's ring"
@@ -268,8 +251,8 @@ def _ignored(pair: _Pair, ring: ProcessRing) -> str | None:
 
 def _about_the_ranks(pair: _Pair, ring: ProcessRing, allowed: float) -> str:
     """What differs between ranks that each run the step by themselves."""
-    before = [relative_to(pair.own["before", name], x) for (what, name), x in pair.reference.items() if what == "before"]
-    if not _everywhere(max(before, default=0.0) <= allowed, pair, ring):
+    before = [off_by(pair.own["before", name], x) for (what, name), x in pair.reference.items() if what == "before"]
+    if not everywhere(max(before, default=0.0) <= allowed, ring, pair.device):
         return _OTHER_PARAMETERS
     return (
         "the ranks hold different batches: in one process each gets a result of its own. All ranks of a ring need the same whole "
@@ -277,15 +260,11 @@ def _about_the_ranks(pair: _Pair, ring: ProcessRing, allowed: float) -> str:
     )
 
 
-def relative_to(found: Tensor, expected: Tensor) -> float:
-    return largest(found - expected) / max(largest(expected), 1e-30)
-
-
 def _about_gradients(
     pair: _Pair, wrong: list[str], errors: Mapping[str, tuple[float, float]], ring: ProcessRing, allowed: float
 ) -> str:
-    begun = [relative_to(x, _of_rank_0(x, ring)) for (what, _), x in pair.found.items() if what == "before"]
-    if not _everywhere(max(begun, default=0.0) <= allowed, pair, ring):
+    begun = [off_by(x, of_rank_0(x, ring)) for (what, _), x in pair.found.items() if what == "before"]
+    if not everywhere(max(begun, default=0.0) <= allowed, ring, pair.device):
         return _OTHER_PARAMETERS
     gradients = [name for name in wrong if name.startswith(_GRADIENT)]
     worst = max(gradients or wrong, key=lambda name: errors[name][0])
@@ -296,7 +275,8 @@ def _about_gradients(
         )
     steps = _steps(pair.reference)
     first = next(what for what in steps if any(name.endswith(_at(what, pair)) for name in gradients))
-    known = _known_factor(pair, first, ring, allowed)
+    flat = [torch.cat([x.flatten() for (other, _), x in side.items() if other == first]) for side in (pair.found, pair.reference)]
+    known = known_cause(flat[0], flat[1], ring, allowed)
     if first != steps[0]:
         late = (
             f"gradients are right before {first} and wrong there: by what an earlier step left (zero_grad?) or made of parameters "
@@ -315,47 +295,17 @@ def gradients_of(pair: _Pair, what: str) -> list[Tensor]:
     return [x for (other, _), x in pair.reference.items() if other == what]
 
 
-def _known_factor(pair: _Pair, what: str, ring: ProcessRing, allowed: float) -> str:
-    """What the gradients of all ranks at a step are, where that is simply told; empty where it is not."""
-    found, expected = (
-        torch.cat([x.flatten() for (other, _), x in side.items() if other == what]) for side in (pair.found, pair.reference)
-    )
-    total = sum_over_ring(found, ring, "verify", _CALL)
-    own = _largest_of_all(relative_to(found, expected), pair, ring)
-    alike = relative_to(found, _of_rank_0(found, ring)) <= allowed
-    if not _everywhere(alike, pair, ring):
-        if _everywhere(relative_to(total, expected) <= allowed, pair, ring):
-            return (
-                f"the gradients were not summed over the ring: each rank's are its own tokens' part, off by {own:.1e}, and the "
-                "parts add up to what one process has. Call sync_gradients(model, ring=ring) once, after the last backward()"
-            )
-        return ""
-    factor = _largest_of_all(float((found * expected).sum() / expected.square().sum().clamp_min(1e-30)), pair, ring)
-    if not _everywhere(relative_to(found, expected * factor) <= allowed, pair, ring):
-        return ""
-    if abs(factor - ring.size) <= allowed * ring.size:
-        why = "summed twice, or the loss is divided by one rank's labels and not by those of the whole ring"
-    elif abs(factor - 1 / ring.size) <= allowed / ring.size:
-        why = (
-            "averaged over the ring and not summed; or multiplied in one process too by the size of a mesh that was made outside "
-            "the step: multiply by ring.size"
-        )
-    else:
-        why = "the loss is divided by another number than that of all labels, or clipped or scaled in another way"
-    return f"the gradients are {factor:.4g} times what they must be: {why}"
-
-
 def _unrepeatable(pair: _Pair, again: _Pair, ring: ProcessRing, allowed: float) -> list[str]:
     """The reason that explains all others: in one process the step is not even what it was in one process."""
     steps = _steps(pair.own)
     apart = [largest(again.own[key] - x) / _scale(pair.own, *key) for key, x in pair.own.items() if key[0] in steps]
-    begun = [relative_to(again.own[key], x) for key, x in pair.own.items() if key[0] == "before"]
-    if not _everywhere(max(begun, default=0.0) <= allowed, pair, ring):
+    begun = [off_by(again.own[key], x) for key, x in pair.own.items() if key[0] == "before"]
+    if not everywhere(max(begun, default=0.0) <= allowed, ring, pair.device):
         return [
             "the step does not begin anew: called again it begins with other parameters. It must make the model and the optimizer "
             "itself, from one seed or one checkpoint"
         ]
-    if not _everywhere(max(apart, default=0.0) <= allowed, pair, ring):
+    if not everywhere(max(apart, default=0.0) <= allowed, ring, pair.device):
         return [
             "the step is not repeatable: twice in one process it gives two results, so none can be compared. Give it the same "
             "batches each time (not the next ones of a loader), and a seed of its own for what it draws"

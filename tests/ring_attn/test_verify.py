@@ -1,8 +1,11 @@
 """``ring_attn.verify``: right programs are accused of nothing, and each mistake that raises no error is found by its result."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from launch import torchrun
+from launch import environment, torchrun
 from torch import nn
 
 from ring_attn import Ring, Verdict, verify
@@ -44,3 +47,50 @@ def test_parameters_go_by_the_names_of_the_plain_model():
     assert set(named_parameters([plain, torch.zeros(1)])) == {"0.0.weight", "0.0.bias", "1"}
     with pytest.raises(ValueError, match="must return a module"):
         named_parameters(None)
+
+
+TRAIN = """
+from neighbour import WIDTH
+import torch
+from ring_attn import cross_entropy
+
+def step(ring):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, WIDTH), torch.nn.Linear(WIDTH, 9))
+    batch = ring.shard_batch(torch.arange(24)[None] % 9)
+    cross_entropy(model(batch.input_ids), batch, ring=ring, num_items=23).backward()
+    ring.unshard(batch.input_ids)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    return model
+
+raise_if_main = 1 / (__name__ != "__main__")
+"""
+
+
+def command(folder, *arguments):
+    whole = [sys.executable, "-m", "ring_attn", "verify", *arguments]
+    return subprocess.run(whole, env=environment(), cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.mark.slow
+def test_the_command_verifies_a_step_of_a_file(tmp_path):
+    """Whose gradients are not summed."""
+    (tmp_path / "neighbour.py").write_text("WIDTH = 4")
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = command(tmp_path, "train.py:step")
+    assert done.returncode == 1, done.stdout + done.stderr
+    verdict = "WRONG: step, 1 step of the optimizer (two would see what it leaves behind), 3 parameters, 2 ranks"
+    assert verdict in done.stdout
+    assert "were not summed over the ring" in done.stdout and "Traceback" not in done.stderr
+    done = command(tmp_path, "train.py:steps")
+    said = [line for line in done.stderr.splitlines() if "Gloo" not in line]
+    assert (done.returncode, said) == (2, ["python -m ring_attn verify: train.py has no function steps"]), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"), [("nothing.py:step", "there is no file nothing.py"), ("train.py", "which function of train.py")]
+)
+def test_a_wrong_path_is_one_line(tmp_path, what, said):
+    done = command(tmp_path, what)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr, done.stderr

@@ -17,6 +17,7 @@ def told_documents(batch: Mapping[str, Any]) -> Tensor | None:
     real = mask != 0 if isinstance(mask, Tensor) and mask.shape == shape else torch.ones(shape, dtype=torch.bool)
     real = real.to(tokens.device)
     numbered = isinstance(mask, Tensor) and mask.shape == shape and mask.dtype != torch.bool and bool((mask > 1).any())
+    found: Any
     if numbered:
         found = mask
     elif batch.get("seq_idx") is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.batch import MARK
@@ -19,7 +20,9 @@ from ring_attn.integrations.transformers.told import told_documents
 from ring_attn.ring import Ring
 from ring_attn.training.loss import total_loss
 from ring_attn.verification.modules import first_that_differs, watched
+from ring_attn.verification.ranks import everywhere, known_cause, largest_of_all
 from ring_attn.verification.verdict import ROUNDING, TOLERANCE, Verdict, largest, relative
+from torch_bridge.job.mesh import Ring as ProcessRing
 
 LARGEST = 2**31  # bytes of float32 parameters of which a process holds a copy
 _EARLY = 0.1  # times the tolerance: a forward that is off by more is not called right
@@ -63,7 +66,7 @@ def verify(context: Any, batch: Mapping[str, Any], loss: LossOf | None, make: Ca
     rows = f"{tried}, batch {list(labels.shape)}, {context.ring.size} ranks, layout {context.ring.layout}"
     rows += ", packed documents see each other in one process too" if alike else ""
     expected = whole if alone is None or alike else whole._replace(logits=alone)
-    return _verdict(rows, batch, expected, ring, leaks, by_itself=expected is not whole, ring_size=context.ring.size)
+    return _verdict(rows, batch, expected, ring, leaks, by_itself=expected is not whole, processes=context.ring.processes)
 
 
 def _twin(context: Any, batch: Mapping[str, Any]) -> tuple[Any, str]:
@@ -223,7 +226,7 @@ def _differ(batch: Mapping[str, Any], one: Tensor, other: Tensor) -> float:
 
 
 def _verdict(
-    tried: str, batch: Mapping[str, Any], whole: _Run, ring: _Run, leaks: bool, *, by_itself: bool, ring_size: int
+    tried: str, batch: Mapping[str, Any], whole: _Run, ring: _Run, leaks: bool, *, by_itself: bool, processes: ProcessRing
 ) -> Verdict:
     most = max((largest(x) for x in whole.gradients.values()), default=1.0)
     errors = {"logits": _differ(batch, whole.logits, ring.logits)}
@@ -232,9 +235,12 @@ def _verdict(
         for name, expected in whole.gradients.items():
             found = ring.gradients.get(name, torch.zeros_like(expected))
             errors[f"the gradient of {name}"] = largest(found - expected) / max(largest(expected), 1e-3 * most)
+    device = whole.logits.device
+    errors = dict(zip(errors, largest_of_all(list(errors.values()), processes, device), strict=True))
+    leaks = not everywhere(not leaks, processes, device)
     first = None if by_itself else first_that_differs(ring.seen, whole.seen, partial(_real, batch), TOLERANCE)
     wrong = {name for name, error in errors.items() if not error <= (ROUNDING if name == "loss" else TOLERANCE)}
-    reasons: list[str] = []
+    reasons = _of_one_process(processes)
     if leaks:
         reasons.append("documents see each other: other tokens in one document move the logits of another")
     if "logits" in wrong:
@@ -244,8 +250,18 @@ def _verdict(
     gradients = {name for name in wrong if name.startswith("the gradient")}
     if gradients and not {"logits", "loss"} & wrong:
         early = first_that_differs(ring.seen, whole.seen, partial(_real, batch), _EARLY * TOLERANCE)
-        reasons.append(_about_gradients(gradients, errors, whole, ring, ring_size, early))
+        reasons.append(_about_gradients(gradients, errors, whole, ring, processes, early))
     return Verdict(tried, errors, first, reasons)
+
+
+def _of_one_process(ring: ProcessRing) -> list[str]:
+    """In a job of several processes a ring of one is a mistake, but for "local", which has no group."""
+    if ring.size > 1 or not ring.groups or dist.get_world_size() == 1:
+        return []
+    return [
+        f"nothing is sharded: the ring has one process of {dist.get_world_size()}. Take the mesh dimension that the sequence is "
+        "sharded over: sizes or names of the mesh may be swapped"
+    ]
 
 
 def _about_the_loss(batch: Mapping[str, Any], whole: _Run, ring: _Run, logits_differ: bool) -> str:
@@ -259,17 +275,18 @@ def _about_the_loss(batch: Mapping[str, Any], whole: _Run, ring: _Run, logits_di
     return f"the logits are right, so the loss is normalised or labelled in another way: {values}"
 
 
-def _about_gradients(names: set[str], errors: dict[str, float], whole: _Run, ring: _Run, ring_size: int, early: str | None) -> str:
+def _about_gradients(
+    names: set[str], errors: dict[str, float], whole: _Run, ring: _Run, processes: ProcessRing, early: str | None
+) -> str:
     worst = max(names, key=errors.__getitem__)
-    found, expected = (torch.cat([x.flatten() for x in run.gradients.values()]) for run in (ring, whole))
-    if found.shape == expected.shape:
-        factor = float((found * expected).sum() / expected.square().sum())
-        for times, why in ((float(ring_size), "they are summed twice"), (1 / ring_size, "they are averaged, not summed")):
-            if relative(found, expected * times) <= TOLERANCE:
-                return f"the gradients are {factor:.3g} times what they must be: {why} over the ring"
+    pairs = [(ring.gradients.get(name, torch.zeros_like(x)), x) for name, x in whole.gradients.items()]
+    found, expected = (torch.cat([x.flatten() for x in side]) for side in zip(*pairs, strict=True))
+    known = known_cause(found, expected, processes, TOLERANCE)
+    if known:
+        return known
     few = ", ".join(sorted(name.removeprefix("the gradient of ") for name in names)[:3])
     where = (
-        f"the forward differs a little, by less than the logits' tolerance: {early}"
+        f"the forward differs by less than the logits' tolerance ({early})"
         if early
         else "the forward is right and the backward is not"
     )

@@ -8,13 +8,16 @@ from unittest.mock import patch
 
 import tiny_transformers as tiny
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn.integrations.transformers import attention, context, context_parallel
 from ring_attn.integrations.transformers import batch as batches
 from ring_attn.integrations.transformers import loss as losses
 from ring_attn.ring import Ring
+from ring_attn.verification.entry import verify
 from tests.support.healthy import gloo_world
 
 
@@ -122,6 +125,29 @@ def contiguous() -> Iterator[None]:
         yield
 
 
+def check_a_loop_of_a_sharded_model() -> None:
+    """By ``ring_attn.verify``, in which the ring of a ContextParallel has one process too."""
+
+    def step() -> Any:
+        torch.manual_seed(0)
+        model = tiny.CAUSAL["llama"]()
+        cp, optimizer = context_parallel(model), torch.optim.AdamW(model.parameters(), 1e-3)
+        for _ in range(2):
+            model(**cp.shard(tiny.batch())).loss.backward()
+            cp.reduce_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        cp.remove()
+        return model
+
+    verdict = verify(step=step, ring=Ring(layout="zigzag"))
+    assert verdict.ok, verdict
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
+    cp = context_parallel(tiny.CAUSAL["llama"](), mesh, mesh_dim="cp")
+    assert "nothing is sharded" in str(cp.verify(tiny.batch()))
+    cp.remove()
+
+
 def undocumented(*_: Any) -> tuple[None, bool]:
     """A reading of a batch in which nothing tells documents."""
     return None, False
@@ -193,14 +219,14 @@ def check_faults_are_found(rank: int, size: int) -> None:
         "normalised twice": (patch.object(context, "loss_of", twice_normalised), "normalised"),
         "unshifted labels": (patch.object(batches, "_labels", unshifted), "not shifted"),
         "positions of the rank": (patch.object(batches, "_positions", local_positions), "rotary_emb"),
-        "gradients not summed": (patch.object(context, "sync_gradients", lambda *_, **__: None), "gradients"),
+        "gradients not summed": (patch.object(context, "sync_gradients", lambda *_, **__: None), "were not summed"),
     }
     faults: dict[str, tuple[Any, Any, dict[str, Tensor], Any, str]] = {
         name: (fault, llama, plain, None, words) for name, (fault, words) in on_llama.items()
     }
     no_documents = attended(q_segment_ids=None, kv_segment_ids=None)
     a_little = attended(scale=8**-0.5 * 1.02)
-    faults["a scale that is off by little"] = (a_little, llama, plain, None, "the forward differs a little")
+    faults["a scale that is off by little"] = (a_little, llama, plain, None, "the forward differs by less")
     faults["documents see each other"] = (no_documents, llama, packed, None, "see each other")
     mixer = "layers.1.post_attention_layernorm.mixer"
     faults["a convolution of one's own"] = (nullcontext(), convolved, plain, None, mixer)
@@ -220,6 +246,7 @@ def main() -> None:
         check_right_models_are_not_accused(rank)
         check_modules_that_ranks_call_in_another_order(rank)
         check_large_models_are_tried_with_fewer_layers()
+        check_a_loop_of_a_sharded_model()
         check_what_tells_documents_is_read_anew()
         check_features_are_reached()
         check_faults_are_found(rank, size)
