@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import tiny_transformers as tiny
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_attn.integrations.transformers import ContextParallel, context_parallel
@@ -87,7 +87,7 @@ def check_entries(rank: int) -> None:
         unlabelled = cp.shard({"input_ids": tiny.batch()["input_ids"]})
         told("labels were given beside a batch", lambda: cp.model(**unlabelled, labels=own["labels"]))
         told("labels were given beside a batch", lambda: cp.loss(cp.model(**unlabelled), {**unlabelled, "labels": own["labels"]}))
-        shifted = cp.ring.shard(cp.ring.pad(pad(LABELS[:, 1:], (0, 1), value=-100), value=-100))
+        shifted = cp.ring.shard(cp.ring.pad(nn.functional.pad(LABELS[:, 1:], (0, 1), value=-100), value=-100))
         items = (LABELS[:, 1:] != -100).sum()
         told("", lambda: same(cp.model(**unlabelled, shift_labels=shifted, num_items_in_batch=items).loss, cp(**tiny.batch()).loss))
         told("shift_labels of a sharded batch", lambda: backward(cp, shift_labels=own["labels"]))
