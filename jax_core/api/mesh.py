@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_core.api.differentiable import local_attention
 from jax_core.kernels.merge import sinks_per_head
+from jax_core.masks.layout import check_whole_length
+from jax_core.request.checks import check_whole
 from jax_core.request.dispatch import SHARED_QUERIES
 from jax_core.request.options import Options
 from jax_core.request.topology import is_ring
@@ -62,6 +64,7 @@ def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, re
 
 def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Callable, tuple]:
     """``(fn, args)``: ``fn(*args)`` is the attention of the global arrays ``args``."""
+    check_whole(operands)  # in the shapes that the caller knows
     operands = _in_global_shape(operands)
     given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
 
@@ -81,6 +84,9 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
     in_specs = tuple(operand_spec(plan, operands, name) for name in given)
     for (name, array), spec in zip(given.items(), in_specs, strict=True):
         check_divides(plan, name, array.shape, spec)
+    for name, axes in (("query", plan.queries), ("key", plan.sequence)):
+        if axes is not None:
+            check_whole_length(options.layout, plan.size(axes), given[name].shape[1], f" of the {name}")
     if 0 in (*operands.query.shape, *operands.key.shape):  # XLA cannot split empty arrays
         return whole, tuple(given.values())
     # A result that is the same on all ranks because each has computed it is not one that check_vma knows for the same.

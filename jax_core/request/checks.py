@@ -10,14 +10,23 @@ _INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: it
 def check_operands(operands: Operands, layout: Layout, size: int) -> None:
     """Raises ValueError for the first inconsistency; ``operands`` are shards of a ring of ``size``."""
     _check_qkv(operands)
-    query, key = operands.query, operands.key
-    batch, q_length, heads, _ = query.shape
-    k_length = key.shape[1]
-    check_shard_length(layout, q_length, "query shard", size)
-    check_shard_length(layout, k_length, "key shard", size)
+    check_shard_length(layout, operands.query.shape[1], "query shard", size)
+    check_shard_length(layout, operands.key.shape[1], "key shard", size)
+    _check_others(operands, size, "query shard")
+
+
+def check_whole(operands: Operands) -> None:
+    """The same for whole arrays, in any layout."""
+    _check_qkv(operands)
+    _check_others(operands, 1, "queries")
+
+
+def _check_others(operands: Operands, size: int, rows: str) -> None:
+    batch, q_length, heads, _ = operands.query.shape
+    k_length = operands.key.shape[1]
     whole = (batch, heads, q_length, k_length * size)
-    _check_broadcast("bias", operands.bias, whole, _FLOATS)
-    _check_broadcast("mask", operands.mask, whole, ("bool",))
+    _check_broadcast("bias", operands.bias, whole, _FLOATS, rows)
+    _check_broadcast("mask", operands.mask, whole, ("bool",), rows)
     for side, length in (("q", q_length), ("kv", k_length)):
         for kind in ("segment", "position"):
             name = f"{side}_{kind}_ids"
@@ -68,14 +77,14 @@ def _refuse_bias_as_sinks(sinks, whole: tuple[int, ...]) -> None:
         )
 
 
-def _check_broadcast(name: str, x, whole: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+def _check_broadcast(name: str, x, whole: tuple[int, ...], dtypes: tuple[str, ...], rows: str) -> None:
     if x is None:
         return
     _check_dtype(name, x, dtypes)
     shape = tuple(x.shape)
     if not 1 <= len(shape) <= 4 or any(have not in (1, want) for have, want in zip(shape[::-1], whole[::-1], strict=False)):
         raise ValueError(
-            f"{name} must broadcast to [batch, heads, query shard, keys of the whole sequence] = {list(whole)}; got shape {shape}"
+            f"{name} must broadcast to [batch, heads, {rows}, keys of the whole sequence] = {list(whole)}; got shape {shape}"
         )
 
 

@@ -42,6 +42,30 @@ def test_lengths_that_do_not_divide_are_named():
         ring_attention(*qkv(length=15), mesh=mesh(4))
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"key": (2, 16, 2, 4)}, r"share the head dim; got query \(2, 16, 2, 8\), key \(2, 16, 2, 4\)"),
+        ({"value": (2, 8, 2, 8)}, r"share length and heads; got query \(2, 16, 2, 8\), .* value \(2, 8, 2, 8\)"),
+        (
+            {"bias": (2, 2, 4, 16)},
+            r"\[batch, heads, queries, keys of the whole sequence\] = \[2, 2, 16, 16\]; got shape \(2, 2, 4, 16",
+        ),
+        ({"q_segment_ids": (2, 8), "kv_segment_ids": (2, 16)}, r"q_segment_ids must have shape \[16\] .*; got \[2, 8\]"),
+        (
+            {"query": (2, 12, 2, 8), "layout": "zigzag"},
+            "zigzag over 4 ranks needs a sequence length divisible by 8, got 12 of the q",
+        ),
+    ],
+)
+def test_errors_name_the_shapes_of_whole_arrays(changed, words):
+    arrays = dict(zip(("query", "key", "value"), qkv(), strict=True))
+    kinds = {"q_segment_ids": jnp.int32, "kv_segment_ids": jnp.int32}
+    given = {name: jnp.zeros(x, kinds.get(name, jnp.float32)) if isinstance(x, tuple) else x for name, x in changed.items()}
+    with pytest.raises(ValueError, match=words):
+        ring_attention(**{**arrays, **given}, mesh=mesh(4))
+
+
 def test_a_mask_builder_may_use_jax_numpy_where_the_caller_is_traced():
     def lower_triangle(q_len, kv_len, num_heads, head_idx, num_reps):
         return jnp.tril(jnp.ones((q_len, kv_len), bool))
