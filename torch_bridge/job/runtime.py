@@ -348,7 +348,7 @@ def _rotate_once(ring: Ring, device: torch.device) -> None:
     options = options_of_ring(len(ring.axes)) if device.type == "cuda" else None
     mapped = jax.shard_map(rotate, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     program = jax.jit(mapped, compiler_options=options)
-    local = jax.device_put(jnp.zeros(1), mesh.local_devices[0])
+    local = jax.device_put(jnp.zeros(1, jnp.float32), mesh.local_devices[0])  # the same under x64
     with watch(ring, "start"):
         to_local(program(to_global(ring, local))).block_until_ready()
 

@@ -8,7 +8,9 @@ import ring_attn
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 x = torch.ones(1, 8, 2, 4)
+wide = x.double() if rank else x
 asked = {
+    "dtype": dict(q=wide, k=wide, v=wide),  # in the job's first call, which starts JAX
     "option": dict(q=x, k=x, v=x, causal=rank == 0),
     "layout": dict(q=x, k=x, v=x, layout=("zigzag", "striped")[rank]),
     "shape": dict(q=x[:, : 8 - 2 * rank], k=x, v=x),
