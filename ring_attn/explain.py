@@ -15,11 +15,13 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> "Explanation":
     """What :func:`ring_attn.ring_attention` would run with these arguments: the strategy, the kernel and its tiles, why the others
     would not be taken, and the bytes sent and held (:class:`jax_core.request.explain.Explanation`; ``print`` it).
 
-    Nothing is computed, compiled or sent. It is checked as the call is, and raises what that raises. Like a first call it starts
-    JAX, on all processes of the job: call it on every rank.
+    Nothing is computed, compiled, sent or drawn. It is checked as the call is, and raises what that raises. Like a first call it
+    starts JAX, on all processes of the job: call it on every rank.
     """
     from ring_attn.functional import ring_attention
 
+    if options.get("dropout_p") and options.get("dropout_seed") is None:
+        options["dropout_seed"] = 0  # in the place of one from torch's generator, which stays as it is
     with torch.no_grad(), Explaining(run=False) as calls:
         ring_attention(q, k, v, **options)
     return next(iter(calls.found.values()))

@@ -29,6 +29,12 @@ def test_it_is_the_cores_answer():
     assert explain(q, k, k, causal=True) == jax_core.explain(q.numpy(), k.numpy(), k.numpy(), causal=True)
 
 
+def test_nothing_is_drawn():
+    before, q = torch.get_rng_state(), torch.zeros(1, 4, 2, 8)
+    assert explain(q, q, q, dropout_p=0.5) == explain(q, q, q, dropout_p=0.5, dropout_seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_errors_are_those_of_the_call():
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"q.* and k"):
