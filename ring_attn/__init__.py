@@ -17,9 +17,11 @@ from ring_attn.training.loss import cross_entropy, total_loss
 from ring_attn.verification.entry import verify
 from ring_attn.verification.verdict import Verdict
 from torch_bridge.job.runtime import PeerFailure, start
+from torch_bridge.job.sanity_checks import DoubtWarning
 
 __all__ = [
     "BwdParams",
+    "DoubtWarning",
     "ExperimentalWarning",
     "Explaining",
     "FwdParams",

@@ -14,6 +14,7 @@ from ring_attn.arguments.checks import check_integers, check_numbers, check_sett
 from ring_attn.arguments.documents import Packing, with_documents, with_positions
 from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.arguments.names import OF_FUNCTION
+from ring_attn.arguments.shards import check_shards
 from ring_attn.sharding.padding import check_padding
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagates_errors
@@ -263,6 +264,7 @@ def attention(
     if packing is None or not packing.given:
         check_padding(qkv, others, qkv_format, options)
     if not torch.compiler.is_compiling():
+        check_shards(where, names, qkv, others, qkv_format, packing, options)
         key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)
         repeat = call_cache.lookup(key)
         if repeat is not None:
@@ -277,8 +279,8 @@ def attention(
     check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
     check_settings(options["cfg"], options["mask_builder"])
     qkv = {name: batch_first(x, qkv_format) for name, x in qkv.items()}
-    if qkv_format != "thd" and suspect_swapped_dims(qkv["query"], qkv["key"], qkv_format):
-        key = None  # so that it is objected to each time
+    if qkv_format != "thd":
+        suspect_swapped_dims(qkv["query"], qkv["key"], qkv_format)
     whole = None
     if any(map(is_dtensor, qkv.values())):
         from ring_attn.arguments.dtensor import local_parts

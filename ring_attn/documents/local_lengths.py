@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.sharding.reduction import recorded
-from torch_bridge.job.sanity_checks import warn_or_raise
+from torch_bridge.job.sanity_checks import warn_once
 
 
 class _Asked(NamedTuple):
@@ -40,7 +40,7 @@ def doubt_local_lengths(name: str, ends: Tensor, shard: int, total: int) -> None
 
 def _look(asked: _Asked) -> None:
     if 0 < (last := int(asked.end)) <= asked.shard:
-        warn_or_raise(
+        warn_once(
             f"{asked.name} ends at {last}, within the first rank's shard of {asked.shard} tokens, and the rest is padding: it must "
             f"be that of the whole sequence of {asked.total}; the ring_ and zigzag_ring_ functions of ring_attn.flash take a "
             "rank's own"

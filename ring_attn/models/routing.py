@@ -15,7 +15,7 @@ from jax_core.masks.layout import Layout
 from ring_attn.models.sdpa import sdpa
 from ring_attn.ring import Ring, one_ring
 from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.sanity_checks import warn_or_raise
+from torch_bridge.job.sanity_checks import warn_once
 
 Cross = Literal["sharded", "whole"] | None
 _COUNTED = (
@@ -93,7 +93,7 @@ class _Route(TorchFunctionMode):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.ring.size > 1 and query.shape[-2] in self._counted:
             self._counted.clear()
-            warn_or_raise(_COUNTED.format(query.shape[-2]))
+            warn_once(_COUNTED.format(query.shape[-2]))
         if query.shape[-2] == key.shape[-2] or self.cross == "sharded" or self.ring.size == 1:
             return sdpa(query, key, value, *args, **kwargs, ring=self.ring)
         if self.cross is None:

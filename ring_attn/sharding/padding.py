@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.job.sanity_checks import warn_or_raise
+from torch_bridge.job.sanity_checks import warn_once
 
 # By the length of a shard: the last sequence of such shards that was padded, its length before and after.
 _padded: dict[int, tuple[int, int]] = {}
@@ -48,7 +48,7 @@ def check_padding(qkv: Mapping[str, Tensor], others: Mapping[str, Any], qkv_form
         if at == dim:
             raise ValueError(f"the {name} was padded from {length} positions, which {_SEEN}")
     if qkv["key"].ndim > dim and (found := _padded.get(qkv["key"].shape[dim])):
-        warn_or_raise(f"a sequence of {found[0]} positions was padded to {found[1]}; if these are its keys, the padding {_SEEN}")
+        warn_once(f"a sequence of {found[0]} positions was padded to {found[1]}; if these are its keys, the padding {_SEEN}")
 
 
 _SEEN = (

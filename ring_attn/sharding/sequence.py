@@ -17,6 +17,7 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length, check_whole_length, padded_length, runs
 from ring_attn.documents.reading import read_documents
+from ring_attn.sharding.marks import Shard, mark_batch, mark_shard, ranks_of, refuse_other_layout, refuse_shard
 from ring_attn.sharding.padding import carry_padding, note_padding
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
@@ -58,28 +59,24 @@ def shard(
     shard goes to its own positions and is zero elsewhere, which is the exact adjoint of the local computation. If the whole tensor
     is a replicated parameter, sum its gradient over the ring as for any parameter of a context-parallel model.
 
-    Raises ValueError for a ``dim`` out of range, an unknown layout, and a length that the layout cannot split (see :func:`pad`).
+    The shard carries what it is: an attention call, :func:`unshard` or a further :func:`shard` that takes it for something else
+    raises. A copy carries nothing.
+
+    Raises ValueError for a ``dim`` out of range, an unknown layout, a length that the layout cannot split (see :func:`pad`), and
+    what is one rank's part already.
     """
     dim = _checked_dim(tensor, dim)
     ring = _ring(mesh, mesh_dim, tensor.device)
     check_whole_length(layout, ring.size, tensor.shape[dim], f" in dim {dim}")
-    note_layout(ring, layout)
-    shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
-    if len(ring.held) < ring.size and not torch.compiler.is_compiling():
-        mark_shard(shards)
     if not torch.compiler.is_compiling():
+        refuse_shard(tensor, "the tensor", ring, dim)
+        note_layout(ring, layout, tensor.shape[dim] // ring.size)
+    shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
+    if not torch.compiler.is_compiling():
+        if len(ring.held) < ring.size:
+            mark_shard(shards, Shard(ranks_of(ring), str(layout), dim, tensor.shape[dim]))
         carry_padding(tensor, shards, dim)
     return ring.split(shards, dim)
-
-
-def mark_shard(tensor: Tensor) -> None:
-    """Notes that a tensor is one rank's part, for those who take whole sequences to refuse it."""
-    tensor.ring_attn_shard = True  # type: ignore[attr-defined]
-
-
-def is_shard(value: object) -> bool:
-    """Whether ``value`` was marked; what is computed from it is not."""
-    return getattr(value, "ring_attn_shard", False) is True
 
 
 @propagates_errors(where)
@@ -123,6 +120,7 @@ def _gathered(tensor: Tensor, dim: int, layout: Layout, length: int | None, ring
         dim = _checked_dim(tensor, dim)
         check_layout(layout, ring.size)
         check_shard_length(layout, tensor.shape[dim], size=ring.size)
+        refuse_other_layout(tensor, "the shard", ring, dim, layout)
         _check_trim(length, tensor.shape[dim] * ring.size)
     whole: Tensor = _Unshard.apply(tensor, dim, layout, ring, call)
     return whole if length is None else whole.narrow(dim, 0, length)
@@ -185,8 +183,10 @@ def positions(
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     ring = _ring(mesh, mesh_dim, torch.get_default_device() if device is None else torch.device(device))
-    note_layout(ring, layout)
-    held = _held(layout, ring, padded_length(layout, ring.size, length, buckets) // ring.size)
+    held_length = padded_length(layout, ring.size, length, buckets) // ring.size
+    if not torch.compiler.is_compiling():
+        note_layout(ring, layout, held_length)
+    held = _held(layout, ring, held_length)
     return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in held])
 
 
@@ -205,7 +205,9 @@ def shard_batch(
     ignore_index: int = -100,
     shift_labels: bool = True,
 ) -> ShardedBatch:
-    """This rank's shard of a whole batch of token sequences of any length. No communication: every rank passes the same batch.
+    """This rank's shard of a whole batch of token sequences of any length: every rank of the ring passes the same batch. No
+    communication; checksums are compared by what follows, by an attention call that is new to the ring and by
+    :func:`ring_attn.sync_gradients`, which raise where the ranks hold different batches.
 
     All tensors are integers ``[batch, seq]`` in natural order, the same on every rank of the ring.
 
@@ -247,9 +249,14 @@ def shard_batch(
     else:
         own_positions = local(position_ids.expand(input_ids.shape), 0)
     num_labels = (labels != ignore_index).sum()
-    return ShardedBatch(
+    batch = ShardedBatch(
         local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length, num_labels
     )
+    if not torch.compiler.is_compiling():
+        mark_batch(
+            batch.input_ids, batch.labels, (input_ids, labels, position_ids, segments), _ring(mesh, mesh_dim, input_ids.device)
+        )
+    return batch
 
 
 def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> Ring:

@@ -7,7 +7,7 @@ collectives, noise, rows that were zeroed) nobody can tell from them, and nothin
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,26 +54,30 @@ _witnesses = WeakIdKeyDictionary()  # by parameter
 
 def note_sums(parameters: list[Tensor], ring: Ring) -> None:
     """The gradients of these parameters are sums over ``ring`` now."""
-    with_gradients = [x for x in parameters if x.grad is not None]
-    for parameter in with_gradients:
-        setattr(parameter.grad, _MARK, (ring.ranks, parameter.grad._version))
-    for parameter in sorted((x for x in with_gradients if x.is_leaf), key=lambda x: x.numel())[:_WITNESSES]:
-        _witness(parameter).summed(parameter.grad)
+    pairs = _with_gradients(parameters)
+    for _, gradient in pairs:
+        setattr(gradient, _MARK, (ring.ranks, gradient._version))
+    for parameter, gradient in sorted((pair for pair in pairs if pair[0].is_leaf), key=lambda pair: pair[0].numel())[:_WITNESSES]:
+        _witness(parameter).summed(gradient)
 
 
 def story(parameters: list[Tensor], ring: Ring) -> Story:
     """What has become of sums over ``ring``, if the gradients of all these parameters are such."""
-    with_gradients = [x for x in parameters if x.grad is not None]
-    marks = [getattr(x.grad, _MARK, None) for x in with_gradients]
-    if any(mark is None or mark[0] != ring.ranks for mark in marks):
+    pairs = _with_gradients(parameters)
+    marks: list[tuple[Any, int]] = [getattr(gradient, _MARK, (None, 0)) for _, gradient in pairs]
+    if any(ranks != ring.ranks for ranks, _ in marks):
         return Story()
-    changes = {x: x.grad._version - mark[1] for x, mark in zip(with_gradients, marks, strict=True)}
-    witnesses = {x: _witnesses[x] for x in with_gradients if x in _witnesses}
-    if not any(changes.values()):
-        return Story(summed=any(witness.untouched(x.grad) for x, witness in witnesses.items()))
-    backwards = max((witness.backwards for witness in witnesses.values()), default=0)
-    by_them = all(changes[x] == witness.backwards for x, witness in witnesses.items()) and max(changes.values()) <= backwards
-    return Story(added_to=by_them and any(bool(witness.was_more_than_zero) for witness in witnesses.values()))
+    changes = [gradient._version - version for (_, gradient), (_, version) in zip(pairs, marks, strict=True)]
+    witnesses = [(_witnesses[x], gradient, change) for (x, gradient), change in zip(pairs, changes, strict=True) if x in _witnesses]
+    if not any(changes):
+        return Story(summed=any(witness.untouched(gradient) for witness, gradient, _ in witnesses))
+    backwards = max((witness.backwards for witness, *_ in witnesses), default=0)
+    by_them = max(changes) <= backwards and all(change == witness.backwards for witness, _, change in witnesses)
+    return Story(added_to=by_them and any(bool(witness.was_more_than_zero) for witness, *_ in witnesses))
+
+
+def _with_gradients(parameters: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(x, x.grad) for x in parameters if x.grad is not None]
 
 
 def _witness(parameter: Tensor) -> _Witness:

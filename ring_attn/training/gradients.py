@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sharding.reduction import agree, local_part, sum_over_ring, where
+from ring_attn.training import batches
 from ring_attn.training.gradient_sums import note_sums, story
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
@@ -100,8 +101,10 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None
     agree(ring, device, call, _MUST_AGREE)
     # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
     present = [x.grad is not None for x in trained]
-    known = torch.tensor([*story(trained, ring), *present], dtype=torch.int32, device=device)
-    summed, added_to, *held = sum_over_ring(known, ring, "sync_gradients", call).tolist()
+    own = torch.tensor([*story(trained, ring), *present], dtype=torch.int64, device=device)
+    known = sum_over_ring(torch.cat([batches.taken(ring, device).flatten(), own]), ring, "sync_gradients", call).tolist()
+    rows, (summed, added_to, *held) = known[: -len(own)], known[-len(own) :]
+    _check_batches([rows[i : i + batches.NUMBERS] for i in range(0, len(rows), batches.NUMBERS)], ring)
     _check_story(summed == ring.size, added_to == ring.size)
     for parameter in (x for x, number in zip(trained, held, strict=True) if number and x.grad is None):
         parameter.grad = torch.zeros_like(parameter)
@@ -118,6 +121,15 @@ def _call(trained: list[Tensor]) -> str:
     forms = [(tuple(local_part(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
     elements = sum(local_part(x).numel() for x in trained)
     return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x})"
+
+
+def _check_batches(ranks: list[list[int]], ring: ProcessRing) -> None:
+    if batches.differ(ranks):
+        with known_to_all():
+            raise ValueError(
+                f"sync_gradients: the ranks of the {ring} have made their losses of different batches, and each must shard the "
+                "same whole batch: one seed and one order for all of them, and a sampler that goes by data-parallel ranks"
+            )
 
 
 def _check_story(summed: bool, added_to: bool) -> None:

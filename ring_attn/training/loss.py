@@ -13,6 +13,7 @@ from ring_attn.packed.batch import PackedShard
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sharding.reduction import agree, sum_over_ring, where
 from ring_attn.sharding.sequence import ShardedBatch
+from ring_attn.training.batches import note_loss
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating
@@ -77,6 +78,8 @@ def cross_entropy(
     labels, count = _labels(batch)
     count = count if weights is None else None  # of labels, not of their weights
     _check(logits, labels, weights, num_items, reduction)
+    if not torch.compiler.is_compiling():
+        note_loss(labels, logits.requires_grad and torch.is_grad_enabled())
     losses = token_losses(logits.flatten(0, -2), labels.flatten().long(), ignore_index, label_smoothing).view(labels.shape)
     losses = losses if weights is None else losses * weights.to(losses.dtype)
     if reduction == "none":

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.ring import Ring
+from ring_attn.sharding.marks import checksum
 from ring_attn.sharding.reduction import agree, gather_from_ring, local_part, recorded
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import Ring as ProcessRing
@@ -107,12 +108,6 @@ def _sending_device(ring: ProcessRing, given: Tensor, model: nn.Module) -> torch
     return next(model.parameters(), given).device if given.device.type == "cpu" else given.device
 
 
-def _checksum(ids: Tensor) -> Tensor:
-    """int64 ``[]``, of the shape of integers or bools ``[...]`` and of the values at their places."""
-    places = torch.arange(1, ids.numel() + 1, device=ids.device)
-    return ((ids.flatten().long() + 1) * places).sum() + hash(tuple(ids.shape)) % (1 << 31)
-
-
 def fingerprints(floats: Tensor) -> Tensor:
     """int64 ``[batch, seq]``, of floats ``[batch, seq, ...]``: the sum of each token's bits, so that they need not be kept."""
     floats = floats.detach()
@@ -131,7 +126,7 @@ def _number(items: Any, device: torch.device) -> Tensor:
 def _together(entries: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """int64 ``[]``, of all entries at their places."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    return sum((_checksum(entries[name]).to(device) * place for place, name in enumerate(sorted(entries), 1)), zero)
+    return sum((checksum(entries[name]).to(device) * place for place, name in enumerate(sorted(entries), 1)), zero)
 
 
 def _bits(parameter: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A worker script in a fork of a process that has imported what every worker imports: ``launch.py``'s fork server loads this module
 and nothing here starts a backend, a thread or a process group."""
 
+import builtins
 import os
 import runpy
 import sys
@@ -39,7 +40,8 @@ def become(script: str, arguments: Sequence[str], environment: Mapping[str, str]
     sys.path[:0] = [str(Path(script).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     warnings.resetwarnings()
     for action in filter(None, environment.get("PYTHONWARNINGS", "").split(",")):
-        warnings.simplefilter(action)  # type: ignore[arg-type]
+        kind, _, category = action.partition("::")
+        warnings.simplefilter(kind, getattr(builtins, category or "Warning"))  # type: ignore[arg-type]
     keep_programs()
     try:
         runpy.run_path(script, run_name="__main__")

@@ -91,10 +91,12 @@ class Attention(Operation):
             check_same_queries(ring, query)
 
     def layout_in_use(self, forms: Sequence[Form | None]) -> str:
-        """The layout; empty where position ids say all that it would, and where keys lie in any order."""
-        given = {name for name, form in zip(OPERANDS, forms, strict=False) if form is not None}
-        by_ids = "q_position_ids" in given and not given & {"bias", "mask"}
-        return "" if by_ids or self.shared_queries else str(self.options.layout)
+        """The layout; empty where nothing goes by it: no mask, or by position ids that say all that it would, or in any order."""
+        options, given = self.options, {name for name, form in zip(OPERANDS, forms, strict=False) if form is not None}
+        by_place = bool(given & {"bias", "mask"}) or options.mask_builder is not None
+        static = options.causal or options.sliding_window is not None or options.chunk_size is not None or options.predicates
+        by_position = (static or "alibi_slopes" in given) and "q_position_ids" not in given
+        return str(options.layout) if (by_place or by_position) and not self.shared_queries else ""
 
     @property
     def shared_queries(self) -> bool:

@@ -1,12 +1,12 @@
-"""Calls that are valid but probably not meant: a warning, once each, or a ValueError with ``RING_ATTN_STRICT=1``.
+"""Calls that are valid but probably not meant.
 
 A ring can compute with shards that hold the wrong tokens, and every number is then wrong in silence. What each rank holds is
-therefore told to the others when a program runs for the first time.
+therefore told to the others when a program runs for the first time. What is certain raises; a doubt, which goes by a symptom, is a
+:class:`DoubtWarning`, once, and never an error.
 """
 
 import hashlib
 import json
-import os
 import sys
 import warnings
 from collections import defaultdict
@@ -23,39 +23,68 @@ from torch_bridge.job.watchdog import exchange, known_to_all
 _SAMPLES = 64  # positions of a shard that its fingerprint reads
 _ROUNDING = 0.05  # of the largest value: more than two processes of one program are apart
 _MANY_HEADS = 128  # what no known model exceeds
+_HOW_TO_SILENCE = 'If it is meant, warnings.simplefilter("ignore", ring_attn.DoubtWarning) silences this'
+_BATCHES = 16  # whose checksums are kept: the first ones
+
+
+class DoubtWarning(RuntimeWarning):
+    """A call looks like a mistake and may be none. It is told once; ``warnings.simplefilter("ignore", ring_attn.DoubtWarning)``
+    silences all of these, and "error" makes them errors."""
 
 
 class Holding(TypedDict):
-    """What one rank tells the others: whether a doubt is an error there, the layout of the call (empty where it has no meaning),
-    the layouts that the rank has sharded in, and its values' fingerprint."""
+    """What one rank tells the others: the layout of the call (empty where it has no meaning), the layouts in which the rank has
+    taken shards of that length, its values' fingerprint, and checksums of the whole batches that it has sharded first."""
 
-    strict: bool
     layout: str
     sharded: list[str]
     values: str
+    batches: list[list[int]]
 
 
-# By the global ranks of a ring: the layouts in which this process has taken shards or positions for it.
-_sharded: defaultdict[tuple[int, ...], set[str]] = defaultdict(set)
+# By the global ranks of a ring and the length of a shard: the layouts in which this process has taken such shards, or positions.
+_sharded: defaultdict[tuple[tuple[int, ...], int], set[str]] = defaultdict(set)
+# By the global ranks of a ring: checksums of the first whole batches of which this process has taken its part, each int64 [n].
+_batches: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
 
 
-def note_layout(ring: Any, layout: Layout) -> None:
-    """Remember that this process has taken its shard for ``ring`` in ``layout``."""
+def note_layout(ring: Any, layout: Layout, length: int) -> None:
+    """Remember that this process has taken its shard, of this length, for ``ring`` in ``layout``."""
     if isinstance(ring, Ring) and ring.size > 1:
-        _sharded[ring.ranks].add(str(layout))
+        _sharded[ring.ranks, length].add(str(layout))
+
+
+def note_batch(ring: Any, sums: torch.Tensor) -> None:
+    """Remember the checksums of a whole batch, of which each rank of ``ring`` takes its part."""
+    if isinstance(ring, Ring) and len(held := _batches[ring.ranks]) < _BATCHES:
+        held.append(sums)
 
 
 def check_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
     """Compare what the ranks of a ring hold. A ring call: all ranks make it, and all of them object or none."""
-    own = Holding(strict=_strict(), layout=layout, sharded=sorted(_sharded[ring.ranks]), values=fingerprint(value))
+    sharded = sorted(_sharded.get((ring.ranks, value.shape[1]), ()))
+    batches = [sums.tolist() for sums in _batches.get(ring.ranks, ())]
+    own = Holding(layout=layout, sharded=sharded, values=fingerprint(value), batches=batches)
     told = exchange(ring, "what each rank holds", json.dumps(own))
     ranks: list[Holding] = [json.loads(text) for text in told] if told else [own] * ring.size
-    doubt = suspicion(ranks)
-    if doubt and any(rank["strict"] for rank in ranks):  # one rank's environment holds for all: they raise together
+    if mistake := different_batches(ranks):
+        _batches.pop(ring.ranks)
         with known_to_all():
-            raise ValueError(_as_error(f"{doubt} ({ring})"))
-    if doubt:
-        _warn_once(f"{doubt} ({ring})")
+            raise ValueError(f"{mistake} ({ring})")
+    if doubt := suspicion(ranks):
+        warn_once(f"{doubt} ({ring})")
+
+
+def different_batches(ranks: list[Holding]) -> str | None:
+    """What is wrong where the ranks have sharded batches, and none that all of them have."""
+    held = [{tuple(sums) for sums in rank["batches"]} for rank in ranks]
+    if not all(held) or set.intersection(*held):
+        return None
+    return (
+        "the ranks of this ring have sharded different batches: each must give shard_batch the same whole batch (or labels, mask, "
+        "segment and position ids). Sample by data-parallel ranks (DistributedSampler with the number and rank of rings), not by "
+        "processes, with one seed and one order on all ranks of a ring"
+    )
 
 
 def check_same_queries(ring: Ring, query: torch.Tensor) -> None:
@@ -92,8 +121,8 @@ def suspicion(ranks: list[Holding]) -> str | None:
     layout = ranks[0]["layout"]
     if layout and sharded[0] and layout not in sharded[0]:
         return (
-            f"the sequence was sharded as {', '.join(sharded[0])} but attention was called with layout={layout!r}, so masks and "
-            "positions are wrong; give both the same layout, or use one ring_attn.Ring for both"
+            f"shards of this length were taken as {', '.join(sharded[0])} and attention was called with layout={layout!r}: if "
+            "these are the same tokens, masks and positions are wrong; give both one layout, or use one ring_attn.Ring for both"
         )
     values = {rank["values"] for rank in ranks}
     if len(values) == 1 and values != {""}:
@@ -113,36 +142,26 @@ def fingerprint(value: torch.Tensor) -> str:
     return hashlib.sha256(some.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def suspect_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) -> bool:
-    """Object to ``[batch, seq, heads, dim]`` tensors whose heads look like positions, and tell whether they do. The format is the
-    one they were given in."""
+def suspect_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str) -> None:
+    """Doubt ``[batch, seq, heads, dim]`` tensors whose heads look like positions: they are many, or as many as a shard has that
+    this process has taken, where none has been as long as their positions. The format is the one they were given in."""
     if torch.compiler.is_compiling():
-        return False
-    suspicion = all(x.shape[2] > _MANY_HEADS and x.shape[2] >= 4 * max(1, x.shape[1]) for x in (query, key))
-    if suspicion:
+        return
+    taken = {length for _, length in _sharded}
+    both = query.shape[1:3], key.shape[1:3]
+    many = all(heads > _MANY_HEADS and heads >= 4 * max(1, positions) for positions, heads in both)
+    heads_are_shards = all(heads in taken and heads > positions and positions not in taken for positions, heads in both)
+    if many or (heads_are_shards and query.shape[1] % max(1, key.shape[1]) == 0):
         other = "bhsd" if qkv_format == "bshd" else "bshd"
-        warn_or_raise(
+        warn_once(
             f"with qkv_format={qkv_format!r} the queries have {query.shape[1]} positions and {query.shape[2]} heads; if it is the "
             f"other way round, pass qkv_format={other!r}"
         )
-    return suspicion
 
 
-def warn_or_raise(doubt: str) -> None:
-    """Raise ValueError under ``RING_ATTN_STRICT=1``, or else warn, once for each text."""
-    if _strict():
-        raise ValueError(_as_error(doubt))
-    _warn_once(doubt)
-
-
-def _strict() -> bool:
-    return os.environ.get("RING_ATTN_STRICT", "0") not in ("", "0")
-
-
-def _as_error(doubt: str) -> str:
-    return f"{doubt}. (RING_ATTN_STRICT is set; without it this is a warning.)"
 
 
 @cache
-def _warn_once(doubt: str) -> None:
-    warnings.warn(f"{doubt}. RING_ATTN_STRICT=1 makes this an error.", RuntimeWarning, stacklevel=2)
+def warn_once(doubt: str) -> None:
+    """A :class:`DoubtWarning`, once for each text. All ranks of a ring may warn or one alone: nobody waits for it."""
+    warnings.warn(f"{doubt}. {_HOW_TO_SILENCE}", DoubtWarning, stacklevel=2)

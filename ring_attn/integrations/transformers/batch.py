@@ -17,8 +17,8 @@ from ring_attn.integrations.transformers.plan import Plan
 from ring_attn.integrations.transformers.positions import embeds_positions
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
 from ring_attn.ring import Ring
+from ring_attn.sharding.marks import is_shard, mark_shard
 from ring_attn.sharding.padding import forget_padding
-from ring_attn.sharding.sequence import is_shard, mark_shard
 from ring_attn.training.shared_state import fingerprints
 
 MARK = "ring_attn"  # the entry of a sharded batch that says so; the model's pre-forward hook takes it out

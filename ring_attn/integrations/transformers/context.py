@@ -23,7 +23,7 @@ from ring_attn.integrations.transformers.plan import plan_of
 from ring_attn.integrations.transformers.verify import Verdict, verify
 from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import BUCKETS, Ring, one_ring
-from ring_attn.sharding.sequence import is_shard
+from ring_attn.sharding.marks import is_shard
 from ring_attn.training.gradients import reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.job.mesh import MeshDim, MeshLike

@@ -8,7 +8,7 @@ from torch import Tensor
 from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import PACKING as PACKING
 from ring_attn.documents.reading import Reading, begins_of, read_documents
-from torch_bridge.job.sanity_checks import warn_or_raise
+from torch_bridge.job.sanity_checks import warn_once
 
 
 def documents_of(
@@ -52,7 +52,7 @@ def _compare_with_transformers(found: Reading, mask: Tensor | None, text: Tensor
         theirs = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
     theirs = begins_of(theirs.masked_fill(~real, -1))
     if not torch.equal(theirs, found.begins):
-        warn_or_raise(
+        warn_once(
             f"{found.told_by} tells {int(found.begins.sum())} documents in this batch, and the ring keeps these apart; "
             f"transformers' own masks (sdpa, eager) would tell {int(theirs.sum())}: they read position_ids alone, and only without "
             "an attention_mask, while its flash attention reads cu_seq_lens and position_ids. Leave out what tells documents to "

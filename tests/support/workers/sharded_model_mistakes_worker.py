@@ -29,7 +29,7 @@ def ours(seed: int = 0, lr: float = 0.1) -> Iterator[tuple[ContextParallel, torc
 
 def told(words: str, work: Callable[[], object]) -> None:
     """That the work raises ValueError, or warns, with these words; none: that it is told nothing."""
-    sanity_checks._warn_once.cache_clear()
+    sanity_checks.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -7,49 +7,47 @@ import pytest
 import torch
 from launch import torchrun
 
-from ring_attn import ring_attention
+from ring_attn import DoubtWarning, ring_attention
+from ring_attn.sharding import marks
 from torch_bridge.job import mesh, sanity_checks
 
 
 @pytest.mark.slow
-def test_what_a_ring_holds_is_compared_when_a_program_is_new():
-    lines = torchrun("mistakes_worker.py", 2, "warn").splitlines()
-    expected = {
-        "no process group": "mesh=None needs a process group: torchrun started 2 processes",
-        "all hold the same": "every rank of the ring holds the same values",
-        "all hold ones": "nothing",
-        "each its own": "nothing",
-        "one ring": "nothing",
-        "zigzag as contiguous": "the sequence was sharded as striped but attention was called with layout='contiguous'",
-        "two layouts": "in different layouts: ring rank 0: striped; ring rank 1: striped, zigzag",
-    }
-    for name, text in expected.items():
-        first, second = (sum(f"{name}, {turn}: " in line and text in line for line in lines) for turn in ("first", "second"))
-        again = 2 if text == "nothing" or name == "no process group" else 0
-        assert (first, second) == (2, again), (name, lines)
-
-
-@pytest.mark.slow
-def test_strict_makes_them_errors_on_all_ranks():
-    printed = torchrun("mistakes_worker.py", 2, "strict", RING_ATTN_STRICT="1")
-    assert printed.count("ERROR every rank of the ring holds the same values") == 4, printed
-    assert printed.count("ERROR the sequence was sharded as striped") == 4, printed
-    assert printed.count("ERROR the ranks of this ring took their shards in different layouts") == 4, printed
+def test_mistakes_with_a_model_of_ones_own_are_told():
+    printed = torchrun("mistakes_worker.py", 2)
+    assert printed.count("mistakes worker: all right") == 2, printed
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "bhsd"])
-def test_swapped_dims_are_doubted_once(qkv_format, monkeypatch):
+def test_swapped_dims_are_doubted_once(qkv_format):
     q = torch.randn(1, 2, 256, 8) if qkv_format == "bshd" else torch.randn(1, 256, 2, 8)
-    with pytest.warns(RuntimeWarning, match="2 positions and 256 heads; if it is the other way round"):
+    with pytest.warns(DoubtWarning, match="2 positions and 256 heads; if it is the other way round"):
         ring_attention(q, q, q, qkv_format=qkv_format)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ring_attention(q, q, q, qkv_format=qkv_format)
         other = q.transpose(1, 2)
         ring_attention(other, other, other, qkv_format=qkv_format)
-    monkeypatch.setenv("RING_ATTN_STRICT", "1")
-    with pytest.raises(ValueError, match="RING_ATTN_STRICT"):
-        ring_attention(q, q, q, qkv_format=qkv_format)
+
+
+def test_heads_are_doubted_where_shards_were_as_many(monkeypatch):
+    """And where nothing was as long as the positions, whatever else the shapes may be."""
+    monkeypatch.setattr(sanity_checks, "_sharded", {((0, 1), 48): {"zigzag"}})
+    sanity_checks.warn_once.cache_clear()
+
+    def doubted(query, key):
+        shapes = (torch.empty(1, *each, 8) for each in (query, key))
+        try:
+            sanity_checks.suspect_swapped_dims(*shapes, "bshd")
+        except DoubtWarning:
+            return True
+        return False
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert doubted((8, 48), (2, 48))
+        for right in ((48, 48), (48, 48)), ((48, 8), (48, 2)), ((1, 48), (96, 48)), ((49, 48), (49, 48)), ((8, 24), (2, 24)):
+            assert not doubted(*right)
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -69,14 +67,33 @@ def test_a_fingerprint_tells_values_and_ignores_what_is_the_same_everywhere():
     assert sanity_checks.fingerprint(x.to(torch.bfloat16))
 
 
-def test_strictness_of_one_rank_holds_for_all(monkeypatch):
-    """The others would wait in the call that it raises from."""
+def test_different_batches_are_certain_where_none_is_in_common(monkeypatch):
     ring = mesh.Ring((0, 1), 0)
-    other = sanity_checks.Holding(strict=True, layout="zigzag", sharded=["striped"], values="")
-    own = {**other, "strict": False}
-    monkeypatch.setattr(sanity_checks, "exchange", lambda *_: [json.dumps(own), json.dumps(other)])
-    with pytest.raises(ValueError, match="was sharded as striped") as caught:
-        sanity_checks.check_shards(ring, "zigzag", torch.ones(1, 4, 1, 2))
+    own = sanity_checks.Holding(layout="zigzag", sharded=["striped"], values="", batches=[[1, 2]])
+
+    def check(*batches, layout=""):
+        held = [json.dumps({**own, "layout": layout, "batches": each}) for each in batches]
+        monkeypatch.setattr(sanity_checks, "exchange", lambda *_: held)
+        sanity_checks.note_batch(ring, torch.tensor([1, 2]))
+        sanity_checks.check_shards(ring, layout, torch.ones(1, 4, 1, 2))
+
+    for right in ([[1, 2]], [[3, 4], [1, 2]]), ([[1, 2]], []), ([], []):
+        check(*right)
+    with pytest.raises(ValueError, match="have sharded different batches") as caught:
+        check([[1, 2]], [[1, 3]])
     assert caught.value._ring_knows
-    monkeypatch.setattr(sanity_checks, "exchange", lambda *_: [json.dumps({**rank, "layout": ""}) for rank in (own, other)])
-    sanity_checks.check_shards(ring, "", torch.ones(1, 4, 1, 2))  # position ids say what the layout would
+    with pytest.warns(DoubtWarning, match="were taken as striped"):
+        check([], [], layout="zigzag")
+
+
+def test_a_mark_is_on_views_and_in_files(tmp_path):
+    x, shard = torch.randn(2, 6, 3, 4), marks.Shard((0, 1), "zigzag", 1, 12)
+    marks.mark_shard(x, shard)
+    torch.save(x, tmp_path / "x.pt")
+    for same in (x, x[:], torch.load(tmp_path / "x.pt", weights_only=True)):
+        assert marks.shard_of(same) == shard
+    assert marks.shard_of(x.transpose(1, 2)).dim == 2 and marks.shard_of(x[0]).dim == 0
+    for unclear in (x + 0, x.clone(), x[:, :4], x[:, 0], x.flatten(1, 2)):
+        assert marks.shard_of(unclear) is None
+    marks.mark_shard(x)
+    assert marks.shard_of(x) == shard and marks.is_shard(x) and not marks.is_shard(x.clone())

@@ -1,0 +1,116 @@
+"""What this library has sharded carries what it is: the ring, the layout, the dimension and the whole length, on the tensor itself.
+
+A mark is an attribute, of tuples and numbers, so that it is saved and loaded with the tensor. Views have it too (of ``transpose``,
+``view`` or a slice of other dimensions); what is computed from the tensor, a copy, or one on another device, has none. A lost mark
+is silence, never an accusation.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jax_core.masks.layout import Layout
+from torch_bridge.job.ring import Ring
+from torch_bridge.job.sanity_checks import note_batch
+
+_MARK, _SUMS = "ring_attn_shard", "ring_attn_whole"
+IDS = "input_ids"
+
+
+class Shard(NamedTuple):
+    """``ring``: its global ranks in ring order. ``dim``: the one that was sharded. ``length``: of the whole tensor along it.
+    ``role``: "input_ids" for those that shard_batch made."""
+
+    ring: tuple[int, ...]
+    layout: str
+    dim: int
+    length: int
+    role: str = ""
+
+
+def mark_shard(tensor: Tensor, shard: Shard | None = None) -> None:
+    """Notes that a tensor is one rank's part, for those who take whole sequences to refuse it, and if it is known, which one."""
+    if shard is not None or not is_shard(tensor):
+        setattr(tensor, _MARK, () if shard is None else tuple(shard))
+
+
+def is_shard(value: object) -> bool:
+    """Whether ``value`` was marked; what is computed from it is not."""
+    return getattr(value, _MARK, None) is not None
+
+
+def shard_of(tensor: Tensor) -> Shard | None:
+    """Which part of what a tensor is, or a view of one; None where that is not known."""
+    own = getattr(tensor, _MARK, None)
+    if own is not None:
+        return Shard(*own) if own else None
+    base = tensor._base if type(tensor) is Tensor else None
+    mark = None if base is None else getattr(base, _MARK, None)
+    return _of_view(tensor, base, Shard(*mark)) if base is not None and mark else None
+
+
+def _of_view(view: Tensor, base: Tensor, shard: Shard) -> Shard | None:
+    """The dimension is found by its stride and its length; None where several have them, or none."""
+    wanted = base.stride(shard.dim), base.shape[shard.dim]
+    found = [dim for dim in range(view.ndim) if (view.stride(dim), view.shape[dim]) == wanted]
+    unclear = len(found) != 1 or wanted[1] == 1
+    return None if unclear else shard._replace(dim=found[0], role=shard.role if view.shape == base.shape else "")
+
+
+def mark_batch(input_ids: Tensor, labels: Tensor, whole: Iterable[Tensor | None], ring: Ring) -> None:
+    """What ``shard_batch`` made of the tensors of a ``whole`` batch, whose checksums its labels carry for the ranks to compare."""
+    shard = shard_of(input_ids)
+    if shard is None or input_ids.device.type not in ("cpu", "cuda"):
+        return
+    mark_shard(input_ids, shard._replace(role=IDS))
+    sums = torch.stack([checksum(x) for x in whole if x is not None])
+    setattr(labels, _SUMS, sums)
+    note_batch(ring, sums)
+
+
+def whole_of(tensor: Tensor) -> Tensor | None:
+    """int64 ``[n]``: the checksums of the whole batch whose labels these are."""
+    found: Tensor | None = getattr(tensor, _SUMS, None)
+    return found
+
+
+def ranks_of(ring: Ring) -> tuple[int, ...]:
+    """Empty where no rank has a part of its own: one process holds all, or there is one alone."""
+    ranks: tuple[int, ...] = getattr(ring, "ranks", ())
+    return ranks if len(ring.held) < ring.size else ()
+
+
+def refuse_shard(tensor: Tensor, name: str, ring: Ring, dim: int) -> None:
+    """ValueError for a part of a whole, where a whole is needed."""
+    shard = shard_of(tensor)
+    if shard is not None and shard.ring and shard.ring == ranks_of(ring) and shard.dim == dim:
+        raise ValueError(
+            f"{name} {list(tensor.shape)} is one rank's part already, of a whole of {shard.length} along dim {dim} "
+            f"(layout {shard.layout!r}), and would be sharded again; give the whole tensor, the same on all ranks"
+        )
+
+
+def refuse_other_layout(tensor: Tensor, name: str, ring: Ring, dim: int, layout: Layout | None) -> None:
+    """ValueError for a tensor that was sharded over ``ring`` along another dimension, or in another layout. None: any layout will
+    do."""
+    shard = shard_of(tensor)
+    if shard is None or not shard.ring or shard.ring != ranks_of(ring):
+        return
+    if shard.dim != dim:
+        raise ValueError(
+            f"{name} {list(tensor.shape)} was sharded along its dim {shard.dim}, of {shard.length} in all, and its sequence is "
+            f"taken to be dim {dim}: shard the sequence, ring_attn.shard(x, dim=...), or say how it lies (qkv_format=, dim=)"
+        )
+    if layout is not None and shard.layout != str(layout):
+        raise ValueError(
+            f"{name} was sharded with layout={shard.layout!r}, and this call has layout={str(layout)!r}: masks and positions would "
+            "be wrong. Give both the same, or use one ring_attn.Ring for both"
+        )
+
+
+def checksum(ids: Tensor) -> Tensor:
+    """int64 ``[]``, of the shape of integers or bools ``[...]`` and of the values at their places."""
+    places = torch.arange(1, ids.numel() + 1, device=ids.device)
+    return ((ids.flatten().long() + 1) * places).sum() + hash(tuple(ids.shape)) % (1 << 31)

@@ -1,0 +1,52 @@
+"""Which whole batches the losses of a step were of, by what their labels carry: all ranks of a ring must have the same."""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from ring_attn.arguments.shards import layouts_called
+from ring_attn.sharding.marks import IDS, shard_of, whole_of
+from torch_bridge.job.mesh import Ring
+from torch_bridge.job.sanity_checks import warn_once
+
+NUMBERS = 2  # that tell the batches of a step: how many, and a checksum of all in their order
+_FACTOR = 1_000_003
+# By the global ranks of a ring: what tells the batches of the losses since the last sum of gradients.
+_since: defaultdict[tuple[int, ...], tuple[int, Tensor]] = defaultdict(lambda: (0, torch.zeros((), dtype=torch.int64)))
+
+
+def note_loss(labels: Tensor, has_gradient: bool) -> None:
+    """That a loss is made of these labels, this rank's shard; what looks wrong about them is doubted."""
+    shard, whole = shard_of(labels), whole_of(labels)
+    called = layouts_called(labels.shape[-1])
+    if shard is None or not shard.ring:
+        return
+    if shard.role == IDS:
+        warn_once(
+            "cross_entropy: the labels are the input_ids of shard_batch itself, so each token is to predict itself. Give the "
+            "batch, or its labels, which are shifted before they are sharded; right only for a model that predicts tokens in place"
+        )
+    if called and None not in called and shard.layout not in called:
+        warn_once(
+            f"the batch of this loss was sharded with layout={shard.layout!r}, and every attention since the last loss was called "
+            f"with {', '.join(sorted(repr(layout) for layout in called))}: if it is that of this batch, masks and positions are "
+            "wrong. Give both the same, or use one ring_attn.Ring for both"
+        )
+    if whole is not None and has_gradient:
+        count, sums = _since[shard.ring]
+        number = (whole * torch.arange(1, len(whole) + 1, device=whole.device)).sum()
+        _since[shard.ring] = count + 1, sums.to(whole.device) * _FACTOR + number
+
+
+def taken(ring: Ring, device: torch.device) -> Tensor:
+    """int64 ``[ring size, NUMBERS]``: the numbers of this rank's batches since they were taken last, in its row; else zeros."""
+    count, sums = _since.pop(ring.ranks, (0, torch.zeros((), dtype=torch.int64)))
+    rows = torch.zeros(ring.size, NUMBERS, dtype=torch.int64, device=device)
+    rows[ring.rank, 0], rows[ring.rank, 1] = count, sums.to(device)
+    return rows
+
+
+def differ(ranks: list[list[int]]) -> bool:
+    """Whether the ranks' losses, as many on each, were of different batches."""
+    return len({row[0] for row in ranks}) == 1 and len({row[1] for row in ranks}) > 1
