@@ -159,8 +159,6 @@ def suspect_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str
         )
 
 
-
-
 @cache
 def warn_once(doubt: str) -> None:
     """A :class:`DoubtWarning`, once for each text. All ranks of a ring may warn or one alone: nobody waits for it."""
