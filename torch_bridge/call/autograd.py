@@ -209,8 +209,8 @@ def _differentiable(tensors: Tensors) -> bool:
 _LIBRARY = torch.library.Library("ring_attn", "FRAGMENT")
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "(?s).*[Oo]verrid", UserWarning)
-    _LIBRARY.impl("forward", _forward_of_graph, "Autograd", with_keyset=True)
-    _LIBRARY.impl("backward", _backward_of_graph, "Autograd", with_keyset=True)
+    _LIBRARY.impl("forward", _forward_of_graph, "Autograd", with_keyset=True, allow_override=True)
+    _LIBRARY.impl("backward", _backward_of_graph, "Autograd", with_keyset=True, allow_override=True)
 
 
 @torch.compiler.assume_constant_result
