@@ -292,21 +292,31 @@ def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: Ring, length:
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, layout: Layout, ring: ProcessRing, call: str) -> Tensor:
-        ctx.dim, ctx.layout, ctx.ring, ctx.call, ctx.length = dim, layout, ring, call, tensor.shape[dim]
+        ctx.sum = dim, layout, ring, call, tensor.shape[dim]
         return _assemble(gather_from_ring(tensor, ring, "unshard", call).unbind(), dim, layout)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        total = sum_over_ring(grad, ctx.ring, "unshard backward", ctx.call)
-        return _take(total, ctx.dim, _held(ctx.layout, ctx.ring, ctx.length)), None, None, None, None
+        return _SumOfShards.apply(grad, *ctx.sum), None, None, None, None
+
+
+class _SumOfShards(torch.autograd.Function):
+    """This rank's shard of the sum of all ranks' whole tensors; it and :class:`_Unshard` are each other's adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, layout: Layout, ring: ProcessRing, call: str, length: int) -> Tensor:
+        ctx.unshard = dim, layout, ring, call
+        return _take(sum_over_ring(whole, ring, "unshard backward", call), dim, _held(layout, ring, length))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Unshard.apply(grad, *ctx.unshard), *[None] * 5
 
 
 def _assemble(parts: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
     """Puts the shards of all ranks at their global positions."""
     length = parts[0].shape[dim]
-    shape = list(parts[0].shape)
-    shape[dim] = length * len(parts)
+    shape = [length * len(parts) if axis == dim else size for axis, size in enumerate(parts[0].shape)]
     whole = parts[0].new_empty(shape)
     before = (slice(None),) * dim
     for rank, part in enumerate(parts):

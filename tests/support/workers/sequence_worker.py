@@ -51,6 +51,16 @@ def check_gradients(rank, size):
         torch.testing.assert_close(total, size * whole.detach().cos(), rtol=1e-12, atol=1e-12)
 
 
+def check_second_derivatives(rank, size):
+    """Of the sum of all ranks' losses, each with a penalty on the gradients of its own shard."""
+    for layout in LAYOUTS:
+        own = shard(random(2, 4 * size, 3, seed=4), layout=layout).requires_grad_()
+        (gradient,) = torch.autograd.grad(unshard(own, layout=layout).pow(3).sum(), own, create_graph=True)
+        torch.testing.assert_close(gradient, 3 * size * own**2)
+        (found,) = torch.autograd.grad(gradient.square().sum(), own)
+        torch.testing.assert_close(found, 36 * size**2 * own.detach() ** 3, rtol=1e-12, atol=1e-12)
+
+
 def check_the_incoming_gradient_is_left_alone(rank, size):
     own, upstream = torch.zeros(2, 4, requires_grad=True), torch.full((2, 4 * size), 1.0 + rank)
     unshard(own).backward(upstream)
@@ -113,6 +123,7 @@ def main():
     with gloo_world("sequence") as (rank, size):
         check_round_trip(rank, size)
         check_gradients(rank, size)
+        check_second_derivatives(rank, size)
         check_the_incoming_gradient_is_left_alone(rank, size)
         check_half_precision_sums_once(rank, size)
         check_batch(rank, size)
