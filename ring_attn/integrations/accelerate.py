@@ -9,6 +9,8 @@ Every rank of a ring gets the same batch from the data loader, and the model tak
 """
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +39,8 @@ class RingParallelism(ParallelismConfig):
 
     ``cp_enabled`` stays False: it makes accelerate and the Trainer set up torch's own context parallelism, for causal SDPA only.
 
-    Raises ValueError for sizes that do not make up the number of processes, and NotImplementedError for what was not tried: tensor
+    Raises ValueError for sizes that do not make up the number of processes, and for ``dispatch_batches=True`` when a data loader is
+    prepared, which deals out parts of a batch; NotImplementedError for what was not tried: tensor
     parallelism, FSDP1, DeepSpeed, Megatron and XLA under accelerate.
     """
 
@@ -126,6 +129,7 @@ class RingParallelism(ParallelismConfig):
             )
         if self.cp_size > 1:
             accelerator.pad_across_processes = told_of_sharded(accelerator.pad_across_processes)
+            accelerator.prepare_data_loader = _whole_on_each_rank(accelerator)
         kind = accelerator.distributed_type
         untried = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
         if kind in untried or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
@@ -138,3 +142,22 @@ class RingParallelism(ParallelismConfig):
                 f"the sizes must make up the number of processes that were started, {processes}, got {sizes}: start that many with "
                 "torchrun or accelerate launch, or leave cp_size out"
             )
+
+
+def _whole_on_each_rank(accelerator: Accelerator) -> Callable[..., Any]:
+    """``prepare_data_loader`` that gives all ranks of a ring the same batches, of streamed data, too: accelerate's default for
+    these is to read them in one process and to deal parts of each batch to all others, whatever the mesh."""
+    prepare = accelerator.prepare_data_loader
+
+    @wraps(prepare)
+    def prepared(*arguments: Any, **options: Any) -> Any:
+        config = accelerator.dataloader_config
+        if config.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches=True deals parts of each batch to the processes, and all ranks of a ring need the whole: leave "
+                "it out, or set it to False (DataLoaderConfiguration, or accelerator_config of the TrainingArguments)"
+            )
+        config.dispatch_batches = False
+        return prepare(*arguments, **options)
+
+    return prepared

@@ -12,7 +12,7 @@ from launch import WORKERS, environment, torchrun
 # One process of pytest starts all that the tests here compare.
 pytestmark = pytest.mark.xdist_group("trainer")
 WORKER = "trainer_worker.py"
-CASES = ("trained", "packed", "looped")
+CASES = ("trained", "packed", "looped", "streamed")
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,27 @@ def test_a_loop_with_accelerate(runs):
     assert_same(runs[2]["looped"], runs[1]["looped"])
 
 
+def test_streamed_data_is_whole_on_each_rank(runs):
+    """accelerate's default would read it in one process and deal parts of each batch to all, whatever the mesh."""
+    assert_same(runs[2]["streamed"], runs[1]["streamed"])
+    assert runs[1]["streamed"] == runs[1]["looped"]
+
+
 def test_metrics_give_way_to_the_loss_where_told_so(runs):
     """prediction_loss_only=True, which the refusal of metrics of logits names."""
     without_metrics, by_loss_only = runs[2]["refusals"]["losses"]
     assert by_loss_only == without_metrics > 0
 
 
-REFUSED = ("label smoothing", "metrics of logits", "predictions", "logits", "different batches", "a second ring")
+REFUSED = (
+    "label smoothing",
+    "metrics of logits",
+    "predictions",
+    "logits",
+    "different batches",
+    "batches that are dealt out",
+    "a second ring",
+)
 
 
 @pytest.mark.parametrize("case", REFUSED)

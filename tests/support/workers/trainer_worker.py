@@ -8,15 +8,16 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     DataCollatorForSeq2Seq,
     LlamaConfig,
@@ -123,11 +124,21 @@ def packed(folder: str) -> dict[str, Any]:
     return measured(SFTTrainer(model, args, processing_class=tokenizer(), **data))
 
 
-def looped(folder: str) -> dict[str, Any]:
+class Stream(IterableDataset):
+    """The same documents, read one after the other."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def looped(folder: str, dataset: Callable[[Dataset], Any] = lambda rows: rows) -> dict[str, Any]:
     model = tiny_llama()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=RingParallelism(model, layout="striped"))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    loader = torch.utils.data.DataLoader(documents(2 * STEPS * 3), batch_size=3, collate_fn=collator())
+    loader = DataLoader(dataset(documents(2 * STEPS * 3)), batch_size=3, collate_fn=collator())
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, norms = [], []
     for batch in loader:
@@ -161,6 +172,12 @@ def refusals(folder: str) -> dict[str, Any]:
         data = dict(train_dataset=documents(20), eval_dataset=documents(4), data_collator=collator())
         return Trainer(model, args, compute_metrics=metrics, **data)
 
+    def dispatched() -> None:
+        dealing = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True), parallelism_config=parallel
+        )
+        dealing.prepare(DataLoader(Stream(documents(4)), batch_size=2, collate_fn=collator()))
+
     smoothing = trainer(label_smoothing_factor=0.1)
     metrics = trainer(metrics=lambda predictions: {})
     ids = torch.randint(VOCABULARY, (1, 10), generator=torch.Generator().manual_seed(rank))
@@ -174,11 +191,16 @@ def refusals(folder: str) -> dict[str, Any]:
         ],
         "logits": refused(NotImplementedError, "are sharded", lambda: model(ids.zero_(), labels=ids.zero_()).logits.argmax(-1)),
         "different batches": refused(ValueError, "different batches", lambda: model(ids + rank, labels=ids)),
+        "batches that are dealt out": refused(ValueError, "all ranks of a ring need the whole", dispatched),
         "a second ring": refused(ValueError, "already", lambda: RingParallelism(model).build_device_mesh("cpu")),
     }
 
 
-CASES = {"trained": trained, "packed": packed, "looped": looped, "refusals": refusals}
+def streamed(folder: str) -> dict[str, Any]:
+    return looped(folder, Stream)
+
+
+CASES = {"trained": trained, "packed": packed, "looped": looped, "streamed": streamed, "refusals": refusals}
 
 
 def main() -> None:
