@@ -18,6 +18,7 @@ _COULD = "could as well"
 class Explanation:
     """What a call runs on this rank; ``print`` it.
 
+    ``ranks``: how many share the sequence; 1 also for a mesh whose dimension of the ring has one rank, as in (2, 1) for (1, 2).
     ``strategy``, ``kernel``: their names; "nothing to compute" and None where the batch or a sequence is empty; the kernel is None
     too where the strategy has its own. ``why``: where the kernel's place in the order of "auto" comes from, or that the call names
     it. ``fwd_params``, ``bwd_params``: the kernel's tiles. ``strategies``, ``kernels``: of each other one why it cannot compute the
@@ -36,9 +37,12 @@ class Explanation:
     forward: Traffic
     backward: Traffic
     given: int
+    ranks: int
 
     def __str__(self) -> str:
-        lines = [f"strategy  {self.strategy}", f"kernel    {self.kernel or 'its own'} ({self.why})"]
+        shared = "the whole sequence is here" if self.ranks == 1 else "each has a part of the sequence"
+        lines = [f"ranks     {self.ranks} ({shared})", f"strategy  {self.strategy}"]
+        lines.append(f"kernel    {self.kernel or 'its own'} ({self.why})")
         for name, params in (("forward", self.fwd_params), ("backward", self.bwd_params)):
             set_ = ", ".join(f"{field} {value}" for field, value in vars(params).items() if value is not None)
             lines += [f"{name:9} {set_}"] if set_ else []
@@ -64,7 +68,8 @@ def explained(decision: Decision) -> Explanation:
     options, problem, (strategy, kernel, fwd_params, bwd_params) = decision
     name = next((name for name, other in STRATEGIES.items() if other is strategy), None)
     if name is None:
-        return Explanation("nothing to compute", None, "empty", fwd_params, bwd_params, {}, {}, _NOTHING, _NOTHING, _given(problem))
+        nothing = "nothing to compute", None, "empty", fwd_params, bwd_params, {}, {}, _NOTHING, _NOTHING
+        return Explanation(*nothing, _given(problem), problem.size)
     chosen = next((name for name, other in KERNELS.items() if other is kernel), None)
     named = options.platform not in (None, "auto") or (options.cfg is not None and options.cfg.platform != "auto")
     of_kernels = {} if kernel is None else kernels_reasons(options, problem, strategy)
@@ -79,6 +84,7 @@ def explained(decision: Decision) -> Explanation:
         forward=strategy.traffic(problem, backward=False) if problem.size > 1 else _NOTHING,
         backward=strategy.traffic(problem, backward=True) if problem.size > 1 else _NOTHING,
         given=_given(problem),
+        ranks=problem.size,
     )
 
 

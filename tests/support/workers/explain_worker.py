@@ -13,6 +13,7 @@ def main() -> None:
         q, k = torch.randn(1, SHARD, 4, 8), torch.randn(1, SHARD, 2, 8)
         found = explain(q, k, k, causal=True, layout="zigzag")
         assert (found.strategy, found.kernel) == ("ring", "xla"), found
+        assert found.ranks == 2 and "ranks     2 (each has a part of the sequence)" in str(found)
         assert found.forward.sent == 2 * k.nbytes and found.backward.sent == 2 * k.nbytes * 2 + 2 * k.nbytes, found
         ring_attention(q, k, k, causal=True, layout="zigzag")
         assert explain(q, k, k, causal=True, layout="zigzag") == found
