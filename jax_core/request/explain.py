@@ -68,8 +68,10 @@ def explained(decision: Decision) -> Explanation:
     options, problem, (strategy, kernel, fwd_params, bwd_params) = decision
     name = next((name for name, other in STRATEGIES.items() if other is strategy), None)
     if name is None:
-        nothing = "nothing to compute", None, "empty", fwd_params, bwd_params, {}, {}, _NOTHING, _NOTHING
-        return Explanation(*nothing, _given(problem), problem.size)
+        given = _given(problem)
+        return Explanation(
+            "nothing to compute", None, "empty", fwd_params, bwd_params, {}, {}, _NOTHING, _NOTHING, given, problem.size
+        )
     chosen = next((name for name, other in KERNELS.items() if other is kernel), None)
     named = options.platform not in (None, "auto") or (options.cfg is not None and options.cfg.platform != "auto")
     of_kernels = {} if kernel is None else kernels_reasons(options, problem, strategy)
