@@ -106,7 +106,7 @@ def test_a_batch_is_sharded_whole(local):
 @contextmanager
 def heard(words):
     """That a warning with these words is given, and no other; none for no words."""
-    sanity_checks._warn_once.cache_clear()
+    sanity_checks.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

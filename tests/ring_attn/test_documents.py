@@ -65,7 +65,7 @@ def test_labels_stay_within_what_the_mask_numbers():
 
 
 def doubted(ends: torch.Tensor, shard: int = 8, total: int = 24) -> list[str]:
-    sanity_checks._warn_once.cache_clear()
+    sanity_checks.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         doubt_local_lengths("cu_seqlens_q", ends, shard, total)

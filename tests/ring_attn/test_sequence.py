@@ -255,7 +255,7 @@ def test_padding_that_all_queries_see_is_refused():
     x = ring.shard(ring.pad(torch.randn(1, 7, 2, 8)))
     with pytest.raises(ValueError, match="the key was padded from 7 positions, which all queries see here: give q_segment_ids"):
         attend(x)
-    sanity_checks._warn_once.cache_clear()
+    sanity_checks.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="a sequence of 7 positions was padded to 8; if these are its keys, the padding all"):
         attend(x * 2)
     for options in HIDING.values():
@@ -270,7 +270,7 @@ def test_the_padding_of_a_batch_is_known_to_the_model():
     batch = Ring("local", layout="zigzag").shard_batch(ids)
     x = torch.randn(1, 8, 16)
     module(x, x, x, q_segment_ids=batch.segment_ids)
-    sanity_checks._warn_once.cache_clear()
+    sanity_checks.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="a sequence of 7 positions was padded to 8"):
         module(x, x, x)
 

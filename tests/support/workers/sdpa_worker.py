@@ -140,7 +140,7 @@ def check_own_positions():
     local, table = LENGTH // ZIGZAG.size, torch.randn(64, 4)
 
     def told(make):
-        sanity_checks._warn_once.cache_clear()
+        sanity_checks.warn_once.cache_clear()
         with warnings.catch_warnings(record=True) as caught, context_parallel_sdpa(ring=ZIGZAG):
             warnings.simplefilter("always")
             q = ZIGZAG.shard(noise(1, 2, LENGTH, 4, seed=1), dim=-2) + make().double()

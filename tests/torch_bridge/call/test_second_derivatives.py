@@ -186,7 +186,8 @@ def test_every_face_refuses(face: str):
             SECOND[road](energy(FACES[face]))
     for road in ("dual numbers", "dual numbers under no_grad"):
         if face != "compiled to the same operators":  # which Dynamo does not leave
-            with pytest.raises(NotImplementedError, match=FORWARD):
+            # Of a checkpoint's own function torch 2.11 says so itself.
+            with pytest.raises(RuntimeError, match=f"{FORWARD}|implement the jvp function"):
                 FORWARD_MODE[road](energy(FACES[face]))
 
 
