@@ -246,6 +246,22 @@ def test_a_checkpointed_layer_finds_its_mask_in_the_backward(local, reentrant):
         torch.testing.assert_close(own.grad, other.grad, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("family", ["llama", "gemma 2"])
+def test_padding_in_bfloat16(family, padding):
+    torch.manual_seed(0)
+    model = tiny.CAUSAL[family]().bfloat16()
+    expected = copy.deepcopy(model)
+    cp = context_parallel(model, "local")
+    for make, run in ((expected, expected), (model, cp)):
+        make.zero_grad()
+        run(**tiny.batch(padding)).loss.backward()
+    for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert own.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(own.grad, other.grad, atol=5e-2, rtol=5e-2)
+    cp.remove()
+
+
 def by_transformers(reentrant):
     return lambda model: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 

@@ -15,7 +15,7 @@ def mean_of_values(query: Tensor, key: Tensor, value: Tensor, scale: float, soft
     real = keys.ring.positions(keys.length, device=key.device) < keys.length
     key, value = (x.masked_fill(~real[:, None, None], 0) for x in (key, value))
     mean = _total(value.sum(1), keys) / keys.length  # [batch, kv heads, value dim]
-    spread = (value.detach() - mean.detach()[:, None]) * (real[:, None, None] / keys.length)
+    spread = (value.detach() - mean.detach()[:, None]) * (real[:, None, None].to(value.dtype) / keys.length)
     groups = query.shape[2] // key.shape[2]
     if softcap is None:
         moved = _moved(query, key, spread, scale, keys)
