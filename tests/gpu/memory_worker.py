@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ring_attn
 from torch_bridge.backends import launch
+from torch_bridge.call import call_cache, programs
 from torch_bridge.job.jax_memory import trim_jax_memory
 
 MIB = 2**20
@@ -162,9 +163,12 @@ def compiled(rank: int) -> None:
 def copied(rank: int) -> None:
     """JAX writes its results into its own memory, as it does where it cannot use torch's."""
     way, kept = launch._OnGpu, launch._OnGpu.in_place
-    way.in_place = False
     try:
-        storm(rank, 300)
+        for in_place in (False, kept):
+            way.in_place = in_place
+            call_cache.clear()  # a program that has been made takes its results' memory, or does not
+            programs._PROGRAMS.clear()
+            storm(rank, 3 if in_place else 300)
     finally:
         way.in_place = kept
 
