@@ -12,6 +12,7 @@ import jax
 from hlo import computations
 
 Number = Any  # equal ones are of equal values
+_ALIASING = r"output_to_operand_aliasing=\{((?:\{[^}]*\}: (?:\([^)]*\)|\d+)(?:, )?)+)\}"  # {0}: (1, {}), {1}: (2, {})
 
 
 def equal_in_jaxpr(closed: Any) -> list[str]:
@@ -30,7 +31,7 @@ def equal_in_program(text: str) -> list[str]:
     found = []
     for operations in computations(text).values():
         for op in operations:
-            aliasing = re.search(r"output_to_operand_aliasing=\{(.*?\})\}", op.text)
+            aliasing = re.search(_ALIASING, op.text)
             if op.kind != "custom-call" or not aliasing:
                 continue
             changed = [op.operands[int(number)] for number in re.findall(r"\}: \(?(\d+)", aliasing[1])]

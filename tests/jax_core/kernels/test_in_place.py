@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from attention_cases import ring_mesh
 from effort import ALL, of_the_day
-from in_place import changing_calls, equal_in_jaxpr
+from in_place import changing_calls, equal_in_jaxpr, equal_in_program
 from jax.sharding import PartitionSpec as P
 
 import jax_core
@@ -88,3 +88,11 @@ def test_equal_arrays_are_found():
 
     assert equal_in_jaxpr(changed(lambda: (jnp.zeros(4), jnp.zeros(4))))
     assert not equal_in_jaxpr(changed(lambda: (jnp.full(4, 0.0), jnp.full(4, -0.0))))
+
+
+@pytest.mark.parametrize(("second", "found"), [("%zeros", 1), ("%others", 0)])
+def test_one_operand_of_a_compiled_call_is_found(second, found):
+    """As XLA writes it, whatever follows in the line."""
+    aliasing = "output_to_operand_aliasing={{0}: (1, {}), {1}: (2, {})}, api_version=X"
+    call = f"ROOT %call = (s32[4], s32[4]) custom-call(%q, %zeros, {second}), {aliasing}"
+    assert len(equal_in_program(f"%body (q: f32[8]) -> (s32[4], s32[4]) {{\n  {call}\n}}\n")) == found
