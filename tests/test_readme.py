@@ -1,77 +1,85 @@
 """What the README and the examples tell a reader to run: it runs as printed, or says what to do."""
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from launch import as_a_user, torchrun
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Whole programs; the lines without imports are run by tests/integrations/test_readme.py.
-SNIPPETS = [text for text in re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL) if "import" in text]
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+# Blocks with a file's name are whole programs; those of transformers are run by tests/integrations/test_readme.py.
+PROGRAMS = {
+    f"{page}: {name}": text
+    for page, whole in PAGES.items()
+    for name, text in re.findall(r'^```python title="(\w+\.py)"\n(.*?)^```', whole, re.MULTILINE | re.DOTALL)
+    if "import transformers" not in text and "from transformers" not in text
+}
+PRINTS = {
+    "own-model.md: own.py": ["right: train, 2 steps of the optimizer"],
+    "own-model.md: function.py": [rf"process {rank}: out .*\d" for rank in range(2)],
+    "jax.md: ring.py": [r"\(1, 4096, 8, 64\) over 4 devices, (0\.0e\+00|\d\.\de-0[6-9]) apart"],
+}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a Python that knows nothing of this one's settings."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS", "RANK")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-
-
-def is_torch(snippet: str) -> bool:
-    return "torch.distributed" in snippet
-
-
-def test_the_readme_has_snippets_of_both_kinds():
-    assert [is_torch(snippet) for snippet in SNIPPETS] == [True, True, False]
+def test_every_program_of_the_pages_has_what_it_prints():
+    assert set(PROGRAMS) == set(PRINTS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["torch module", "torch function", "jax"])
-def test_a_snippet_runs_as_printed(snippet: str, tmp_path: Path):
-    """Under torchrun, or on four CPU devices: no error, and a line that shows what was done."""
+@pytest.mark.parametrize("name", PRINTS)
+def test_a_program_of_the_pages_runs_as_printed(name: str, tmp_path: Path):
+    """Under torchrun, or on four CPU devices: no error, and lines that show what was done."""
     script = tmp_path / "train.py"
-    script.write_text(snippet, encoding="utf-8")
-    if is_torch(snippet):
-        done = run(*TORCHRUN, script)
-        said = "right: train, 2 steps" if "verify(" in snippet else r".*\d"
-        wanted = [rf"process {rank}: {said}" for rank in range(2)]
-    else:
-        done = run(script, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="4")
-        wanted = [r"\(1, 4096, 8, 64\) over 4 devices, (0\.0e\+00|\d\.\de-0[6-9]) apart"]
+    script.write_text(PROGRAMS[name], encoding="utf-8")
+    torch = "torch.distributed" in PROGRAMS[name]
+    done = as_a_user(*TORCHRUN, script) if torch else as_a_user(script, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="4")
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in wanted:
+    for line in PRINTS[name]:
         assert re.search(line, done.stdout), done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_what_was_there_before_runs_as_here():
+    """Each "after" of docs/coming-from.md, against attention over the whole sequence."""
+    printed = torchrun("coming_from_worker.py", 2)
+    names = re.findall(r'^```python title="after: (.*?)"', PAGES["coming-from.md"], re.MULTILINE)
+    assert len(names) > 7
+    for name in names:
+        assert printed.splitlines().count(f"{name}: as in one process") == 2, printed
+
+
 def commands() -> list[str]:
-    """The shell lines of README.md and CONTRIBUTING.md: the indented ones, and the commands within sentences."""
-    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    indented = [line.split("#")[0].strip() for line in re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)]
-    return sorted({*indented, *re.findall(r"`((?:python|make|pip) [^`]*)`", text)})
+    """The shell lines of the pages and of CONTRIBUTING.md: blocks of bash, indented lines, and the commands within sentences."""
+    text = "\n".join([*PAGES.values(), (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")])
+    blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines += re.findall(r"^ {4}((?:make|python|torchrun|pip|\.ci/run)\b.*)$", text, re.MULTILINE)
+    return sorted({*(line.split("  #")[0] for line in lines), *re.findall(r"`((?:python|make|pip) [^`]*)`", text)})
 
 
 def test_commands_name_what_is_there():
     """Make's targets, and scripts of this repository. What they do is run by CI, or above."""
-    assert len(commands()) > 10
-    for command in commands():
-        program, *words = shlex.split(command)
+    known = [command for command in commands() if command.split()[0] in ("make", "python", "torchrun", "pip", ".ci/run")]
+    assert len(known) > 30
+    for command in known:
+        program, *words = shlex.split(command, comments=True)
         if program == "make":
-            targets = [word for word in words if "=" not in word]
+            targets = [word for word in words if "=" not in word and word not in ("TARGET",)]
             done = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{command}: {done.stderr}"
         else:
-            assert program in ("python", "pip", "torchrun", ".ci/run"), command
-            assert all((ROOT / word).exists() for word in [program, *words] if "/" in word), command
+            files = (
+                [program, *words]
+                if program == ".ci/run"
+                else [word for word in words if re.match(r"(examples|tools|tests|docs)/", word)]
+            )
+            assert all((ROOT / word).exists() for word in files), command
 
 
 # ---------------------------------------------------------------------------------------------------------------- examples
@@ -90,6 +98,6 @@ def test_an_example_that_lacks_something_says_how_to_start_it(command: str):
     if (command == "train_on_tpu.py" and find_spec("torch_tpu")) or (command == "torch_xla_tpu.py" and find_spec("torch_xla")):
         pytest.skip("what it would lack is here")
     name, *arguments = command.split()
-    done = run(ROOT / "examples" / name, *arguments)
+    done = as_a_user(ROOT / "examples" / name, *arguments)
     assert done.returncode != 0
     assert re.fullmatch(f".*{BARE[command]}.*\n", done.stderr), done.stderr

@@ -1,4 +1,4 @@
-"""The table of causal language models in docs/transformers.md: what transformers' auto class knows, each tried with a tiny
+"""The table of causal language models in docs/models.md: what transformers' auto class knows, each tried with a tiny
 configuration and random weights on a ring of two against one process.
 
     torchrun --standalone --nproc-per-node 2 tools/transformers_families.py             # writes the table, in minutes
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ring_attn.integrations.transformers import context_parallel
 
-PAGE = Path(__file__).parents[1] / "docs" / "transformers.md"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by tools/transformers_families.py -->", "<!-- end -->"
 LENGTH, VOCABULARY, LARGEST = 27, 97, 20_000_000
 RIGHT, REFUSED, WRONG, NOT_TRIED = "right", "refused", "WRONG", "not tried"

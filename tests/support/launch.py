@@ -41,6 +41,15 @@ def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 240,
     return said
 
 
+def as_a_user(*command: str | Path, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in a process that knows nothing of the tests' settings."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS", "RANK")}
+    environment = {**kept, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
 @dataclass(frozen=True)
 class Ended:
     """How one process ended, and when."""

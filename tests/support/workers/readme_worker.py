@@ -1,5 +1,5 @@
-"""Runs README's first lines, and the loss in chunks of docs/transformers.md, on a tiny Llama, and compares loss and gradients with
-the model's own. Two ranks."""
+"""Runs the first lines of docs/transformers.md, and its loss in chunks, on a tiny Llama, and compares loss and gradients with the
+model's own. Two ranks."""
 
 import re
 from pathlib import Path
@@ -11,17 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ring_attn.integrations.transformers import context_parallel
 
-ROOT = Path(__file__).parents[3]
-
-
-def printed(file: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
+PAGE = (Path(__file__).parents[3] / "docs/transformers.md").read_text(encoding="utf-8")
+PRINTED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = {
-    "README.md": next(text for text in printed(ROOT / "README.md") if "import" not in text),
+    "three lines": PRINTED[0],
     # A rank has 11 tokens here: several chunks.
-    "transformers.md": next(text for text in printed(ROOT / "docs/transformers.md") if "split(" in text).replace("1024", "4"),
+    "a loss in chunks": next(text for text in PRINTED if "split(" in text).replace("1024", "4"),
 }
 
 
@@ -38,18 +33,18 @@ def main() -> None:
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    whole, mesh = tiny(), init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, mesh = tiny(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     expected = whole(**batch).loss
     expected.backward()
-    for file, lines in LINES.items():
+    for name, lines in LINES.items():
         given = {"context_parallel": context_parallel, "model": tiny(), "mesh": mesh, "batch": batch}
         if "context_parallel(" not in lines:
             given["cp"] = context_parallel(given["model"], mesh)
         exec(lines, given)
         torch.testing.assert_close(given["loss"], expected, rtol=1e-5, atol=1e-6)
-        for (name, own), (_, other) in zip(given["model"].named_parameters(), whole.named_parameters(), strict=True):
-            torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-        print(f"{file}: as one process", flush=True)
+        for (parameter, own), (_, other) in zip(given["model"].named_parameters(), whole.named_parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, at=parameter: f"{at}: {text}")
+        print(f"{name}: as one process", flush=True)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,62 @@
+"""The tables of docs/support.md, from what kernels and strategies declare: `python tools/support_matrix.py` writes them.
+
+A kernel or strategy may still refuse a shape, a device or a combination; the call's error says why (``unsupported``).
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_core.request.dispatch import KERNELS, STRATEGIES
+
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+FEATURES = {
+    "causal": ("causal",),
+    "sliding window, to both sides": ("left", "right"),
+    "chunks (Llama 4)": ("chunk",),
+    "segment ids, packed documents": ("q_segment_ids", "kv_segment_ids"),
+    "position ids": ("q_position_ids", "kv_position_ids", "any_position"),
+    "boolean mask": ("mask",),
+    "mask functions": ("predicates",),
+    "soft cap": ("softcap",),
+    "bias, and its gradient": ("bias",),
+    "ALiBi": ("alibi_slopes",),
+    "attention sinks": ("softmax_aux",),
+    "dropout": ("dropout_prob", "dropout_seed"),
+    "gradient of the log-sum-exp": ("lse_gradient",),
+    "the same bits in every run": ("deterministic",),
+    "second derivative (JAX)": ("second_derivative",),
+    "`balance` plans": ("plan",),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "float32": ("float32",),
+    "float64": ("float64",),
+}
+LAYOUTS = {name: (name,) for name in ("contiguous", "zigzag", "striped")}
+
+
+def tables() -> dict[str, str]:
+    """By the name that stands in the page's marks."""
+    around = STRATEGIES["ring"].IN_PLACE_OF_A_KERNEL
+    kernels = {name: kernel.CAPABILITIES | around for name, kernel in KERNELS.items()}
+    strategies = {name: strategy.CAPABILITIES for name, strategy in STRATEGIES.items()}
+    return {"kernels": _table(FEATURES, kernels), "strategies": _table(FEATURES | LAYOUTS, strategies)}
+
+
+def _table(rows: Mapping[str, tuple[str, ...]], columns: Mapping[str, Any]) -> str:
+    cells = [[name, *("yes" if set(needed) <= has else "-" for has in columns.values())] for name, needed in rows.items()]
+    lines = [["", *(f"`{name}`" for name in columns)], ["---"] * (len(columns) + 1), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def written(page: str) -> str:
+    for name, table in tables().items():
+        marks = rf"(<!-- {name}: written by tools/support_matrix\.py -->\n).*?(<!-- end -->)"
+        page, count = re.subn(marks, lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}", page, flags=re.DOTALL)
+        assert count == 1, f"{PAGE} must have the marks of {name} once, got {count}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
