@@ -3,7 +3,6 @@
 A kernel or strategy may still refuse a shape, a device or a combination; the call's error says why (``unsupported``).
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,10 @@ def _table(rows: Mapping[str, tuple[str, ...]], columns: Mapping[str, Any]) -> s
 
 def written(page: str) -> str:
     for name, table in tables().items():
-        marks = rf"(<!-- {name}: written by tools/support_matrix\.py -->\n).*?(<!-- end -->)"
-        page, count = re.subn(marks, lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}", page, flags=re.DOTALL)
-        assert count == 1, f"{PAGE} must have the marks of {name} once, got {count}"
+        begin = f"<!-- {name}: written by tools/support_matrix.py -->\n"
+        assert page.count(begin) == 1, f"{PAGE} must have the marks of {name} once, got {page.count(begin)}"
+        before, after = page.split(begin)
+        page = f"{before}{begin}\n{table}\n\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
     return page
 
 
