@@ -1,6 +1,6 @@
 """A few training steps with RingAttention on TPUs through TorchTPU: one process per TPU, the sequence split over all of them.
 
-This has not run on a TPU (docs/torch_tpu.md says what was tested). On a TPU VM, with Python 3.12, in this repository:
+This has not run on a TPU (docs/contributing/torch_tpu.md says what was tested). On a TPU VM, with Python 3.12, in this repository:
 
     pip install ".[torch-tpu]"
     eval "$(python -m torch.tpu.distributed | sed 's/^/export /')"

@@ -48,7 +48,7 @@ class RingAttentionConfig:
 
     ``platform``: which kernel; "cudnn" is an alias of "cuda". ``backend``: the hardware that the numbers were chosen for
     (anything but "any" is checked against the actual hardware). ``autotune``: where nothing was measured yet, search when the
-    program is made, which compiles and times the kernel's candidates, and keep what was found (docs/tuning.md).
+    program is made, which compiles and times the kernel's candidates, and keep what was found (docs/contributing/tuning.md).
     """
 
     fwd_params: FwdParams = field(default_factory=FwdParams)

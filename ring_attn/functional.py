@@ -162,7 +162,7 @@ def ring_attention(
         k, v: likewise, with ``kv_heads`` that divide ``heads``; v may have its own head dim. Their length may differ from q's.
         mesh: the ring: a ``DeviceMesh`` (1-D, or n-D with ``mesh_dim`` naming the dimension), a ``ProcessGroup``, None for the
             default process group (a ring of one if ``torch.distributed`` is not initialised), or "local": no ring, the whole
-            sequence is on this rank. On an XLA device: a torch-xla mesh, and tensors are whole (docs/torch_xla.md).
+            sequence is on this rank. On an XLA device: a torch-xla mesh, and tensors are whole (docs/contributing/torch_xla.md).
         mesh_dim: a name or an index; or several, as ``("ulysses", "ring")``, for the strategies that send differently along each:
             the sequence is then split over all of them, the first one major (rank ``i0 * n1 + i1``).
         layout: "contiguous", "zigzag", "striped", or a plan of :func:`ring_attn.balance`: which positions this rank holds

@@ -1,4 +1,4 @@
-"""benchmarks/scaling: what it reads of results, that a fit finds what made them, and that docs/scaling.md says what they say."""
+"""benchmarks/scaling: what it reads of results, that a fit finds what made them, and that benchmarks/scaling/README.md says what they say."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,7 @@ from benchmarks.scaling import fit, predict, tables
 from benchmarks.scaling.costs import Call
 from benchmarks.scaling.rows import Results, call_of, read
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parent.parent / "benchmarks/scaling/README.md").read_text(encoding="utf-8")
 TWO = "2026-11-21-ring-2xH200"
 
 
@@ -113,5 +113,5 @@ def test_check_prints_the_error(capsys):
 
 
 def test_a_block_must_have_its_place():
-    with pytest.raises(ValueError, match=r"docs/scaling\.md must have <!-- errors"):
+    with pytest.raises(ValueError, match=r"benchmarks/scaling/README\.md must have <!-- errors"):
         tables.replaced("no comment here", "errors", "text")

@@ -1,4 +1,4 @@
-"""The rounding errors of jax_core.ring_attention on rings of 1 to 8 CPU devices: the tables of docs/numerics.md.
+"""The rounding errors of jax_core.ring_attention on rings of 1 to 8 CPU devices: the tables of benchmarks/cpu/numerics.md.
 
 python -m benchmarks.cpu.numerics
 """

@@ -23,7 +23,7 @@ from torch_bridge.job.mesh import jax_mesh, resolve
 
 LONGER = 1.05  # how much longer the pass may take, from 8k tokens a GPU up
 ROTATING, STILL = "rotating", "nothing travels"
-# K and V are sent in one collective, however large they are (docs/gpu.md).
+# K and V are sent in one collective, however large they are (benchmarks/gpu.md).
 ONE_COLLECTIVE = {"xla_gpu_collective_permute_combine_threshold_bytes": str(2**40)}
 
 

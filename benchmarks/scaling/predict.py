@@ -1,6 +1,6 @@
 """Fits the cost model of a ring to committed results, and predicts rings over many hosts. No GPU is needed.
 
-    python -m benchmarks.scaling.predict [RESULTS ...]            # fits; writes the figures, docs/scaling.md's tables and its plot
+    python -m benchmarks.scaling.predict [RESULTS ...]            # fits; writes the figures, benchmarks/scaling/README.md's tables and its plot
     python -m benchmarks.scaling.predict --check RESULTS ...      # holds the shipped figures against other results; writes nothing
 
 RESULTS names a folder of benchmarks/results, and says what "auto" took there from how many query positions per GPU:
@@ -24,8 +24,8 @@ from benchmarks.scaling.rows import Measured, Results, read
 
 ROOT = Path(__file__).parents[2]
 FIGURES = costs.FIGURES / "costs_h200.json"
-DOCUMENT = ROOT / "docs" / "scaling.md"
-PLOT = ROOT / "docs" / "scaling.png"
+DOCUMENT = ROOT / "benchmarks/scaling/README.md"
+PLOT = ROOT / "benchmarks/scaling/scaling.png"
 FITTED_UP_TO = 2  # ranks
 THEN = "=cuda@4096,triton@0"  # what "auto" took on that day
 USED = (

@@ -1,4 +1,4 @@
-"""What docs/scaling.md shows of the cost model: each table between two comments of that file, and the plot."""
+"""What benchmarks/scaling/README.md shows of the cost model: each table between two comments of that file, and the plot."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def replaced(text: str, name: str, block: str) -> str:
     begin, end = f"<!-- {name}: written by benchmarks/scaling/predict.py -->", "<!-- end -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if len(pattern.findall(text)) != 1:
-        raise ValueError(f"docs/scaling.md must have {begin} and {end} after it, once")
+        raise ValueError(f"benchmarks/scaling/README.md must have {begin} and {end} after it, once")
     return pattern.sub(lambda _: f"{begin}\n{block}\n{end}", text)
 
 

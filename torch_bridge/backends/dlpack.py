@@ -12,7 +12,7 @@ a caller:
   ``record_stream`` has no effect on memory that torch did not allocate.
 - A JAX function that returns one of its arguments unchanged may return the same memory.
 
-docs/streams.md says how ``ring_attention`` follows these rules, and which of them remain for its users.
+docs/contributing/streams.md says how ``ring_attention`` follows these rules, and which of them remain for its users.
 """
 
 from collections.abc import Callable

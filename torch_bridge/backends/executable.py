@@ -83,7 +83,7 @@ def _announce(what: str) -> None:
     if _announced.acquire(blocking=False):
         LOG.warning(
             "compiling %s, which has taken %.0f s so far; each new set of shapes and options is compiled once and kept on disk "
-            '(docs/startup.md). This is said once; the logger "ring_attn" tells of every program at level INFO',
+            '(docs/install.md). This is said once; the logger "ring_attn" tells of every program at level INFO',
             what,
             LONG,
         )

@@ -1,6 +1,6 @@
 """How one call crosses between torch and JAX on one device: tensors into JAX, results back to torch.
 
-docs/streams.md explains who waits for whom and who owns which memory; this module implements it.
+docs/contributing/streams.md explains who waits for whom and who owns which memory; this module implements it.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""The TorchTPU backend (docs/torch_tpu.md). Experimental: traced and compiled without a TPU, never run on one.
+"""The TorchTPU backend (docs/contributing/torch_tpu.md). Experimental: traced and compiled without a TPU, never run on one.
 
 It is the ring as custom ops that ``torch.tpu.pallas.jax_op`` makes from JAX functions.
 

@@ -11,7 +11,7 @@ TWO_AXES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
 # program on disk and searches for nothing.
 EACH_ITS_OWN = {"xla_gpu_shard_autotuning": False}
 # NCCL takes as many channels as the link could fill, each with buffers (48 MiB of a GPU) and a multiprocessor that kernels beside a
-# rotation would have. Eight hide the rotations too; what nothing hides takes longer (docs/gpu.md has the price).
+# rotation would have. Eight hide the rotations too; what nothing hides takes longer (benchmarks/gpu.md has the price).
 FEW_CHANNELS = {"xla_gpu_nccl_p2p_max_nchannels": "8", "xla_gpu_nccl_collective_max_nchannels": "8"}
 
 

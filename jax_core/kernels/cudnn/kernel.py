@@ -163,7 +163,7 @@ def _by_heads(
     pair: Callable[[_Operands], tuple[Array, ...]], operands: _Operands, dq: Array, groups: int
 ) -> tuple[Array, Array, Array]:
     """``dq`` with the pair's share, and the pair's ``dk`` and ``dv``, computed for one group of heads after the other: the gathered
-    tiles, cuDNN's results and its scratch memory are then those of one group (docs/gpu.md has their sizes)."""
+    tiles, cuDNN's results and its scratch memory are then those of one group (benchmarks/gpu.md has their sizes)."""
     found: list[tuple[Array, ...]] = []
     for group in range(groups):
         # Or the tiles of all groups, and of the next steps, would be gathered first.

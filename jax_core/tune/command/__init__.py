@@ -1,4 +1,4 @@
-"""The command ``python -m jax_core.tune`` (docs/tuning.md)."""
+"""The command ``python -m jax_core.tune`` (docs/contributing/tuning.md)."""
 
 from jax_core.tune.command.main import main
 
