@@ -13,6 +13,7 @@ from ring_attn.documents.reading import PACKING
 from ring_attn.packed.documents import Documents, read_documents
 from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import BUCKETS, Ring, one_ring
+from ring_attn.sharding.marks import mark_labels
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -135,6 +136,7 @@ def shard_packed(
     count = int((labels != ignore_index).sum())
     numbers = torch.from_numpy(placement.numbers)[documents.numbers].to(device)
     shifted = take(labels, ignore_index)
+    mark_labels(shifted, (real(input_ids), labels, positions, numbers), processes)
     return PackedShard(
         input_ids=take(real(input_ids.long()), pad_id),
         labels=shifted,

@@ -62,17 +62,23 @@ def _of_view(view: Tensor, base: Tensor, shard: Shard) -> Shard | None:
 def mark_batch(input_ids: Tensor, labels: Tensor, whole: Iterable[Tensor | None], ring: Ring) -> None:
     """What ``shard_batch`` made of the tensors of a ``whole`` batch, whose checksums its labels carry for the ranks to compare."""
     shard = shard_of(input_ids)
-    if shard is None or input_ids.device.type not in ("cpu", "cuda"):
+    if shard is not None:
+        mark_shard(input_ids, shard._replace(role=IDS))
+    mark_labels(labels, whole, ring)
+
+
+def mark_labels(labels: Tensor, whole: Iterable[Tensor | None], ring: Ring) -> None:
+    """The checksums of the ``whole`` batch of which these ``labels`` are this rank's, in any order, for the ranks to compare."""
+    if not ranks_of(ring) or labels.device.type not in ("cpu", "cuda"):
         return
-    mark_shard(input_ids, shard._replace(role=IDS))
-    sums = torch.stack([checksum(x) for x in whole if x is not None])
-    setattr(labels, _SUMS, sums)
+    sums = torch.stack([checksum(x).to(labels.device) for x in whole if x is not None])
+    setattr(labels, _SUMS, (ranks_of(ring), sums))
     note_batch(ring, sums)
 
 
-def whole_of(tensor: Tensor) -> Tensor | None:
-    """int64 ``[n]``: the checksums of the whole batch whose labels these are."""
-    found: Tensor | None = getattr(tensor, _SUMS, None)
+def whole_of(labels: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
+    """The ring's global ranks, and int64 ``[n]``, the checksums of the whole batch; None where they are not known."""
+    found: tuple[tuple[int, ...], Tensor] | None = getattr(labels, _SUMS, None)
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.arguments.shards import layouts_called
-from ring_attn.sharding.marks import IDS, shard_of, whole_of
+from ring_attn.sharding.marks import IDS, Shard, shard_of, whole_of
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.sanity_checks import warn_once
 
@@ -20,8 +20,16 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
     """That a loss is made of these labels, this rank's shard; what looks wrong about them is doubted."""
     shard, whole = shard_of(labels), whole_of(labels)
     called = layouts_called(labels.shape[-1])
-    if shard is None or not shard.ring:
-        return
+    if shard is not None and shard.ring:
+        _doubt(shard, called)
+    if whole is not None and has_gradient:
+        ring, sums = whole
+        count, before = _since[ring]
+        number = (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+        _since[ring] = count + 1, before.to(sums.device) * _FACTOR + number
+
+
+def _doubt(shard: Shard, called: set[str | None]) -> None:
     if shard.role == IDS:
         warn_once(
             "cross_entropy: the labels are the input_ids of shard_batch itself, so each token is to predict itself. Give the "
@@ -33,10 +41,6 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
             f"with {', '.join(sorted(repr(layout) for layout in called))}: if it is that of this batch, masks and positions are "
             "wrong. Give both the same, or use one ring_attn.Ring for both"
         )
-    if whole is not None and has_gradient:
-        count, sums = _since[shard.ring]
-        number = (whole * torch.arange(1, len(whole) + 1, device=whole.device)).sum()
-        _since[shard.ring] = count + 1, sums.to(whole.device) * _FACTOR + number
 
 
 def taken(ring: Ring, device: torch.device) -> Tensor:

@@ -81,9 +81,9 @@ def different_batches(ranks: list[Holding]) -> str | None:
     if not all(held) or set.intersection(*held):
         return None
     return (
-        "the ranks of this ring have sharded different batches: each must give shard_batch the same whole batch (or labels, mask, "
-        "segment and position ids). Sample by data-parallel ranks (DistributedSampler with the number and rank of rings), not by "
-        "processes, with one seed and one order on all ranks of a ring"
+        "the ranks of this ring have sharded different batches: each must give shard_batch or shard_packed the same whole batch "
+        "(or labels, mask, segment and position ids). Sample by data-parallel ranks (DistributedSampler with the number and rank "
+        "of rings), not by processes, with one seed and one order on all ranks of a ring"
     )
 
 

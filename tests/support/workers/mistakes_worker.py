@@ -3,6 +3,7 @@ words that name it, and the same done right must be told nothing."""
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import ring_attn
 from ring_attn import DoubtWarning, Ring, cross_entropy, ring_attention, shard, sync_gradients, unshard
+from torch_bridge.job import sanity_checks
 from torch_bridge.job.sanity_checks import warn_once
 
 WHOLE = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -81,6 +83,25 @@ def check_batches(rank: int) -> None:
     nothing(lambda: step(IDS, IDS.flip(1)))
 
 
+def check_packed_batches(rank: int) -> None:
+    """By what each rank has packed, of its own order or with the documents of another."""
+    ring, counts = Ring(layout="striped", buckets=0), torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)
+
+    def step(first: Tensor, then: Tensor, positions: Tensor = counts) -> None:
+        sanity_checks._batches.clear()  # this ring's ranks have had batches in common
+        for ids in (first, then):
+            batch = ring_attn.shard_packed({"input_ids": ids, "position_ids": positions}, ring)
+            model = Model(partial(ring.attention, **batch.attention))
+            cross_entropy(model(batch.input_ids), batch).backward()
+        sync_gradients(model, ring=ring)
+
+    raises("have sharded different batches", lambda: step(IDS.roll(rank, 1), IDS))
+    raises("have sharded different batches", lambda: step(IDS, IDS, counts if rank else torch.arange(24)))
+    nothing(lambda: step(IDS, IDS))
+    raises("losses of different batches", lambda: step(IDS, IDS.roll(rank, 1)))
+    nothing(lambda: step(IDS, IDS.flip(1)))
+
+
 def check_losses() -> None:
     ring, other = Ring(layout="zigzag"), Ring(layout="striped")
     for right in (other, ring):  # both layouts have been used for this length
@@ -135,6 +156,7 @@ def main() -> None:
     raises("mesh=None needs a process group: torchrun started 2 processes", lambda: attend(WHOLE))
     dist.init_process_group("gloo")
     check_batches(dist.get_rank())
+    check_packed_batches(dist.get_rank())
     check_losses()
     check_operands()
     check_doubts()

@@ -14,6 +14,7 @@ from decoder import VOCABULARY, decoder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import kl_div, logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +34,8 @@ class Own:
         self.model: Any = decoder(self.ring).float()
         self.embedding: nn.Embedding = self.model.tokens
         self.layer: nn.Module = self.model.blocks["0"]
+        self.columns: tuple[str, ...] = ("attention.q", "attention.k", "attention.v", "up")
+        self.rows: tuple[str, ...] = ("attention.out", "down")
 
     def shard(self, ids: Tensor) -> Any:
         return self.ring.shard_batch(ids)
@@ -67,6 +70,8 @@ class Llama(Own):
         self.cp = context_parallel(self.model, mesh["cp"])
         self.ring = self.cp.ring
         self.embedding, self.layer = self.model.model.embed_tokens, self.model.model.layers[0]
+        self.columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        self.rows = ("self_attn.o_proj", "mlp.down_proj")
 
     def shard(self, ids: Tensor) -> Any:
         return self.cp.shard({"input_ids": ids, "labels": ids})
@@ -256,6 +261,13 @@ def hsdp(side: Own) -> None:
         optimizer.zero_grad()
 
 
+def tensor_parallel(side: Own) -> None:
+    """Heads of a layer over the dimension beside the ring's; its parameters are DTensors there."""
+    plan = dict.fromkeys(side.columns, ColwiseParallel()) | dict.fromkeys(side.rows, RowwiseParallel())
+    parallelize_module(side.layer, side.mesh["dp"], plan)
+    steps(side, of_loss(side))
+
+
 def streamed(side: Own) -> None:
     """With an evaluation, on a batch that was sharded once, between steps, and a batch that one rank alone looks at."""
     held = side.shard(ids(99))
@@ -299,6 +311,7 @@ LOOPS = (
     ddp_over_all,
     fsdp_over_dp,
     hsdp,
+    tensor_parallel,
     streamed,
     looked_at,
 )
