@@ -1,4 +1,4 @@
-"""benchmarks/scaling: what it reads of results, that a fit finds what made them, and that benchmarks/scaling/README.md says what they say."""
+"""benchmarks/scaling: what it reads of results, that a fit finds what made them, and that its README.md says what they say."""
 
 import re
 from dataclasses import replace
@@ -113,5 +113,5 @@ def test_check_prints_the_error(capsys):
 
 
 def test_a_block_must_have_its_place():
-    with pytest.raises(ValueError, match=r"benchmarks/scaling/README\.md must have <!-- errors"):
+    with pytest.raises(ValueError, match=r"scaling/README\.md must have <!-- errors"):
         tables.replaced("no comment here", "errors", "text")

@@ -1,6 +1,6 @@
 """Fits the cost model of a ring to committed results, and predicts rings over many hosts. No GPU is needed.
 
-    python -m benchmarks.scaling.predict [RESULTS ...]            # fits; writes the figures, benchmarks/scaling/README.md's tables and its plot
+    python -m benchmarks.scaling.predict [RESULTS ...]            # fits; writes the figures, README.md's tables and its plot
     python -m benchmarks.scaling.predict --check RESULTS ...      # holds the shipped figures against other results; writes nothing
 
 RESULTS names a folder of benchmarks/results, and says what "auto" took there from how many query positions per GPU:

@@ -5,8 +5,8 @@ several processes, which meet as in every ring call. ``mesh`` is what
 :func:`ring_attn.ring_attention` takes: a DeviceMesh (with ``mesh_dim`` when it has several dims), a ProcessGroup, ``"local"``,
 or None for the default process group (a ring of one when torch.distributed is not initialised).
 
-With tensors on an XLA device (docs/contributing/torch_xla.md) ``mesh`` is a torch-xla mesh, and one process holds the shards of all ranks: there
-a "shard" is the whole sequence in the layout's order, split over the mesh's devices.
+With tensors on an XLA device (docs/contributing/torch_xla.md) ``mesh`` is a torch-xla mesh, and one process holds the shards of all
+ranks: there a "shard" is the whole sequence in the layout's order, split over the mesh's devices.
 """
 
 from collections.abc import Sequence

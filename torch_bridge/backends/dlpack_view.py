@@ -1,4 +1,6 @@
-"""DLPack capsules of a tensor's memory that do not own it: whoever imports one keeps nothing alive (docs/contributing/streams.md says who does).
+"""DLPack capsules of a tensor's memory that do not own it: whoever imports one keeps nothing alive.
+
+docs/contributing/streams.md says who does.
 
 A capsule is a ``DLManagedTensor`` (https://dmlc.github.io/dlpack/latest/c_api.html) in a block from ``malloc``, with ``free`` as
 its deleter: releasing it needs neither Python nor its lock.
