@@ -25,16 +25,8 @@ from benchmarks.ring.profile import COPY, REST, ROTATION, Event
 from ring_attn import ring_attention
 
 ROOT = Path(__file__).parents[1]
-FILES = (
-    "*.md",
-    "docs/*.md",
-    "benchmarks/*.md",
-    "benchmarks/[a-q,s-z]*/*.md",
-    "Makefile",
-    "benchmarks/**/*.py",
-    "tests/**/*.py",
-    "tools/*",
-)
+PAGES = ("*.md", "docs/*.md", "docs/contributing/[!a]*.md", "benchmarks/*.md", "benchmarks/[!r]*/*.md")
+FILES = (*PAGES, "Makefile", "benchmarks/**/*.py", "tests/**/*.py", "tools/*")
 OF_THE_LIBRARY = ("jax_core/**/*.py", "jax_core/**/*.json", "jax_core/**/*.md")
 
 

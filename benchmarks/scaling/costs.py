@@ -2,8 +2,8 @@
 started.
 
 ``ring_stages`` lists what every rank does, stage by stage, from the schedule that the ring runs; ``estimate`` adds the stages up in
-closed form; ``simulate`` plays them through, rank by rank. A ``Machine`` holds the figures, fitted by predict.py. README.md here explains
-the model and shows how far it is from what was measured.
+closed form; ``simulate`` plays them through, rank by rank. A ``Machine`` holds the figures, fitted by predict.py. README.md
+explains the model and shows how far it is from what was measured.
 """
 
 import json
