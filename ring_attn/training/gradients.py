@@ -25,7 +25,7 @@ _MUST_AGREE = (
 )
 _COUNTED_TWICE = (
     "takes its mean over ranks of the ring already, and sync_gradients would count it again; leave sync_gradients out and multiply "
-    "the loss by the number of ranks of that mean (docs/training.md)"
+    "the loss by the number of ranks of that mean (docs/own-model.md)"
 )
 # Wrappers of a model that reduce its gradients over their process group in the backward.
 _REDUCING = {

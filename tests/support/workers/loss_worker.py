@@ -184,7 +184,7 @@ def check_what_has_been_reduced_is_refused():
 
 
 def check_a_mean_over_the_ring_needs_a_factor():
-    """Where DistributedDataParallel or FSDP reduces over the ring, as docs/training.md says."""
+    """Where DistributedDataParallel or FSDP reduces over the ring, as docs/own-model.md says."""
     ring, ids = Ring(layout="zigzag"), tokens(9)
     batch = ring.shard_batch(ids)
     _, whole = expected(shard_batch(ids, mesh="local"))
