@@ -31,6 +31,9 @@ OLDER_TRANSFORMERS := 4.53.0 4.57.6
 BESIDE_4.53.0 := tokenizers==0.21.4 huggingface_hub==0.36.2
 BESIDE_4.57.6 := tokenizers==0.22.2 huggingface_hub==0.36.2
 
+DOCS_VENV ?= .venv-docs
+DOCS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2" "mkdocstrings[python]>=1,<2" "ruff>=0.17,<0.18"
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_COMPILER := $(VENV)/gpu-compiler
@@ -43,7 +46,7 @@ TPU_COMPILER := $(VENV)/tpu-compiler
 OLDER_TRANSFORMERS_AT := $(OLDER_TRANSFORMERS:%=$(INTEGRATIONS_VENV)/transformers-%)
 
 .PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu integrations test-integrations lint \
-	format types examples examples-integrations env clean
+	format types examples examples-integrations docs docs-serve env clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -129,6 +132,13 @@ examples-integrations: $(INTEGRATIONS_VENV)/.installed
 			examples/$$example.py --context 255 --steps 2 || exit 1; \
 	done
 
+# The site, with every link checked: site/index.html. docs-serve shows it while pages are written.
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+
+docs-serve: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
+
 env: $(STAMP)
 
 $(STAMP): setup.py $(ENVIRONMENT)
@@ -140,6 +150,10 @@ $(XLA_VENV)/.installed: setup.py $(ENVIRONMENT)
 
 $(TORCH_TPU_VENV)/.installed: setup.py $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(TORCH_TPU_VENV) 3.12 -- "$(TORCH)" -- --editable ".[torch-tpu]" $(PYTEST)
+
+# It reads the sources and imports nothing of them.
+$(DOCS_VENV)/.installed: $(ENVIRONMENT)
+	$(ENVIRONMENT) make $(DOCS_VENV) $(VERSION) -- $(DOCS)
 
 $(INTEGRATIONS_VENV)/.installed: setup.py $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(INTEGRATIONS_VENV) $(VERSION) -- "$(TORCH)" -- --editable ".[dev]" $(JAX) $(INTEGRATIONS)
