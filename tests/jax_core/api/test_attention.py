@@ -39,6 +39,7 @@ from jax_core.masks.dropout import keep_mask, seed_words, threefry_2x32
 from jax_core.testing.oracle import reference_attention
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in CASES])
 def test_against_the_oracle(case: Case):
     assert_ring_is_like_the_oracle(case)

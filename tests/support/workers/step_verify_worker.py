@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn import Ring, RingAttention, Verdict, context_parallel_sdpa, cross_entropy, sync_gradients, verify
+from tests.support.effort import ALL, of_the_day
 from tests.support.healthy import gloo_world
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 23, 16, 4, 46
@@ -707,7 +708,8 @@ def main() -> None:
         if size == 2:
             ring = Ring(init_device_mesh("cpu", (size,)), layout="zigzag")
             check_arguments(ring)
-            wrong = [check(name, step, says, ring) for name, (step, says) in STEPS.items()]
+            today = {name: case for name, case in STEPS.items() if ALL or of_the_day(name, 2) == 0}
+            wrong = [check(name, step, says, ring) for name, (step, says) in today.items()]
             wrong += check_models(ring)
         else:
             wrong = beside_data_parallelism()
