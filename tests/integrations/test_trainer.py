@@ -20,7 +20,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What the worker measured, by the number of its processes."""
     folder: Path = tmp_path_factory.mktemp("trainer")
     command = [sys.executable, str(WORKERS / WORKER), str(folder / "1.json"), *CASES]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     torchrun(WORKER, 2, str(folder / "2.json"), *CASES, "refusals")
     torchrun(WORKER, 4, str(folder / "4.json"), "trained")

@@ -69,7 +69,7 @@ raise_if_main = 1 / (__name__ != "__main__")
 
 def command(folder, *arguments):
     whole = [sys.executable, "-m", "ring_attn", "verify", *arguments]
-    return subprocess.run(whole, env=environment(), cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(whole, env=environment(), cwd=folder, capture_output=True, text=True, check=False, timeout=480)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive
 _numbers = count()  # of ports
 
 
-def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 240, **variables: str) -> str:
+def torchrun(worker: str, processes: int, *arguments: str, timeout: float = 480, **variables: str) -> str:
     """The output of ``tests/support/workers/<worker>`` on so many ranks, as torchrun would start them, one rank's after another's;
     AssertionError with all of it if one failed. Ranks are forks of a server, which saves them their imports."""
     environment = {**os.environ, **OF_EVERY_WORKER, "XLA_FLAGS": QUICK_COMPILE, **variables}
@@ -46,7 +46,7 @@ def as_a_user(*command: str | Path, folder: Path = ROOT, **variables: str) -> su
     kept = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS", "RANK")}
     environment = {**kept, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=480, check=False
     )
 
 

@@ -54,7 +54,7 @@ def test_strategies_over_two_hosts_under_torchrun(hosts, tmp_path):
     runs = ["ring:window:striped:ab", "hierarchical:window:zigzag:ab"]
     write(tmp_path / "cases.pt")
     running = torchrun(hosts, "strategies_worker.py", str(tmp_path / "cases.pt"), "cpu", "float64", f"2x{GPUS}", *runs)
-    said = [process.communicate(timeout=240) for process in running]
+    said = [process.communicate(timeout=480) for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     assert all(said[0][0].count(f"ok {run}\n") == GPUS for run in runs), said[0]
 
