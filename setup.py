@@ -8,7 +8,8 @@ PACKAGES = ("ring_attn", "torch_bridge", "jax_core")
 
 # Tried at both ends: torch 2.11.0 (with Python 3.12, jax 0.11.2) and 2.13.0 (with 3.11, jax 0.10.2), jax 0.10.0 and 0.11.2, numpy
 # 2.0.2 and 2.5.2. Raise an upper bound only after the tests passed with it.
-DEPENDENCIES = ["torch>=2.11,<2.14", "jax>=0.10,<0.12", "numpy>=2.0,<3"]
+# rich draws what `python -m ring_attn doctor` prints.
+DEPENDENCIES = ["torch>=2.11,<2.14", "jax>=0.10,<0.12", "numpy>=2.0,<3", "rich>=13.7,<16"]
 
 EXTRAS = {
     # For what is to come; no release of theirs is used by this one but jax's CUDA plugin 0.11.2 and libtpu 0.0.42.

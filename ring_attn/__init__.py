@@ -16,6 +16,7 @@ from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss
 from ring_attn.verification.entry import verify
 from ring_attn.verification.verdict import Verdict
+from ring_attn.version import __version__
 from torch_bridge.job.runtime import PeerFailure, start
 from torch_bridge.job.sanity_checks import DoubtWarning
 
@@ -32,6 +33,7 @@ __all__ = [
     "RingAttentionConfig",
     "ShardedBatch",
     "Verdict",
+    "__version__",
     "balance",
     "context_parallel_sdpa",
     "cross_entropy",

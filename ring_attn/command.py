@@ -22,6 +22,11 @@ class Outcome(NamedTuple):
 
 def main() -> int:
     options = _parsed()
+    code: int = options.run(options)
+    return code
+
+
+def _verify(options: argparse.Namespace) -> int:
     options.is_step = ".py:" in options.what
     outcome = _impossible(options)
     if outcome is None:
@@ -62,7 +67,25 @@ def _parsed() -> argparse.Namespace:
     verify.add_argument("--length", type=int, default=64, help="of a model: tokens of each of two rows (default: 64)")
     verify.add_argument("--packed", action="store_true", help="of a model: one row of documents instead, told by position_ids")
     verify.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    verify.set_defaults(run=_verify)
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed, what of it can run here, and whether it is right",
+        description="By itself each kernel on each visible GPU, or on the CPU; under torchrun a ring of its processes. "
+        "Exit code 1 if something is wrong.",
+    )
+    doctor.add_argument(
+        "--json", action="store_true", help="one object instead of a table: ok, and findings (check, verdict, text)"
+    )
+    doctor.add_argument("--limit", type=float, default=300.0, help="seconds for each check that computes (default: 300)")
+    doctor.set_defaults(run=_doctor)
     return parser.parse_args()
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ring_attn.doctor.command import run
+
+    return run(options)
 
 
 def _on_ranks(options: argparse.Namespace) -> Outcome:

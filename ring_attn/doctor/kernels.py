@@ -1,0 +1,114 @@
+"""One attention of each kernel against the dense one in float64, forward and every gradient, beside torch's SDPA.
+
+``python -m ring_attn.doctor.kernels`` does it on the first GPU that is visible, or on the CPU, and prints JSON: a crash or a hang
+of a kernel is then that process's own.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ring_attn.doctor.child import from_process
+from ring_attn.doctor.finding import Finding, Verdict
+
+LIMIT = 300.0  # seconds, of which the most are compilation
+RUNS = 5
+ROUNDING = 5e-6  # of float32, in which small shapes may be exact by chance
+
+
+def check(devices: int, limit: float = LIMIT) -> Iterator[Finding]:
+    """``devices``: how many GPUs are visible; 0 for the CPU."""
+    for index in range(devices) if devices else (None,):
+        environment = {} if index is None else {"CUDA_VISIBLE_DEVICES": str(index)}
+        where = "CPU" if index is None else f"GPU {index}"
+        found = from_process("ring_attn.doctor.kernels", limit, environment)
+        if isinstance(found, str):
+            yield Finding(f"kernels, {where}", "wrong", found)
+        else:
+            yield from (Finding(f"{each['kernel']}, {where}", each["verdict"], each["text"]) for each in found)
+
+
+def main() -> None:
+    print(json.dumps(list(_tried())))
+
+
+def _tried() -> Iterator[dict[str, str]]:
+    import ring_attn
+
+    q, k, v, cotangent = inputs()
+    exact = _results(dense, *(x.double() for x in (q, k, v, cotangent)))
+    theirs = _results(dense, q, k, v, cotangent)
+    usual = _error(theirs, exact)
+    usual_ms = _milliseconds(lambda: _results(dense, q, k, v, cotangent))
+    # Asked in 16 bits, which all kernels take.
+    explained = ring_attn.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True, mesh="local")
+    for name, refusal in [(explained.kernel, None), *explained.kernels.items()]:
+        if refusal is not None:
+            yield {"kernel": str(name), "verdict": "note", "text": f"cannot run here: {refusal}"}
+            continue
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, name: Any = name) -> Tensor:
+            return ring_attn.ring_attention(q, k, v, causal=True, mesh="local", platform=name)
+
+        try:
+            error = _error(_results(ours, q, k, v, cotangent), exact)
+            ms = _milliseconds(lambda ours=ours: _results(ours, q, k, v, cotangent))  # type: ignore[misc]
+        except Exception as failure:
+            yield {"kernel": str(name), "verdict": "wrong", "text": f"{type(failure).__name__}: {failure}"}
+            continue
+        text = (
+            f"error {error:.1e} of the largest, torch's SDPA {usual:.1e}; {ms:.2f} ms, SDPA {usual_ms:.2f} (forward and backward)"
+        )
+        yield {"kernel": str(name), "verdict": verdict(error, usual), "text": text}
+
+
+def verdict(error: float, usual: float) -> Verdict:
+    """``usual``: the error of torch's own attention in the same dtype."""
+    return "right" if error <= 2 * usual + ROUNDING else "wrong"
+
+
+def inputs() -> list[Tensor]:
+    """q, k, v and a cotangent ``[batch, seq, heads, dim]``."""
+    gpu = torch.cuda.is_available()
+    length, heads, kv_heads, dim = (4096, 8, 2, 128) if gpu else (512, 4, 2, 32)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, length, count, dim) for count in (heads, kv_heads, kv_heads, heads)]
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _results(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cotangent: Tensor) -> list[Tensor]:
+    operands = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*operands)
+    return [out.detach(), *torch.autograd.grad(out, operands, cotangent)]
+
+
+def _error(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest difference, relative to the largest of each result."""
+    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+
+
+def _milliseconds(run: Callable[[], Any]) -> float:
+    """The least of a few runs, by the wall clock."""
+    least = float("inf")
+    for _ in range(RUNS):
+        begun = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        least = min(least, time.perf_counter() - begun)
+    return 1000 * least
+
+
+if __name__ == "__main__":
+    main()

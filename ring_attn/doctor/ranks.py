@@ -1,0 +1,94 @@
+"""Under torchrun: whether the ranks agree, whether a ring of them is right, and how fast one hop of it is."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ring_attn.doctor.finding import Finding
+from ring_attn.doctor.kernels import dense, inputs, verdict
+from ring_attn.doctor.versions import installed
+
+LIMIT = 300.0  # seconds
+HOP = 2**26  # bytes
+HOPS = 5
+_SETTINGS = ("RING_ATTN_", "NCCL_", "XLA_", "JAX_")
+
+
+def check(limit: float = LIMIT) -> Iterator[Finding]:
+    """On all ranks alike. A collective that does not come to its end is left behind, and said."""
+    found: list[Finding] = []
+    thread = threading.Thread(target=_look, args=(found,), daemon=True)
+    thread.start()
+    thread.join(limit)
+    yield from found
+    if thread.is_alive():
+        yield Finding("ranks", "wrong", f"timed out after {limit:.0f} s: a rank has not come, or cannot be reached")
+
+
+def _look(found: list[Finding]) -> None:
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=LIMIT))
+        found.append(_agreement())
+        found.append(_ring())
+        found.append(_hop())
+    except Exception as error:
+        found.append(Finding("ranks", "wrong", f"{type(error).__name__}: {error}"))
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _agreement() -> Finding:
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+    own = {**installed(), **settings, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    names = sorted({name for one in every for name in one})
+    other = [name for name in names if len({one.get(name) for one in every}) > 1]
+    if other:
+        told = "; ".join(f"{name}: {', '.join(str(one.get(name)) for one in every)}" for name in other)
+        return Finding("ranks", "wrong", f"{len(every)} ranks differ in {told}; give all the same")
+    return Finding("ranks", "right", f"{len(every)} ranks with the same versions, devices and settings")
+
+
+def _ring() -> Finding:
+    from ring_attn import Ring
+
+    q, k, v, _ = inputs()
+    ring = Ring(layout="zigzag")
+    out = ring.attention(*(ring.shard(x) for x in (q, k, v)), causal=True)
+    exact = dense(*(x.double() for x in (q, k, v)))
+    usual = float((dense(q, k, v).double() - exact).abs().max() / exact.abs().max())
+    error = float((ring.unshard(out).double() - exact).abs().max() / exact.abs().max())
+    return Finding(
+        "a ring", verdict(error, usual), f"{ring.size} ranks, error {error:.1e} of the largest, torch's SDPA on one {usual:.1e}"
+    )
+
+
+def _hop() -> Finding:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent, received = (torch.ones(HOP, dtype=torch.uint8, device=_device()) for _ in range(2))
+    least = float("inf")
+    for _ in range(HOPS):
+        dist.barrier()
+        begun = time.perf_counter()
+        pair = [dist.P2POp(dist.isend, sent, (rank + 1) % size), dist.P2POp(dist.irecv, received, (rank - 1) % size)]
+        for work in dist.batch_isend_irecv(pair if size > 1 else []):
+            work.wait()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        least = min(least, time.perf_counter() - begun)
+    slowest = torch.tensor(least, device=_device())
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return Finding(
+        "a hop", "note", f"{HOP / 2**30 / float(slowest):.1f} GiB/s to the next rank, both ways at once, on the slowest rank"
+    )

@@ -1,0 +1,59 @@
+"""What is installed, and whether it is what this library was tried with."""
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+
+import torch
+
+from ring_attn.doctor.finding import Finding
+from ring_attn.version import __version__
+
+PACKAGES = (
+    *("torch", "jax", "jaxlib", "numpy", "triton", "jax-triton", "jax-cuda13-plugin", "flash-attn-4", "nvidia-cutlass-dsl"),
+    *("transformers", "accelerate", "trl", "diffusers", "torchtitan"),
+)
+
+
+def installed() -> dict[str, str]:
+    """The versions of those packages that are there."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check() -> Iterator[Finding]:
+    yield Finding("ring-attn", "note", f"{__version__}; Python {platform.python_version()}, {platform.platform()}")
+    yield Finding("packages", "note", ", ".join(f"{name} {version}" for name, version in installed().items()))
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        text = (
+            f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB; CUDA {torch.version.cuda}"
+        )
+        yield Finding(f"GPU {index}", "note", text)
+    yield from _out_of_bounds()
+
+
+def _out_of_bounds() -> Iterator[Finding]:
+    try:
+        from packaging.requirements import Requirement
+
+        asked = [Requirement(text) for text in metadata.requires("ring-attn") or ()]
+    except (ImportError, metadata.PackageNotFoundError):
+        text = "not compared with what was tried: for this ring-attn must be installed, and the package packaging"
+        yield Finding("versions", "note", text)
+        return
+    there = installed()
+    wrong = {
+        f"{one.name} {there[one.name]} (tried: {one.specifier})"
+        for one in asked
+        if one.name in there and not one.specifier.contains(there[one.name], prereleases=True)
+    }
+    if wrong:
+        yield Finding("versions", "wrong", f"outside of what was tried: {', '.join(sorted(wrong))}; install one within the bounds")
+    else:
+        yield Finding("versions", "right", "all within what was tried")

@@ -1,0 +1,89 @@
+"""``python -m ring_attn doctor``: what is right is said to be, and a wrong kernel, a hang and a trap are seen."""
+
+import json
+import time
+
+import pytest
+import torch
+from launch import as_a_user
+
+import ring_attn
+from ring_attn.doctor import command, kernels, ranks, traps, versions
+from ring_attn.doctor.child import from_process
+from ring_attn.doctor.finding import Finding
+
+
+def by_name(found):
+    return {finding.check: finding for finding in found}
+
+
+@pytest.mark.slow
+def test_a_machine_without_gpus_is_right():
+    done = as_a_user("-m", "ring_attn", "doctor", "--json", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    found = by_name(Finding(**each) for each in told["findings"])
+    assert told["ok"] and found["xla, CPU"].verdict == "right" and "SDPA" in found["xla, CPU"].text
+    assert found["triton, CPU"].verdict == "note" and "need an NVIDIA GPU" in found["triton, CPU"].text
+    assert f"torch {torch.__version__}" in found["packages"].text and ring_attn.__version__ in found["ring-attn"].text
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_and_make_a_ring():
+    done = as_a_user("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ring_attn", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("2 ranks with the same versions", "2 ranks, error ", "GiB/s to the next rank", "nothing is wrong"):
+        assert words in done.stdout, done.stdout + done.stderr
+
+
+def test_a_wrong_kernel_is_found(monkeypatch, capsys):
+    right = ring_attn.ring_attention
+    monkeypatch.setattr(kernels, "RUNS", 1)
+    monkeypatch.setattr(ring_attn, "ring_attention", lambda *operands, **options: 1.001 * right(*operands, **options))
+    found = {each["kernel"]: each for each in kernels._tried()}
+    assert found["xla"]["verdict"] == "wrong", found
+    monkeypatch.setattr(command, "_checks", lambda limit: [("kernels", lambda: [Finding("xla", "wrong", "error 1e-3")])])
+    assert command.run(command_line()) == 1
+    assert "wrong: xla" in capsys.readouterr().out
+
+
+def command_line(as_json: bool = False):
+    return type("Options", (), {"json": as_json, "limit": 1.0})()
+
+
+def test_a_hang_and_a_crash_are_said(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "crashes.py").write_text("import sys; print('no', file=sys.stderr); sys.exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert from_process("hangs", 1.0, {}) == "timed out after 1 s"
+    assert from_process("crashes", 30.0, {}) == "the check ended with exit code 3; it said: no"
+    monkeypatch.setattr(ranks, "_look", lambda found: time.sleep(60))
+    assert [finding.text for finding in ranks.check(0.1)] == ["timed out after 0 s: a rank has not come, or cannot be reached"]
+
+
+def test_traps_are_seen(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    monkeypatch.setenv("RING_ATTN_STRICT", "1")
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("RING_ATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(traps, "_nvidia_gpus", lambda: ["NVIDIA H200"])
+    found = by_name(traps.check())
+    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"].verdict == "wrong"
+    assert "RING_ATTN_STRICT" in found["variables"].text and "NCCL_ALGO=Tree" in found["NCCL"].text
+    assert found["cache"].verdict == "right"
+    if torch.version.cuda is None:
+        assert found["torch's build"].verdict == "wrong"
+
+
+def test_versions_beyond_what_was_tried_are_wrong(monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda: {"torch": "2.4.0", "jax": "0.10.2"})
+    (finding,) = versions._out_of_bounds()
+    assert finding.verdict == "wrong" and "torch 2.4.0" in finding.text and "jax" not in finding.text
+
+
+def test_a_wrong_path_is_one_line():
+    for what in ("nowhere.py:train", "nowhere.py", "tools/site.py:nothing"):
+        done = as_a_user("-m", "ring_attn", "verify", what, "--ranks", "1")
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("[Gloo]")]
+        assert len(lines) == 1 and lines[0].startswith("python -m ring_attn verify: "), done.stderr
