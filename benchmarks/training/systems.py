@@ -79,14 +79,16 @@ def _optimizer(model: torch.nn.Module, mesh: DeviceMesh) -> torch.optim.Optimize
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=mesh.device_type == "cuda")
 
 
-def ours(checkpoint: Any, setting: Setting, mesh: DeviceMesh) -> Step:
-    """``checkpoint``: what becomes of attention in activation checkpoints."""
+def ours(checkpoint: Any, setting: Setting, mesh: DeviceMesh, overlap: bool = False) -> Step:
+    """``checkpoint``: what becomes of attention in activation checkpoints. ``overlap``: gradients are summed in the backward."""
+    if overlap and setting.sharded:
+        raise NotImplementedError("FSDP2 reduces gradients by itself, while the backward runs")
     if checkpoint != "attention" and not setting.checkpointing:
         raise NotImplementedError("without activation checkpointing nothing is computed again")
     model = setting.model(mesh)
     if setting.sharded:
         _shard(model, mesh)
-    cp = context_parallel(model, mesh, checkpoint=checkpoint)
+    cp = context_parallel(model, mesh, checkpoint=checkpoint, overlap=overlap)
     optimizer = _optimizer(model, mesh)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -191,6 +193,7 @@ def cudnn(on_gpu: bool) -> Iterator[None]:
 
 SYSTEMS: dict[str, Callable[[Setting, DeviceMesh], Step]] = {
     "ring-attn": partial(ours, "attention"),
+    "ring-attn, overlapped sums": partial(ours, "attention", overlap=True),
     "ring-attn, offload": partial(ours, "offload"),
     "ring-attn, attention again": partial(ours, None),
     "context_parallel, allgather": lambda *where: context_parallel_of_torch("allgather", *where),

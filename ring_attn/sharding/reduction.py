@@ -1,7 +1,8 @@
 """Sums over a ring and gathers from it by torch's collectives, each compared, watched, and its errors
 propagated, as of every ring call."""
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch_bridge.job.runtime import start
 from torch_bridge.job.watchdog import compare, watch
 
 HALF = (torch.float16, torch.bfloat16)
+T = TypeVar("T")
 
 
 def where(*arguments: object, ring: object = None, mesh: object = None, mesh_dim: object = None, **_: object) -> Any:
@@ -35,12 +37,30 @@ def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
     """The sum over the ring of tensors of one shape, in their dtype. Half precision is summed in float32: it would round once per
     rank."""
     _start(ring, tensor.device)
-    total = tensor.to(torch.float32 if tensor.dtype in HALF else tensor.dtype, copy=True).contiguous()
+    total = tensor.to(summed_in(tensor.dtype), copy=True).contiguous()
     with watch(ring, step, call) as watched:
         for group in ring.groups if ring.size > 1 else ():
             dist.all_reduce(total, group=group)
         watched.event = recorded(tensor.device)
     return total.to(tensor.dtype)
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """What sums of tensors of this dtype are made in."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def in_buckets(items: Iterable[T], limit: int, form: Callable[[T], tuple[torch.dtype, torch.device, int]]) -> Iterator[list[T]]:
+    """Items of one dtype and device at a time, as many as make ``limit`` bytes. ``form``: an item's dtype, device and bytes."""
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
+    for item in items:
+        dtype, device, nbytes = form(item)
+        bucket, full = filling.get((dtype, device), ([], 0))
+        bucket.append(item)
+        filling[dtype, device] = bucket, full + nbytes
+        if full + nbytes >= limit:
+            yield filling.pop((dtype, device))[0]
+    yield from (bucket for bucket, _ in filling.values())
 
 
 def gather_from_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:

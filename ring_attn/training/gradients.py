@@ -1,7 +1,8 @@
 """``sync_gradients``: the gradients of a model's parameters, summed over the ring that shares its sequence."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.ring import Ring, one_ring
-from ring_attn.sharding.reduction import agree, local_part, sum_over_ring, where
+from ring_attn.sharding.reduction import agree, in_buckets, local_part, sum_over_ring, where
 from ring_attn.training import batches
+from ring_attn.training.early_sums import EarlySums, early_sums
 from ring_attn.training.gradient_sums import note_sums, story
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
@@ -42,6 +44,7 @@ def sync_gradients(
     *,
     mesh_dim: MeshDim = None,
     ring: Ring | None = None,
+    overlap: bool = False,
 ) -> None:
     """Replaces the gradient of each parameter by its sum over the ring, in place: a rank has computed the part of its own tokens.
 
@@ -56,10 +59,13 @@ def sync_gradients(
         parameters: a module, or its parameters (those of one ring only). DTensors, of FSDP2 or tensor parallelism, are right as
             long as no other rank of the ring is in their mesh.
         mesh, mesh_dim, or ring: as for :func:`ring_attn.ring_attention`.
+        overlap: from the third call on, the sums begin while the backward runs, in copies of the gradients; results and mistakes
+            that are told stay the same (docs/own-model.md). A call without it ends that. DTensors are summed in the call.
 
     Raises ValueError for a sparse gradient, for a gradient that DistributedDataParallel or FSDP has reduced over ranks of the ring
-    already, and on all ranks where parameters differ, and where all gradients are sums over the ring already, whether a backward
-    has added to them or not; :class:`ring_attn.PeerFailure` when another process of the ring died or stopped.
+    already, for ``overlap`` of a module with such a wrapper over other ranks, and on all ranks where parameters differ, and where
+    all gradients are sums over the ring already, whether a backward has added to them or not; :class:`ring_attn.PeerFailure` when
+    another process of the ring died or stopped.
     """
     chosen = one_ring(ring, mesh, mesh_dim)
     trained = _trained(parameters)
@@ -68,14 +74,19 @@ def sync_gradients(
     if len(processes.held) == processes.size:
         return
     assert isinstance(processes, ProcessRing)  # any other holds all shards
-    _check_wrappers(parameters, processes)
+    _check_wrappers(parameters, processes, overlap)
     _check_gradients(trained, processes)
-    _sum(trained, device, processes)
+    _sum(trained, device, processes, overlap)
+
+
+def in_ddp() -> Any:
+    """The DistributedDataParallel in whose forward this is, if in any."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
 
 
 def reduced_by_ddp(ring: Ring) -> bool:
     """Whether this is inside the forward of a DistributedDataParallel that will take a mean over ranks of the ring."""
-    wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    wrapper = in_ddp()
     if wrapper is None or not wrapper.require_backward_grad_sync:
         return False
     return bool(_others(dist.get_process_group_ranks(wrapper.process_group), ring.processes))
@@ -96,24 +107,42 @@ def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
 
 @torch.compiler.disable
-def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing) -> None:
-    call = _call(trained)
+def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing, overlap: bool) -> None:
+    early = early_sums(trained, ring)
+    call = "; ".join([_call(trained), *map(str, early), *["overlap=True"] * overlap])
     agree(ring, device, call, _MUST_AGREE)
     # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
     present = [x.grad is not None for x in trained]
     own = torch.tensor([*story(trained, ring), *present], dtype=torch.int64, device=device)
-    known = sum_over_ring(torch.cat([batches.taken(ring, device).flatten(), own]), ring, "sync_gradients", call).tolist()
-    rows, (summed, added_to, *held) = known[: -len(own)], known[-len(own) :]
+    parts = [batches.taken(ring, device).flatten(), own, *(sums.told(device) for sums in early)]
+    known = sum_over_ring(torch.cat(parts), ring, "sync_gradients", call).cpu()
+    rows, (summed, added_to, *held), *told = (x.tolist() for x in known.split([len(part) for part in parts]))
     _check_batches([rows[i : i + batches.NUMBERS] for i in range(0, len(rows), batches.NUMBERS)], ring)
     _check_story(summed == ring.size, added_to == ring.size)
-    for parameter in (x for x, number in zip(trained, held, strict=True) if number and x.grad is None):
-        parameter.grad = torch.zeros_like(parameter)
-    gradients = [local_part(x.grad) for x, number in zip(trained, held, strict=True) if number and x.grad is not None]
-    for bucket in _buckets(piece for gradient in gradients for piece in _pieces(gradient)):
+    left = {id(x): x for x, number in zip(trained, held, strict=True) if number}
+    for parameter in left.values():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for sums, words in zip(early, told, strict=True):
+        for done in sums.finish(words, set(left), call):
+            del left[done]
+    _sum_now([local_part(x.grad) for x in left.values() if x.grad is not None], ring, call)
+    note_sums(trained, ring)
+    ids = {id(x) for x in trained}
+    for sums, words in zip(early, told, strict=True):
+        if overlap:
+            sums.plan(words, ids, call)
+        else:
+            sums.stop()
+    if overlap:
+        (early or [EarlySums(ring)])[0].add(trained)
+
+
+def _sum_now(gradients: list[Tensor], ring: ProcessRing, call: str) -> None:
+    pieces = (piece for gradient in gradients for piece in _pieces(gradient))
+    for bucket in in_buckets(pieces, _BUCKET, lambda piece: (piece.dtype, piece.device, piece.nbytes)):
         total = sum_over_ring(torch.cat([gradient.reshape(-1) for gradient in bucket]), ring, "sync_gradients", call)
         for gradient, part in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view(gradient.shape))
-    note_sums(trained, ring)
 
 
 def _call(trained: list[Tensor]) -> str:
@@ -152,18 +181,6 @@ def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:
     return gradient.split(max(1, _BUCKET * len(gradient) // gradient.nbytes))
 
 
-def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one device and dtype at a time, as many as fit a bucket."""
-    open_buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        kind = gradient.device, gradient.dtype
-        bucket = open_buckets.setdefault(kind, [])
-        bucket.append(gradient)
-        if sum(x.nbytes for x in bucket) >= _BUCKET:
-            yield open_buckets.pop(kind)
-    yield from open_buckets.values()
-
-
 def _check_gradients(trained: list[Tensor], ring: ProcessRing) -> None:
     for number, parameter in enumerate(trained):
         shown = f"parameter {number}, {list(parameter.shape)},"
@@ -177,12 +194,19 @@ def _check_gradients(trained: list[Tensor], ring: ProcessRing) -> None:
             raise ValueError(f"{shown} is a DTensor on a mesh with other ranks of the {ring}: FSDP {_COUNTED_TWICE}")
 
 
-def _check_wrappers(parameters: nn.Module | Iterable[Tensor], ring: ProcessRing) -> None:
+def _check_wrappers(parameters: nn.Module | Iterable[Tensor], ring: ProcessRing, overlap: bool) -> None:
     for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
         for home, name in _REDUCING.items():
             wrapper = getattr(sys.modules.get(home), name, None)
-            if wrapper and isinstance(module, wrapper) and _others(dist.get_process_group_ranks(module.process_group), ring):
+            if not wrapper or not isinstance(module, wrapper):
+                continue
+            if _others(dist.get_process_group_ranks(module.process_group), ring):
                 raise ValueError(f"{name} {_COUNTED_TWICE}, or give it a process group without other ranks of the {ring}")
+            if overlap:
+                raise ValueError(
+                    f"overlap=True sums copies that are made while the backward runs, and {name} changes gradients after that; "
+                    "leave overlap out"
+                )
 
 
 def _others(ranks: list[int], ring: ProcessRing) -> set[int]:

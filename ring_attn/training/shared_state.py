@@ -68,7 +68,7 @@ class SharedState:
         advice = dict.fromkeys(mode, _ALONE) | dict.fromkeys(sums, _OTHER_BATCHES)
         self._compare(ring, mode | sums, "a forward of a sharded model", advice)
         if self._forwards <= _FIRST or self._forwards % _THEN_EVERY == 0:
-            sums = {f"the {name}": _bits(x).to(device) for name, x in _replicated(model, ring)}
+            sums = {f"the {name}": bits(x).to(device) for name, x in _replicated(model, ring)}
             call = f"a forward of a sharded model with {len(sums)} parameters and buffers"
             agree(ring, device, call, "all ranks of a ring must have the same model")
             self._compare(ring, sums, call, dict.fromkeys(sums, _OTHER_WEIGHTS))
@@ -129,7 +129,7 @@ def _together(entries: Mapping[str, Tensor], device: torch.device) -> Tensor:
     return sum((checksum(entries[name]).to(device) * place for place, name in enumerate(sorted(entries), 1)), zero)
 
 
-def _bits(parameter: Tensor) -> Tensor:
+def bits(parameter: Tensor) -> Tensor:
     """int64 ``[]``: the sum of the bit patterns of what is here of a parameter."""
     local = local_part(parameter.detach())
     local = torch.view_as_real(local) if local.is_complex() else local

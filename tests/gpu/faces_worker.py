@@ -2,12 +2,14 @@
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/faces_worker.py
 
-``context_parallel_sdpa``, the functions named as flash-attn's, generation from a cache, and what ``cp`` says where ranks differ.
+``context_parallel_sdpa``, sums of gradients that begin in the backward, the functions named as flash-attn's, generation from a
+cache, and what ``cp`` says where ranks differ.
 Exit status 1 if an error is larger than twice what torch's SDPA makes in bfloat16 on one GPU, or a mistake is not told.
 """
 
 import sys
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from benchmarks.harness.team import Team, tidy
 from ring_attn import Ring, context_parallel_sdpa, flash, sync_gradients
 from ring_attn.generation import KVCache, generate
+from ring_attn.sharding.reduction import sum_over_ring
+from ring_attn.training import early_sums
 from tests.gpu.models_worker import apart
 from tests.support.generation_cases import SmallModel
 
@@ -24,7 +28,7 @@ TOKENS, HEADS, KV_HEADS, DIM = 4096, 8, 2, 128
 
 def main() -> int:
     team, wrong = Team(), 0
-    for check in (sdpa, flash_attn_func, flash_attn_varlen_func, generation, other_batches):
+    for check in (sdpa, overlapped_sums, flash_attn_func, flash_attn_varlen_func, generation, other_batches):
         said = check(team)
         fine = team.agreed(not said.startswith("WRONG"))
         wrong += not fine
@@ -63,6 +67,25 @@ def sdpa(team: Team) -> str:
         model, out = run(torch.bfloat16, ring.shard, ring.unshard)
     sync_gradients(model, ring=ring)
     return verdict(results(model, out), usual, exact)
+
+
+def overlapped_sums(team: Team) -> str:
+    """Of gradients' copies, in buckets of 64 KiB, while the backward goes on; against sums of the gradients after it."""
+    ring, apart_by, begun = Ring(layout="zigzag"), 0.0, 0
+    model = nn.Sequential(*(Block() for _ in range(4))).to(team.device, torch.bfloat16)
+    with patch.object(early_sums, "_BUCKET", 2**16), context_parallel_sdpa(ring=ring):
+        for step in range(8):
+            model.zero_grad()
+            x = ring.shard(normal(team, 2, TOKENS, 256, seed=step)).bfloat16()
+            model(x).float().square().mean().backward()
+            begun += sum(len(sums._begun) for sums in early_sums.early_sums(model.parameters()))
+            if step == 6:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            after = [sum_over_ring(x.grad, ring.processes, "the test's sum", "") for x in model.parameters()]
+            sync_gradients(model, ring=ring, overlap=True)
+            apart_by = max(apart_by, *(apart(x.grad, want) for x, want in zip(model.parameters(), after, strict=True)))
+    fine = apart_by <= (0 if team.size == 2 else 1e-2) and (begun > 0 or team.size == 1)
+    return f"{'' if fine else 'WRONG: '}{begun} buckets began in 8 backwards; {apart_by:.1e} from sums after them"
 
 
 def results(model: nn.Module, out: Tensor) -> list[Tensor]:

@@ -52,6 +52,12 @@ def test_families_over_a_ring(size):
     torchrun("transformers_worker.py", size, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=380)
 
 
+@pytest.mark.slow
+def test_gradients_summed_in_the_backward():
+    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
+    assert torchrun("transformers_worker.py", 2, "overlap", PYTHONPATH=path, HF_HUB_OFFLINE="1").count("all right") == 2
+
+
 def test_mask_functions_become_the_static_masks():
     """transformers' window of w counts the query itself: ours is (w - 1, 0)."""
     assert translate(masking.causal_mask_function) == Rule(causal=True)

@@ -24,7 +24,8 @@ from ring_attn.integrations.transformers.verify import Verdict, verify
 from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.marks import is_shard
-from ring_attn.training.gradients import reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
+from ring_attn.training.early_sums import early_sums
+from ring_attn.training.gradients import in_ddp, reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
@@ -45,9 +46,9 @@ class _Entered(NamedTuple):
 class ContextParallel:
     """A model whose sequence is sharded over ``ring``: made by :func:`context_parallel`."""
 
-    def __init__(self, model: nn.Module, ring: Ring, checkpoint: Checkpoint = "attention") -> None:
+    def __init__(self, model: nn.Module, ring: Ring, checkpoint: Checkpoint = "attention", overlap: bool = False) -> None:
         check_checkpoint(checkpoint)
-        self.model, self.ring, self.checkpoint = _pretrained(model), ring, checkpoint
+        self.model, self.ring, self.checkpoint, self.overlap = _pretrained(model), ring, checkpoint, overlap
         self.plan = plan_of(self.model)
         self.previous: str = self.plan.config._attn_implementation
         if self.previous == NAME:
@@ -104,10 +105,15 @@ class ContextParallel:
         self._shared.settle()
         if self._reduced_by_ddp:
             refuse_reduced_by_ddp()
-        sync_gradients(self._outer, ring=self.ring)
+        sync_gradients(self._outer, ring=self.ring, overlap=self.overlap)
 
     def remove(self) -> None:
         """Makes the model what it was before; what was changed in its configuration since stays. Harmless if called twice."""
+        self._detach()
+        for sums in early_sums(self._outer.parameters()):
+            sums.stop()
+
+    def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -117,7 +123,7 @@ class ContextParallel:
     @contextmanager
     def detached(self) -> Iterator[None]:
         """The model as it was before, for a while."""
-        self.remove()
+        self._detach()
         try:
             yield
         finally:
@@ -198,6 +204,7 @@ class ContextParallel:
             given = options[next(iter(sharded.entries))]
             if torch.is_grad_enabled():
                 self._reduced_by_ddp = reduced_by_ddp(self.ring)
+                _check_overlap(self.overlap)
             if self.checkpoint is not None and torch.is_grad_enabled():
                 keep_in_checkpoints(self._outer, offload=self.checkpoint == "offload")
             labels, items = _taken(sharded, options)
@@ -272,6 +279,14 @@ class ContextParallel:
         return with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded, items))
 
 
+def _check_overlap(overlap: bool) -> None:
+    if overlap and in_ddp():
+        raise ValueError(
+            "context_parallel(overlap=True) sums copies of gradients that are made while the backward runs, and "
+            "DistributedDataParallel changes gradients after that; leave overlap out"
+        )
+
+
 def _taken(sharded: Sharded, options: dict[str, Any]) -> tuple[Tensor | None, Any]:
     """Takes the labels and their count out of a model's inputs, which the model would use by itself."""
     items, shifted = options.pop("num_items_in_batch", None), options.pop("shift_labels", None)
@@ -287,6 +302,7 @@ def context_parallel(
     layout: Layout = "zigzag",
     buckets: int = BUCKETS,
     checkpoint: Checkpoint = "attention",
+    overlap: bool = False,
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -304,12 +320,14 @@ def context_parallel(
         checkpoint: what becomes of attention under activation checkpointing, if that is on. "attention": output and LSE are kept,
             ``heads * (value_dim * bytes + 4)`` bytes a token and layer, and no attention is computed twice. "offload": the same in
             pinned host memory, on its way while other layers compute. None: computed again, as all of a layer.
+        overlap: whether gradients are summed while the backward runs, as for :func:`ring_attn.sync_gradients`; ``reduce_gradients``
+            then waits for what is left. Not for FSDP and DistributedDataParallel, which reduce gradients by themselves.
 
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
     where = one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
-    return ContextParallel(model, where, checkpoint)
+    return ContextParallel(model, where, checkpoint, overlap)
 
 
 def _pretrained(model: nn.Module) -> Any:

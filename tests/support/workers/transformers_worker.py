@@ -19,10 +19,12 @@ import transformers
 from effort import ALL, of_the_day
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from transformers import masking_utils
 
 from ring_attn import cross_entropy, sync_gradients, total_loss
 from ring_attn.integrations.transformers import ContextParallel, context_parallel
+from ring_attn.training.early_sums import early_sums
 from torch_bridge.backends import compiled
 
 TOLERANCE = 2e-6
@@ -272,6 +274,37 @@ def check_checkpoints() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+def check_overlap() -> None:
+    """Gradients that are summed in the backward have the same bits, and a model that is taken off the ring has no hooks left."""
+    found: list[list[Tensor]] = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        model = tiny.CAUSAL["llama"]().train()
+        model.gradient_checkpointing_enable()
+        cp, optimizer = context_parallel(model, overlap=overlap), torch.optim.SGD(model.parameters(), 0.1)
+        gradients = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(**cp.shard(tiny.batch("left"))).loss.backward()
+            begun = [bucket for sums in early_sums(model.parameters()) for bucket in sums._begun]
+            assert bool(begun) == (overlap and len(gradients) >= 3)
+            cp.reduce_gradients()
+            gradients.append([x.grad.clone() for x in model.parameters() if x.grad is not None])
+            optimizer.step()
+        found.append([x for step in gradients for x in step])
+        cp.remove()
+        assert not any(x._post_accumulate_grad_hooks for x in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    cp, wrapper = context_parallel(model, overlap=True), DistributedDataParallel(model)
+    try:
+        wrapper(**cp.shard(tiny.batch("left")))
+    except ValueError as error:
+        assert "DistributedDataParallel changes gradients after that" in str(error)
+    else:
+        raise AssertionError("DistributedDataParallel and overlap")
+    cp.remove()
+
+
 def main() -> None:
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
@@ -299,6 +332,9 @@ def main() -> None:
         assert soft_prompts() < TOLERANCE
     if not chosen:
         check_checkpoints()
+    if chosen == ["overlap"]:
+        check_overlap()
+        print("overlap: all right", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     assert not failed, "\n".join(failed)
