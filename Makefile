@@ -31,6 +31,7 @@ OLDER_TRANSFORMERS := 4.53.0 4.57.6
 BESIDE_4.53.0 := tokenizers==0.21.4 huggingface_hub==0.36.2
 BESIDE_4.57.6 := tokenizers==0.22.2 huggingface_hub==0.36.2
 
+PACKAGE_VENV ?= .venv-package
 DOCS_VENV ?= .venv-docs
 DOCS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2" "mkdocstrings[python]>=1,<2" "ruff>=0.17,<0.18"
 
@@ -46,7 +47,7 @@ TPU_COMPILER := $(VENV)/tpu-compiler
 OLDER_TRANSFORMERS_AT := $(OLDER_TRANSFORMERS:%=$(INTEGRATIONS_VENV)/transformers-%)
 
 .PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu integrations test-integrations lint \
-	format types examples examples-integrations docs docs-serve env clean
+	format types examples examples-integrations docs docs-serve package env clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -139,6 +140,13 @@ docs: $(DOCS_VENV)/.installed
 docs-serve: $(DOCS_VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
 
+# Builds the package, and tries it away from this repository. RESOLVE=1: pip finds releases for every extra, too.
+package: $(PACKAGE_VENV)/.installed $(STAMP)
+	rm -rf build/package
+	$(PACKAGE_VENV)/bin/python -m build --quiet --outdir build/package .
+	$(PACKAGE_VENV)/bin/python -m twine check --strict build/package/*
+	$(BIN)/python tools/try_package.py build/package $(if $(RESOLVE),--resolve)
+
 env: $(STAMP)
 
 $(STAMP): setup.py $(ENVIRONMENT)
@@ -154,6 +162,9 @@ $(TORCH_TPU_VENV)/.installed: setup.py $(ENVIRONMENT)
 # It reads the sources and imports nothing of them.
 $(DOCS_VENV)/.installed: $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(DOCS_VENV) $(VERSION) -- $(DOCS)
+
+$(PACKAGE_VENV)/.installed: $(ENVIRONMENT)
+	$(ENVIRONMENT) make $(PACKAGE_VENV) $(VERSION) -- "build>=1.3,<2" "twine>=6,<7"
 
 $(INTEGRATIONS_VENV)/.installed: setup.py $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(INTEGRATIONS_VENV) $(VERSION) -- "$(TORCH)" -- --editable ".[dev]" $(JAX) $(INTEGRATIONS)

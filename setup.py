@@ -16,7 +16,7 @@ EXTRAS = {
     "gpu": ["jax[cuda13]>=0.10,<0.12", "jax-triton>=0.3.1,<0.5", "triton>=3.6,<4"],
     # flash-attn-4's kernels for Hopper: beta releases, of which the kernel calls what may change, hence exact. Tried with Python
     # 3.12, jax 0.11.2, torch 2.11; compiled ahead of time with Python 3.11, jax 0.10.2.
-    "cute": [
+    "hopper": [
         "jax[cuda13]>=0.10,<0.12",
         "flash-attn-4==4.0.0b36",
         "nvidia-cutlass-dsl[cu13]==4.8.1",
@@ -49,14 +49,20 @@ EXTRAS = {
     ],
 }
 
+# Where the project is public; None until it is (tools/release_check.py).
+HOME: str | None = None
+PAGES = {"Source": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md", "Issues": "/issues"}
+
 setup(
     name="ring-attn",
     version="0.1.0",
     description="Ring attention for PyTorch and JAX: exact attention over a sequence that is split between devices",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license="Apache-2.0",  # an SPDX expression (PEP 639)
     license_files=["LICENSE"],
+    project_urls={name: HOME + path for name, path in PAGES.items()} if HOME else {},
+    keywords="attention, ring attention, context parallelism, sequence parallelism, long context, PyTorch, JAX",
     packages=find_packages(include=[f"{package}{rest}" for package in PACKAGES for rest in ("", ".*")]),
     package_data={package: ["py.typed", "tune/shipped/*.json"] for package in PACKAGES},
     python_requires=">=3.11",
@@ -66,6 +72,7 @@ setup(
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",

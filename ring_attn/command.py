@@ -44,7 +44,9 @@ def _impossible(options: argparse.Namespace) -> Outcome | None:
     if options.what.endswith(".py"):
         return Outcome(f"which function of {options.what} is the step? {options.what}:step", 2)
     if not options.is_step and importlib.util.find_spec("transformers") is None:
-        return Outcome("no FILE.py:FUNCTION is given, and a model needs transformers: pip install 'ring-attn[transformers]'", 2)
+        return Outcome(
+            "no FILE.py:FUNCTION is given, and a model needs transformers: pip install '.[transformers]' in a checkout", 2
+        )
     return None
 
 

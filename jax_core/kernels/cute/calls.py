@@ -194,9 +194,9 @@ def changed() -> str | None:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            return f"the cute kernel needs {package}=={pinned}; pip install 'ring-attn[cute]'"
+            return f"the cute kernel needs {package}=={pinned}; pip install '.[hopper]' in a checkout"
         if version != pinned:
             return f"the cute kernel was written for {package}=={pinned}, this is {version}"
     if jax.version.__version_info__ < (0, 10, 0):
         return f"the cute kernel needs jax >= 0.10, this is {jax.__version__}"
-    return None if _library() else "the cute kernel finds no libcute_dsl_runtime.so; pip install 'ring-attn[cute]'"
+    return None if _library() else "the cute kernel finds no libcute_dsl_runtime.so; pip install '.[hopper]' in a checkout"

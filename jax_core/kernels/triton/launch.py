@@ -61,7 +61,9 @@ def missing() -> str | None:
     try:
         jax_triton()
     except ImportError as error:
-        return f"the Triton kernels need jax-triton >= 0.3.1, which cannot be imported ({error}); pip install 'ring-attn[gpu]'"
+        return (
+            f"the Triton kernels need jax-triton >= 0.3.1, which cannot be imported ({error}); pip install '.[gpu]' in a checkout"
+        )
     return None if capability() >= 80 else f"the Triton kernels need compute capability 8.0, this GPU has {capability() / 10}"
 
 
