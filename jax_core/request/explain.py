@@ -39,9 +39,18 @@ class Explanation:
     given: int
     ranks: int
 
+    @property
+    def sentence(self) -> str:
+        """What computes the call, over how many ranks."""
+        if self.strategy == "nothing to compute":
+            return "Nothing is computed: the batch or a sequence is empty."
+        by = "its own kernel" if self.kernel is None else f"the {self.kernel} kernel"
+        over = "on one rank, which holds the whole sequence" if self.ranks == 1 else f"over {self.ranks} ranks"
+        return f"Attention is computed by the {self.strategy} strategy with {by}, {over}."
+
     def __str__(self) -> str:
         shared = "the whole sequence is here" if self.ranks == 1 else "each has a part of the sequence"
-        lines = [f"ranks     {self.ranks} ({shared})", f"strategy  {self.strategy}"]
+        lines = [self.sentence, f"ranks     {self.ranks} ({shared})", f"strategy  {self.strategy}"]
         lines.append(f"kernel    {self.kernel or 'its own'} ({self.why})")
         for name, params in (("forward", self.fwd_params), ("backward", self.bwd_params)):
             set_ = ", ".join(f"{field} {value}" for field, value in vars(params).items() if value is not None)

@@ -78,3 +78,16 @@ def test_heads_of_one_token_are_no_heads_of_each():
 def test_token_types_are_whole_where_masks_read_them():
     for make, whole in ((tiny.gpt2, False), (tiny.bert, False), (tiny.gemma3_with_images, True), (tiny.paligemma, True)):
         assert context_parallel(make(), "local").plan.masks_read_token_types == whole
+
+
+def test_what_is_context_parallel_can_be_printed():
+    model = tiny.CAUSAL["llama"]()
+    cp = context_parallel(model, "local", layout="zigzag")
+    first, *lines = str(cp).splitlines()
+    assert first == f"ContextParallel of {type(model).__name__}"
+    said = dict(line.split(maxsplit=1) for line in lines)
+    assert said.pop("strategy").startswith("auto; ")
+    layers = str(model.config.num_hidden_layers)
+    assert said == {"ring": "rank 0 of 1", "layout": "zigzag", "layers": layers, "checkpoint": "attention"}
+    cp.remove()
+    assert str(cp).startswith(f"{first} (removed)\n")

@@ -60,6 +60,24 @@ class ContextParallel:
         register()
         self._attach()
 
+    def __repr__(self) -> str:
+        """In lines, to be printed. It communicates nothing, so it may be asked on one rank."""
+        layers = ", ".join(
+            f"{count} of the {part}" if len(self.plan.layers) > 1 else str(count) for part, count in self.plan.layers.items()
+        )
+        dim = "" if self.ring.mesh_dim is None else f', mesh dimension "{self.ring.mesh_dim}"'
+        layout = self.ring.layout if isinstance(self.ring.layout, str) else "a plan of ring_attn.balance"
+        return "\n".join(
+            [
+                f"ContextParallel of {type(self.model).__name__}{'' if self._hooks else ' (removed)'}",
+                f"ring        rank {self.ring.rank} of {self.ring.size}{dim}",
+                f"layout      {layout}",
+                f"layers      {layers}",
+                f"strategy    {self.ring.strategy}; ring_attn.Explaining tells which kernel each call takes",
+                f"checkpoint  {self.checkpoint}",
+            ]
+        )
+
     def _attach(self) -> None:
         entrances = list(dict.fromkeys((self.model, self.plan.base)))
         self._patches = Patches(self.plan, self.ring, self, {module: self._through_hooks(module) for module in entrances})

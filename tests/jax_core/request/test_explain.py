@@ -62,11 +62,14 @@ def test_the_others_reasons_are_those_of_a_call_that_names_them(options):
 
 def test_it_is_read():
     text = str(explain(Q, K, K, mesh=mesh(2, 2), axis_name=("a", "b"), strategy="hierarchical", platform="xla"))
-    ranks = "ranks     4 (each has a part of the sequence)\n"
+    first = "Attention is computed by the hierarchical strategy with the xla kernel, over 4 ranks.\n"
+    ranks = first + "ranks     4 (each has a part of the sequence)\n"
     assert text.startswith(ranks + "strategy  hierarchical\nkernel    xla (named by the call)\n"), text
     assert '\n  pallas       the Pallas kernels need a TPU, and this program runs on "cpu"\n' in text
     empty = jax.ShapeDtypeStruct((0, SEQ, HEADS, DIM), jnp.float32)
-    assert "\nstrategy  nothing to compute\n" in str(explain(empty, empty, empty))
+    nothing = str(explain(empty, empty, empty))
+    assert nothing.startswith("Nothing is computed: the batch or a sequence is empty.\n"), nothing
+    assert "\nstrategy  nothing to compute\n" in nothing
 
 
 def test_operands_may_be_shapes_and_errors_are_the_calls():
