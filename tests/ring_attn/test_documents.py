@@ -11,6 +11,7 @@ from ring_attn import shard_batch, shard_packed
 from ring_attn.arguments import documents
 from ring_attn.documents import local_lengths
 from ring_attn.documents.local_lengths import doubt_local_lengths
+from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import read_documents
 from ring_attn.flash import flash_attn_varlen_func
 from torch_bridge.job import sanity_checks
@@ -56,6 +57,21 @@ def test_numbers_that_come_back():
     assert torch.equal(shard_batch(ids, segment_ids=again, mesh="local").segment_ids, again)
     with pytest.raises(ValueError, match="segment_ids gives one number to tokens that are apart"):
         shard_packed({"input_ids": ids, "segment_ids": again}, mesh="local")
+
+
+def test_the_longest_document_is_as_long_as_is_told():
+    """Padding is none of its tokens."""
+    batch = {"input_ids": torch.arange(9)[None], "cu_seqlens": torch.tensor([0, 3, 5])}
+    for longest in (3, 9):
+        read_documents({**batch, "max_length_q": longest}, torch.Size((1, 9)), torch.device("cpu"))
+    with pytest.raises(ValueError, match="max_length_q is 2, but a document has 3 tokens"):
+        read_documents({**batch, "max_length_q": 2}, torch.Size((1, 9)), torch.device("cpu"))
+
+
+def test_of_four_rows_of_positions_the_first_is_the_texts():
+    rows = torch.arange(24).view(4, 1, 6)
+    assert torch.equal(of_text(rows, 3), rows[0])
+    assert of_text(rows[:3], 3) is None and of_text(rows[0], 3) is not None
 
 
 def test_labels_stay_within_what_the_mask_numbers():

@@ -59,6 +59,14 @@ CASES = {
     "back to elsewhere": Case({"position_ids": [[5, 6, 7, 2, 3, 4]]}, "7 is followed by 2"),
     "a gap in one document": Case({"position_ids": GAP, "segment_ids": ONE}, ONE, told=True),
     "a gap between two": Case({"position_ids": GAP, "segment_ids": TWO}, TWO),
+    "restarts and a gap between documents": Case(
+        {"position_ids": [[0, 1, 2, 0, 1, 2, 5, 6]], "segment_ids": [[0, 0, 0, 1, 1, 1, 2, 2]]}, [[0, 0, 0, 1, 1, 1, 2, 2]]
+    ),
+    "numbers of another length": Case(
+        {"position_ids": THROUGH, "segment_ids": [[0, 0, 0, 1, 1, 1, 1]]},
+        "segment_ids must (be integers of|have) the shape of input_ids",
+    ),
+    "a mask alone": Case({"attention_mask": [[0, 1, 1, 1, 1, 0]]}, [[-1, 0, 0, 0, 0, -1]]),
     "the mask numbers": Case({"attention_mask": NUMBERS}, TWO, told=True),
     "the mask numbers and pads": Case({"attention_mask": [[0, 1, 1, 2, 2, 0]]}, [[-1, 0, 0, 1, 1, -1]], told=True),
     "numbers beside restarts": Case({"attention_mask": NUMBERS, "position_ids": RESTARTS}, TWO, told=True),
