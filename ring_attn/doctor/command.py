@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ring_attn.doctor.finding import Finding
@@ -44,14 +44,16 @@ def _checks(limit: float) -> Iterator[tuple[str, Callable[[], Iterable[Finding]]
 
 
 def _shown(checks: Iterable[tuple[str, Callable[[], Iterable[Finding]]]], quiet: bool) -> Iterator[Finding]:
-    """With a line that says which check is running, in a terminal."""
+    """With a bar that says which check is running, in a terminal."""
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    checks = list(checks)
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(checks))
         for name, look in checks:
-            task = progress.add_task(name, total=None)
+            progress.update(task, description=name)
             yield from look()
-            progress.remove_task(task)
+            progress.advance(task)
 
 
 def _print(found: list[Finding]) -> None:

@@ -39,6 +39,8 @@ def _jax_memory() -> Iterator[Finding]:
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false").lower() not in ("false", "0"):
         text = "is on: JAX takes 75 % of a GPU that torch uses too; leave it out, or set it to false"
         yield Finding("XLA_PYTHON_CLIENT_PREALLOCATE", "wrong", text)
+    if fraction := os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        yield Finding("XLA_PYTHON_CLIENT_MEM_FRACTION", "note", f"JAX may take no more than {fraction} of a GPU's memory")
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async") in ("default", "bfc"):
         text = "a pool that grows by doubling and gives nothing back; leave it out for cuda_async"
         yield Finding("XLA_PYTHON_CLIENT_ALLOCATOR", "note", text)

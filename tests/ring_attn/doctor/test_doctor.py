@@ -52,10 +52,13 @@ def command_line(as_json: bool = False):
 
 
 def test_a_hang_and_a_crash_are_said(tmp_path, monkeypatch):
-    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    (tmp_path / "hangs.py").write_text(starts)  # what it has started holds its pipes
     (tmp_path / "crashes.py").write_text("import sys; print('no', file=sys.stderr); sys.exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begun = time.monotonic()
     assert from_process("hangs", 1.0, {}) == "timed out after 1 s"
+    assert time.monotonic() - begun < 30
     assert from_process("crashes", 30.0, {}) == "the check ended with exit code 3; it said: no"
     monkeypatch.setattr(ranks, "_look", lambda found: time.sleep(60))
     assert [finding.text for finding in ranks.check(0.1)] == ["timed out after 0 s: a rank has not come, or cannot be reached"]
