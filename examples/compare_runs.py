@@ -54,6 +54,9 @@ def compare(ring: Run, single: Run, picture: Path, ring_name: str) -> None:
     for step, relative, parameter in differences:
         print(f"At step {step + 1} the gradients differ by at most {relative:.1e} of a parameter's largest gradient ({parameter}).")
     print(f"The two curves: {picture}")
+    print(
+        "Equal losses and gradients are what this shows. The processes share one machine's cores, so none of it can be faster here."
+    )
     if not (max(apart) <= LOSS_TOLERANCE and all(difference.relative <= GRADIENT_TOLERANCE for difference in differences)):
         sys.exit(f"That is too far: the losses must agree within {LOSS_TOLERANCE}, the gradients within {GRADIENT_TOLERANCE}.")
 

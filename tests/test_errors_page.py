@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 
 
 def test_every_message_of_the_source_is_there():
-    assert catalogue.written(PAGE) == PAGE, "python tools/error_catalogue.py writes the lists anew"
+    assert catalogue.written(PAGE) == PAGE, "python -m tools.error_catalogue writes the lists anew"
     assert sum(len(listed.splitlines()) for listed in catalogue.lists().values()) > 400
 
 

@@ -1,4 +1,4 @@
-"""The lists of messages in docs/errors.md: `python tools/error_catalogue.py` writes what the library's source raises and warns.
+"""The lists of messages in docs/errors.md: `python -m tools.error_catalogue` writes what the library's source raises and warns.
 
 A message is read from the source: its constant parts, with … for what is put into it; the sentences that modules have as constants
 are listed too, since functions put them into messages.
@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from tools import marks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
@@ -133,12 +135,7 @@ def _by_words(message: tuple[str, str]) -> str:
 
 
 def written(page: str) -> str:
-    for name, listed in lists().items():
-        begin = f"<!-- {name}: written by tools/error_catalogue.py -->\n"
-        assert page.count(begin) == 1, f"{PAGE} must have the marks of {name} once, got {page.count(begin)}"
-        before, after = page.split(begin)
-        page = f"{before}{begin}\n{listed}\n\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
-    return page
+    return marks.written(page, lists(), "tools/error_catalogue.py")
 
 
 if __name__ == "__main__":

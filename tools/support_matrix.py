@@ -1,4 +1,4 @@
-"""The tables of docs/support.md, from what kernels and strategies declare: `python tools/support_matrix.py` writes them.
+"""The tables of docs/support.md, from what kernels and strategies declare: `python -m tools.support_matrix` writes them.
 
 A kernel or strategy may still refuse a shape, a device or a combination; the call's error says why (``unsupported``).
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_core.request.dispatch import KERNELS, STRATEGIES
+from tools import marks
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 FEATURES = {
@@ -50,12 +51,7 @@ def _table(rows: Mapping[str, tuple[str, ...]], columns: Mapping[str, Any]) -> s
 
 
 def written(page: str) -> str:
-    for name, table in tables().items():
-        begin = f"<!-- {name}: written by tools/support_matrix.py -->\n"
-        assert page.count(begin) == 1, f"{PAGE} must have the marks of {name} once, got {page.count(begin)}"
-        before, after = page.split(begin)
-        page = f"{before}{begin}\n{table}\n\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
-    return page
+    return marks.written(page, tables(), "tools/support_matrix.py")
 
 
 if __name__ == "__main__":

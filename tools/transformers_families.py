@@ -1,8 +1,8 @@
 """The table of causal language models in docs/models.md: what transformers' auto class knows, each tried with a tiny
 configuration and random weights on a ring of two against one process.
 
-    torchrun --standalone --nproc-per-node 2 tools/transformers_families.py             # writes the table, in minutes
-    torchrun --standalone --nproc-per-node 2 tools/transformers_families.py llama bart  # tries these, and says what it found
+    torchrun --standalone --nproc-per-node 2 -m tools.transformers_families             # writes the table, in minutes
+    torchrun --standalone --nproc-per-node 2 -m tools.transformers_families llama bart  # tries these, and says what it found
 """
 
 import os
@@ -24,9 +24,9 @@ import transformers
 from torch import Tensor
 
 from ring_attn.integrations.transformers import context_parallel
+from tools import marks
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- families: written by tools/transformers_families.py -->", "<!-- end -->"
 LENGTH, VOCABULARY, LARGEST = 27, 97, 20_000_000
 RIGHT, REFUSED, WRONG, NOT_TRIED = "right", "refused", "WRONG", "not tried"
 # What configurations call their sizes; of each those are set that it has.
@@ -214,8 +214,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(*found[-1], f"{time.monotonic() - begun:.0f} s", sep=" | ", flush=True)
     if dist.get_rank() == 0 and not chosen:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{page(found)}\n\n{END}{rest.split(END, 1)[1]}")
+        PAGE.write_text(marks.written(PAGE.read_text(), {"families": page(found)}, "tools/transformers_families.py"))
     dist.destroy_process_group()
     sys.exit(any(one.result == WRONG for one in found))
 
