@@ -11,7 +11,7 @@ from jax_core.request.preferences import why_these_kernels
 from jax_core.strategies.transfers.traffic import Traffic, sizes
 
 _NOTHING = Traffic(0, 0)
-_COULD = "could as well"
+_COULD = "possible, by its name"
 
 
 @dataclass(frozen=True)
