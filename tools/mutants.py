@@ -26,16 +26,15 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 180  # seconds for a fault
-MASKS = "tests/jax_core/masks/test_"
 # Each with the narrowest tests that should see its faults.
 TESTS = {
     "jax_core/kernels/merge.py": ["tests/jax_core/kernels/test_merge.py"],
-    "jax_core/masks/layout.py": [f"{MASKS}layout.py"],
-    "jax_core/masks/static.py": [f"{MASKS}static.py"],
-    "jax_core/masks/areas.py": [f"{MASKS}balance.py"],
-    "jax_core/masks/plan.py": [f"{MASKS}balance.py"],
-    "jax_core/masks/balance.py": [f"{MASKS}balance.py"],
-    "jax_core/masks/builders.py": [f"{MASKS}builders.py"],
+    "jax_core/masks/layout.py": ["tests/jax_core/masks/test_layout.py"],
+    "jax_core/masks/static.py": ["tests/jax_core/masks/test_static.py"],
+    "jax_core/masks/areas.py": ["tests/jax_core/masks/test_balance.py"],
+    "jax_core/masks/plan.py": ["tests/jax_core/masks/test_balance.py"],
+    "jax_core/masks/balance.py": ["tests/jax_core/masks/test_balance.py"],
+    "jax_core/masks/builders.py": ["tests/jax_core/masks/test_builders.py"],
     "jax_core/strategies/ring/loop.py": ["tests/jax_core/strategies/ring", "tests/jax_core/strategies/test_traffic.py"],
     "torch_bridge/call/call_cache.py": ["tests/torch_bridge/call/test_call_cache.py"],
     "ring_attn/training/token_losses.py": ["tests/ring_attn/test_loss.py"],
