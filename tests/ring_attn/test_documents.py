@@ -10,6 +10,7 @@ from document_cases import CASES, Case, same
 from ring_attn import shard_batch, shard_packed
 from ring_attn.arguments import documents
 from ring_attn.documents import local_lengths
+from ring_attn.documents.cumulative import check_cumulative
 from ring_attn.documents.local_lengths import doubt_local_lengths
 from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import read_documents
@@ -78,6 +79,28 @@ def test_labels_stay_within_what_the_mask_numbers():
     batch = shard_batch(torch.arange(6)[None], attention_mask=torch.tensor([[1, 1, 2, 2, 2, 0]]), mesh="local")
     assert batch.segment_ids.tolist() == [[0, 0, 1, 1, 1, -1]]
     assert batch.labels.tolist() == [[1, -100, 3, 4, -100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("ends", "longest", "words"),
+    [
+        ([0, 3, 13], None, "at most the 12 tokens"),
+        ([0, 12, 5], None, "ascend from 0"),
+        ([1, 12], None, "ascend from 0"),
+        ([0, 5, 12], 6, "in steps of at most max_seqlen_q=6"),
+        (3, None, "must be a tensor of ints"),
+        ([[0, 12]], None, "must be a tensor of ints"),
+        ([], None, "must be a tensor of ints"),
+        ([0.0, 12.0], None, "must be a tensor of ints"),
+        ([False, True], None, "must be a tensor of ints"),
+    ],
+    ids=str,
+)
+def test_cumulative_lengths_are_checked(ends, longest, words):
+    with pytest.raises(ValueError, match=words):
+        check_cumulative("cu_seqlens_q", torch.tensor(ends), 12, torch.device("cpu"), longest)
+    for right in ([0, 12], [0, 5, 5, 12], [0, 3, 9], [0]):
+        check_cumulative("cu_seqlens_q", torch.tensor(right), 12, torch.device("cpu"), 12)
 
 
 def doubted(ends: torch.Tensor, shard: int = 8, total: int = 24) -> list[str]:
