@@ -100,6 +100,12 @@ def test_what_has_no_truth_is_checked(qkv):
         attend(*qkv, dropout_p=torch.ones(2))
 
 
+def test_an_option_without_a_hash_is_checked_each_time(qkv):
+    for _ in range(2):
+        assert torch.equal(attend(*qkv, sliding_window=[3, 0]), attend(*qkv, sliding_window=(3, 0)))
+    assert len(call_cache._CALLS) == 1
+
+
 def test_torchs_setting_of_determinism_counts(qkv):
     attend(*qkv)
     torch.use_deterministic_algorithms(True)
