@@ -12,7 +12,7 @@ from jax_core.integrations.settings import RingSettings
 from jax_core.request.options import Options, Settings
 from ring_attn.functional import NAMES, AttentionOptions
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "arguments.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "reference.md").read_text(encoding="utf-8")
 DEFAULTS = {field.name: field.default for field in fields(Settings)}
 # Where a face has no such argument, and why.
 NOT_IN_TORCH = {"precision": "the highest"}

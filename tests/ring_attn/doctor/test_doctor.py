@@ -25,7 +25,7 @@ def test_a_machine_without_gpus_is_right():
     found = by_name(Finding(**each) for each in told["findings"])
     assert told["ok"] and found["xla, CPU"].verdict == "right" and "SDPA" in found["xla, CPU"].text
     assert found["triton, CPU"].verdict == "note" and "need an NVIDIA GPU" in found["triton, CPU"].text
-    assert f"torch {torch.__version__}" in found["packages"].text and ring_attn.__version__ in found["ring-attn"].text
+    assert f"torch {torch.__version__.split('+')[0]}" in found["packages"].text and ring_attn.__version__ in found["ring-attn"].text
 
 
 @pytest.mark.slow
