@@ -21,8 +21,8 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed: make te
 
 SIZE = 8
 # The XLA kernel on one generation: its programs are slow to compile. On TPU7x the SparseCores re-lay its shards, and no rotation is
-# begun before the kernel any more (docs/contributing/tpu.md). On few cores two generations of the four are tried, by the day.
-TRIED = [topology for number, topology in enumerate(TOPOLOGIES) if ALL or number % 2 == of_the_day("topologies", 2)]
+# begun before the kernel any more (docs/contributing/tpu.md). On few cores one generation of the four is tried, by the day.
+TRIED = [topology for number, topology in enumerate(TOPOLOGIES) if ALL or number == of_the_day("topologies", 4)]
 CASES = [("pallas", topology) for topology in TRIED] + [("xla", "v5e:2x4")]
 CASE = pytest.mark.parametrize(("platform", "topology"), CASES)
 FUSED = [("fused", topology) for topology in TRIED]
