@@ -190,5 +190,5 @@ $(TPU_COMPILER)/.installed: $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(wildcard .venv-3.*) $(XLA_VENV) $(TORCH_TPU_VENV) $(INTEGRATIONS_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(wildcard .venv-3.*) $(XLA_VENV) $(TORCH_TPU_VENV) $(INTEGRATIONS_VENV) demo_output build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis $(DOCS_VENV) $(PACKAGE_VENV) site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
