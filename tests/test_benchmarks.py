@@ -26,7 +26,7 @@ from ring_attn import ring_attention
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/*.md", "docs/contributing/[!a]*.md", "benchmarks/*.md", "benchmarks/[!r]*/*.md")
-FILES = (*PAGES, "Makefile", "benchmarks/**/*.py", "tests/**/*.py", "tools/*")
+FILES = (*PAGES, "Makefile", "benchmarks/**/*.py", "tests/**/*.py", "tools/*.*")
 OF_THE_LIBRARY = ("jax_core/**/*.py", "jax_core/**/*.json", "jax_core/**/*.md")
 
 
