@@ -3,7 +3,7 @@
 from jax_core.request.explain import Explanation, explained, heard
 from torch_bridge.backends.executable import Compilation
 from torch_bridge.backends.operation import Request, forms_of
-from torch_bridge.call.programs import call_of, in_words_of_the_caller, made_for, request_of
+from torch_bridge.call.programs import in_words_of_the_caller, made_for, request_of
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.ring import Tensors
 
@@ -23,7 +23,7 @@ def explain_request(key: str, request: Request) -> Explanation:
     if not isinstance(request.ring, Ring):
         device = request.device.type
         raise NotImplementedError(f"calls on CPUs and GPUs can be explained, got one on {device}: jax_core.explain can")
-    with in_words_of_the_caller(call_of(key).names), heard() as decisions:
+    with in_words_of_the_caller(key), heard() as decisions:
         local_of(request, request.ring)
     return explained(decisions[-1])
 

@@ -32,7 +32,6 @@ class Call(NamedTuple):
 
     ring: Ring
     operation: Operation
-    names: Names
 
 
 class _Made(NamedTuple):
@@ -43,6 +42,7 @@ class _Made(NamedTuple):
 # Custom ops take tensors, numbers and text, so a call is passed by its key.
 _CALLS: dict[str, Call] = {}
 _KEYS: dict[Call, str] = {}
+_NAMES: dict[str, Names] = {}  # by which the caller who described the call last knows its arguments, for errors
 _NUMBERS: Counter[str] = Counter()  # how many calls have had one description
 _PROGRAMS: dict[tuple[str, Forms, torch.device], _Made] = {}
 
@@ -50,9 +50,11 @@ _PROGRAMS: dict[tuple[str, Forms, torch.device], _Made] = {}
 def describe(ring: Ring, operation: Operation, names: Names) -> str:
     """The call's key, by which its programs are found: equal calls have one. It means the same in every process, for a graph may be
     saved and loaded; so a call with functions, which may differ under one name, names this process."""
-    call = Call(ring, operation, names)
+    call = Call(ring, operation)
     found = _KEYS.get(call)
-    return _describe(call) if found is None else found
+    key = _describe(call) if found is None else found
+    _NAMES[key] = names
+    return key
 
 
 def _describe(call: Call) -> str:
@@ -116,7 +118,7 @@ def request_of(key: str, forms: Forms, device: torch.device) -> Request:
 
 def _make(key: str, forms: Forms, device: torch.device) -> Program:
     call, request = call_of(key), request_of(key, forms, device)
-    with propagating(call.ring, device), in_words_of_the_caller(call.names):
+    with propagating(call.ring, device), in_words_of_the_caller(key):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, request.operation.without_work(request) or program)
     _PROGRAMS[key, forms, device] = made
@@ -137,7 +139,7 @@ def _drop_arrays(key: str) -> None:
     """Without programs a call that holds arrays is dropped too."""
     call = _CALLS[key]
     if call.operation.holds_arrays and not any(of == key for of, *_ in _PROGRAMS):
-        del _CALLS[key], _KEYS[call]
+        del _CALLS[key], _KEYS[call], _NAMES[key]
 
 
 def _warn_of_many(key: str, request: Request) -> None:
@@ -158,17 +160,17 @@ def check(key: str, tensors: Tensors) -> None:
     """Checks shapes and dtypes, which may be symbols, without making a program. Raises ValueError in the caller's words."""
     call, first = call_of(key), tensors[0]
     assert first is not None
-    with propagating(call.ring, first.device), in_words_of_the_caller(call.names):
+    with propagating(call.ring, first.device), in_words_of_the_caller(key):
         call.operation.check(tensors, call.ring)
 
 
 @contextmanager
-def in_words_of_the_caller(names: Names) -> Iterator[None]:
+def in_words_of_the_caller(key: str) -> Iterator[None]:
     """Errors with the operation's argument names replaced by the caller's."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        error.args = (renamed(str(error), names),)
+        error.args = (renamed(str(error), _NAMES[key]),)
         raise
 
 

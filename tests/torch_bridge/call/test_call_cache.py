@@ -233,3 +233,17 @@ def test_the_calls_that_are_remembered_have_a_bound(qkv, monkeypatch):
     for name in ("bshd", "bhsd", "sbhd"):
         attend(*qkv, qkv_format=name)
     assert len(call_cache._CALLS) == 1
+
+
+def test_a_function_and_a_module_share_a_program_and_each_says_its_own_names():
+    module = ring_attn.RingAttention(8, 2, batch_first=True, causal=True, softcap=3.0)
+    q, x = torch.randn(1, 6, 2, 4), torch.randn(1, 6, 8)
+    ring_attn.ring_attention(q, q, q, causal=True, softcap=3.0)
+    made = len(programs._PROGRAMS)
+    module(x, x, x)
+    assert len(programs._PROGRAMS) == made
+    with pytest.raises(ValueError, match="^dropout_p must"):
+        ring_attn.ring_attention(q, q, q, causal=True, dropout_p=1.5)
+    module.dropout = 1.5
+    with pytest.raises(ValueError, match="^dropout must"):
+        module(x, x, x)
