@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jax_core.api.blockwise import blockwise_attention
     from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
     from jax_core.masks.balance import balance
-    from jax_core.request.options import MaskInfo
+    from jax_core.options import MaskInfo
     from jax_core.tiers import ExperimentalWarning
 
 __all__ = [
@@ -30,7 +30,7 @@ _HOMES = {
     "explain": "api.attention",
     "blockwise_attention": "api.blockwise",
     "balance": "masks.balance",
-    "MaskInfo": "request.options",
+    "MaskInfo": "options",
     "ExperimentalWarning": "tiers",
     "RingAttentionConfig": "config",
     "FwdParams": "config",

@@ -20,9 +20,9 @@ from jax_core.keywords import explains
 from jax_core.masks.dropout import seed_words
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import Window
+from jax_core.operands import Operands
+from jax_core.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
 from jax_core.request.explain import Explanation, explained, heard
-from jax_core.request.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
-from jax_core.strategies.contract import Operands
 
 
 class _Static(TypedDict, total=False):

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax_core.api.differentiable import local_attention
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.masks.dropout import seed_words
-from jax_core.request.options import Options
-from jax_core.strategies.contract import Operands
+from jax_core.operands import Operands
+from jax_core.options import Options
 
 
 def blockwise_attention(

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.api.second_derivative import attention_gradients, kept
-from jax_core.request.options import Options, Placement
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import RingSpec
 from jax_core.varying import vary, varying_axes
 
 Tree = TypeVar("Tree")

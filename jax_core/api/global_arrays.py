@@ -16,11 +16,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_core.api.mesh import MeshPlan, axis_names, check_divides, operand_spec
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.checks import check_operands
 from jax_core.request.dispatch import SHARED_QUERIES
-from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import RingSpec
 
 WHOLE = PartitionSpec()
 

@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax_core.api.differentiable import local_attention
 from jax_core.kernels.merge import sinks_per_head
 from jax_core.masks.layout import check_whole_length
+from jax_core.operands import Operands
+from jax_core.options import Options
 from jax_core.request.checks import check_whole
 from jax_core.request.dispatch import SHARED_QUERIES
-from jax_core.request.options import Options
 from jax_core.request.topology import is_ring
-from jax_core.strategies.contract import Operands
 
 Axes = str | tuple[str, ...] | None  # names of mesh axes
 _ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_segment_ids")  # of in_specs

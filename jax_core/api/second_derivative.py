@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_core.operands import Operands
 from jax_core.request.dispatch import KERNELS
 from jax_core.request.features import refusal
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.pairs.padding import clear_cotangents
 from jax_core.strategies.transfers.transfer import tree_after
 from jax_core.varying import vary, varying_axes

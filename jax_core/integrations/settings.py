@@ -8,7 +8,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_core.api.attention import ring_attention
-from jax_core.request.options import AxisName, Settings
+from jax_core.options import AxisName, Settings
 
 
 @dataclass(frozen=True, kw_only=True)

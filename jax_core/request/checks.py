@@ -1,7 +1,7 @@
 """Are the operands' shapes and dtypes consistent? Only ``shape`` and ``dtype`` are read, so torch tensors can be checked too."""
 
 from jax_core.masks.layout import Layout, check_shard_length
-from jax_core.strategies.contract import Operands
+from jax_core.operands import Operands
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: it does not fit into int32

@@ -11,8 +11,8 @@ import jax
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, checked_platform
 from jax_core.kernels import cudnn, cute, tpu, triton, xla
 from jax_core.kernels.contract import Kernel, Problem
+from jax_core.options import Options
 from jax_core.request.features import refusal
-from jax_core.request.options import Options
 from jax_core.request.preferences import preferred_kernels, preferred_strategies
 from jax_core.strategies.all_gather import AllGather
 from jax_core.strategies.contract import Strategy

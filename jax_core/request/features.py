@@ -10,8 +10,8 @@ from typing import Any
 
 from jax_core.kernels.contract import Scores
 from jax_core.masks import layout
-from jax_core.request.options import Options
-from jax_core.strategies.contract import Operands
+from jax_core.operands import Operands
+from jax_core.options import Options
 
 # Options that the request turns into something else: the mask, the scores, arrays, or the choice of strategy and kernel.
 _TURNED = frozenset(

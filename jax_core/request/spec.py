@@ -17,11 +17,12 @@ from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
 from jax_core.masks.static import Mask, both, check_reach, make_mask, moved
+from jax_core.operands import Operands
+from jax_core.options import ALONE, Options, Placement
 from jax_core.request.checks import check_operands
 from jax_core.request.dispatch import choose
 from jax_core.request.features import features
-from jax_core.request.options import ALONE, Options, Placement
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import RingSpec
 
 
 def make_spec(options: Options, operands: Operands, place: Placement = ALONE) -> tuple[RingSpec, Operands]:

@@ -5,15 +5,15 @@ A strategy is an object of a class derived from :class:`Strategy`, whose default
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Extras, Kernel, Problem, Residuals, Scores
 from jax_core.masks.layout import Layout
+from jax_core.operands import Operands
 from jax_core.strategies.transfers.traffic import Traffic
 
 LAYOUTS_AND_SINKS = frozenset("softmax_aux contiguous zigzag striped".split())
@@ -24,50 +24,9 @@ AROUND_A_KERNEL = LAYOUTS_AND_SINKS | frozenset(
 )
 
 
-class Keys(NamedTuple):
-    """Keys and values that are here, with their ids: what travels between ranks."""
-
-    key: Array
-    value: Array
-    segment_ids: Array | None
-    position_ids: Array | None
-
-
-class Operands(NamedTuple):
-    """The arrays of one attention, as local shards; all but the first three may be None.
-
-    ``query [batch, q_length, heads, dim]``; ``key [batch, k_length, kv_heads, dim]``;
-    ``value [batch, k_length, kv_heads, value_dim]``; ``softmax_aux [heads] | [sinks] | [heads, sinks]``; ``bias`` (float) and
-    ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in
-    sequence order; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
-    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's rank in the
-    ring (None: ``lax.axis_index`` gives it); ``predicate_arrays`` as in :class:`Extras`.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    softmax_aux: Array | None = None
-    bias: Array | None = None
-    mask: Array | None = None
-    q_segment_ids: Array | None = None
-    kv_segment_ids: Array | None = None
-    q_position_ids: Array | None = None
-    kv_position_ids: Array | None = None
-    alibi_slopes: Array | None = None
-    dropout_seed: Array | None = None
-    origin: Array | None = None
-    rank: Array | None = None
-    predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...] = ()
-
-    @property
-    def keys(self) -> Keys:
-        return Keys(self.key, self.value, self.kv_segment_ids, self.kv_position_ids)
-
-    @property
-    def extras(self) -> Extras:
-        """What a kernel takes beside the shards, not yet cut to a pair of them."""
-        return Extras(*(getattr(self, name) for name in Extras._fields))
+def extras_of(operands: Operands) -> Extras:
+    """What a kernel takes beside the shards, not yet cut to a pair of them."""
+    return Extras(*(getattr(operands, name) for name in Extras._fields))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from jax import Array
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Partial, Problem, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sinks_per_head
-from jax_core.strategies.contract import Operands, RingSpec, Strategy
+from jax_core.operands import Operands
+from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.transfers.traffic import Traffic
 from jax_core.varying import vary, varying_axes
 

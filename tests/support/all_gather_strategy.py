@@ -6,7 +6,8 @@ from jax import lax
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Pair, Problem, accumulation_dtype
 from jax_core.masks.layout import Run
-from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
+from jax_core.operands import Operands
+from jax_core.strategies.contract import RingSpec, Strategy, make_residuals
 from jax_core.strategies.transfers.traffic import Traffic, sizes
 
 

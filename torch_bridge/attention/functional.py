@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from jax_core.masks.plan import Plan, named
-from jax_core.request.options import Options
+from jax_core.options import Options
 from torch_bridge.attention.operands import Where, gather
 from torch_bridge.attention.operation import Attention
 from torch_bridge.backends.dispatch import backend_of

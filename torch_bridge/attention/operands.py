@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from jax_core.masks.functions import from_mask_mod
+from jax_core.operands import Operands
 from jax_core.request.spec import both_sides
-from jax_core.strategies.contract import Operands
 from torch_bridge.attention.operation import OPERANDS
 from torch_bridge.backends.interface import Backend
 from torch_bridge.job.mesh import MeshDim, MeshLike

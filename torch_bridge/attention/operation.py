@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from jax.sharding import AbstractMesh
 
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.checks import check_operands
 from jax_core.request.dispatch import SHARED_QUERIES
-from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.strategies.contract import RingSpec
 from torch_bridge.attention.empty import Empty
 from torch_bridge.backends.operation import Form, Operation, Request, Whole
 from torch_bridge.job.mesh import Ring as RingOfProcesses
@@ -120,7 +121,7 @@ class Attention(Operation):
         pairs = batch * heads * queries * keys * tensors_per_sequence
         return 2 * pairs * (dim + value_dim), 2 * pairs * (3 * dim + 2 * value_dim)
 
-    def named(self, arrays: Sequence[Any], built: tuple[tuple[Any, ...], ...] = ()) -> Operands:
+    def named(self, arrays: Sequence[Any], built: tuple[tuple[Any, ...], ...] = ()) -> Operands[Any]:
         """``arrays``, in the order of a request's forms, as operands. ``built``: the arrays of a mask builder, which come last."""
         named: dict[str, Any] = dict(zip(OPERANDS, arrays, strict=False))
         lifted = (tuple(arrays[len(OPERANDS) :]),) if self.options.predicates else ()  # a mask function may have no arrays

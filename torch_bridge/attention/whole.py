@@ -10,8 +10,8 @@ import torch
 from jax.sharding import AbstractMesh
 
 from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_sequence
-from jax_core.request.options import Options
-from jax_core.strategies.contract import Operands
+from jax_core.operands import Operands
+from jax_core.options import Options
 from torch_bridge.backends.operation import Form, Whole
 
 

@@ -9,7 +9,7 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-from jax_core.request.options import Placement
+from jax_core.options import Placement
 from torch_bridge.backends.dlpack import keeping_device, precision_scope
 from torch_bridge.backends.executable import Compilation, Executable
 from torch_bridge.backends.launch import Compiled, Join, Launcher, launcher

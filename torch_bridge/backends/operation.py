@@ -16,7 +16,7 @@ from torch_bridge.job.ring import Ring, Tensors
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
-    from jax_core.request.options import Placement
+    from jax_core.options import Placement
     from torch_bridge.job.mesh import Ring as RingOfProcesses
 
 # What the forms of a request are made of: shape and dtype of each operand, None for an absent one.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_core.request.options import Placement
+from jax_core.options import Placement
 from jax_core.tiers import say_experimental
 from torch_bridge.backends import shared_memory
 from torch_bridge.backends.dlpack import narrow_ids

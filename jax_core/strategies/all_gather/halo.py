@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.masks.layout import runs
+from jax_core.operands import Keys
 from jax_core.strategies.all_gather.reach import Reach
-from jax_core.strategies.contract import Keys, RingSpec
+from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.transfers.transfer import collective, numbered, ordered_after, pack, unpack, word_of
 
 Ways = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a rank's runs to which: the pairs of ranks

@@ -14,9 +14,10 @@ from jax import Array
 from jax_core.kernels.contract import Pair, Partial, Problem, Residuals
 from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask
+from jax_core.operands import Keys, Operands
 from jax_core.strategies.all_gather.halo import returned, widened
 from jax_core.strategies.all_gather.reach import Reach, bounded, reach
-from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
+from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.pairs.local import (
     Backward,
     accumulate,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.operands import Operands
+from jax_core.strategies.contract import RingSpec
 
 _PROGRAMS = 256  # that a kernel should launch: about two for each multiprocessor of an H100 or H200
 _SHORTEST_PART = 256  # keys; shorter ones would take longer to join than to read

@@ -19,7 +19,8 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Pair, Partial, Problem, accumulation_dtype
 from jax_core.kernels.merge import join_stacked, sink_gradient
 from jax_core.masks.layout import Run
-from jax_core.strategies.contract import Operands, RingSpec, Strategy, make_residuals
+from jax_core.operands import Operands
+from jax_core.strategies.contract import RingSpec, Strategy, extras_of, make_residuals
 from jax_core.strategies.decode.arrangement import Arrangement, arrangement
 from jax_core.strategies.pairs.local import Backward, Forward, kernel_of
 from jax_core.strategies.pairs.padding import clear_cotangents, clear_operands
@@ -100,7 +101,7 @@ class Decode(Strategy):
 def _pair(spec: RingSpec, arranged: Arrangement, operands: Operands) -> Pair:
     """Nothing reads the runs as positions: without position ids no mask depends on positions."""
     q, k, v = arranged.rows(operands.query), arranged.keys(operands.key), arranged.keys(operands.value)
-    extras = operands.extras._replace(
+    extras = extras_of(operands)._replace(
         q_segment_ids=arranged.row_ids(operands.q_segment_ids),
         kv_segment_ids=arranged.key_ids(operands.kv_segment_ids),
         q_position_ids=arranged.row_ids(operands.q_position_ids),

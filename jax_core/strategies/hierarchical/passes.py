@@ -6,7 +6,8 @@ from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Grads, Partial, Problem
-from jax_core.strategies.contract import Operands, RingSpec, Strategy
+from jax_core.operands import Operands
+from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.hierarchical.rotation import HostRotation, PairStep
 from jax_core.strategies.pairs.local import LocalGradients, accumulate, kernel_of, open_backward, open_forward
 from jax_core.strategies.pairs.partial_results import PartialResults

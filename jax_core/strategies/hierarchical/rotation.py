@@ -18,7 +18,8 @@ from jax import Array, lax
 
 from jax_core.kernels.contract import Pair
 from jax_core.masks.layout import runs
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.operands import Operands
+from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_piece
 from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, way_home
 from jax_core.strategies.pairs.local import add, make_pair, query_runs, rank_of

@@ -14,7 +14,8 @@ from jax import Array, lax
 from jax_core.kernels.contract import Grads, Kernel, Pair, Partial, Residuals, Runs, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient
 from jax_core.masks.layout import runs
-from jax_core.strategies.contract import Keys, Operands, RingSpec, make_residuals
+from jax_core.operands import Keys, Operands
+from jax_core.strategies.contract import RingSpec, extras_of, make_residuals
 from jax_core.strategies.pairs.bias_slices import put_slice, take_slice
 from jax_core.strategies.pairs.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
 from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
@@ -34,7 +35,7 @@ def query_runs(spec: RingSpec, operands: Operands) -> Runs:
 
 def make_pair(spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_runs: Runs, diagonal: bool = False) -> Pair:
     """Of the queries and ``keys``, whose places in the sequence are ``k_runs``."""
-    extras = operands.extras._replace(
+    extras = extras_of(operands)._replace(
         bias=None if operands.bias is None else take_slice(operands.bias, k_runs),
         mask=None if operands.mask is None else take_slice(operands.mask, k_runs),
         kv_segment_ids=keys.segment_ids,

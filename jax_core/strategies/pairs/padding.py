@@ -9,7 +9,7 @@ every product of every kernel would cost something at each step.
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.strategies.contract import Operands
+from jax_core.operands import Operands
 
 
 def clear_values(operands: Operands) -> Operands:

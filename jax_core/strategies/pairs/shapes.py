@@ -10,7 +10,8 @@ from jax import Array
 
 from jax_core.kernels.contract import accumulation_dtype
 from jax_core.kernels.merge import sinks_per_head
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.operands import Operands
+from jax_core.strategies.contract import RingSpec
 
 
 class SmallOperands(NamedTuple):

@@ -13,8 +13,9 @@ from jax import Array, lax
 from jax_core.kernels.contract import Pair, Problem
 from jax_core.masks.layout import Layout, runs
 from jax_core.masks.static import Mask
+from jax_core.operands import Keys, Operands
 from jax_core.strategies import visibility
-from jax_core.strategies.contract import Keys, Operands, RingSpec, Strategy
+from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.pairs.local import (
     accumulate,
     add,

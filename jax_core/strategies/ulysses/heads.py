@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.kernels.contract import accumulation_dtype
-from jax_core.strategies.contract import Operands, RingSpec
+from jax_core.operands import Operands
+from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.transfers.exchange import all_to_all, in_sequence_order, in_shards
 from jax_core.strategies.transfers.transfer import tree_after, wire_dtype
 from jax_core.strategies.ulysses.inside import kv_heads_sent, order

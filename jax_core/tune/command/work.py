@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from jax_core.kernels.contract import Problem
 from jax_core.masks.dropout import seed_words
+from jax_core.operands import Operands
+from jax_core.options import Options
 from jax_core.request.dispatch import KERNELS
 from jax_core.request.features import refusal
-from jax_core.request.options import Options
 from jax_core.request.preferences import preferred_kernels
 from jax_core.request.spec import make_problem
-from jax_core.strategies.contract import Operands
 from jax_core.tune.command.models import SHAPES
 from jax_core.tune.keys import key_of
 from jax_core.tune.search import Limits, Result, candidates, search

@@ -12,8 +12,8 @@ from tpu_interpreter import tpus_interpreted
 
 import jax_core
 from jax_core.api.global_arrays import attention_on_mesh, plan_sequence
-from jax_core.request.options import Options
-from jax_core.strategies.contract import Operands
+from jax_core.operands import Operands
+from jax_core.options import Options
 
 SIZE = 2
 

@@ -29,9 +29,9 @@ from jax_core.kernels.contract import Problem, Scores
 from jax_core.kernels.cudnn import calls, kernel
 from jax_core.kernels.triton import launch
 from jax_core.masks.static import make_mask
+from jax_core.options import Options
 from jax_core.request.dispatch import choose
 from jax_core.request.features import of_scores, refusal
-from jax_core.request.options import Options
 
 # ------------------------------------------------------------------------------------------------------- what it refuses
 

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_core.kernels.triton import launch
 from jax_core.masks.plan import Plan
-from jax_core.request.options import Options, Placement
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands
 
 triton = pytest.importorskip("triton")
 pytestmark = [

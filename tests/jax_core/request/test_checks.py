@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from jax_core.operands import Operands
 from jax_core.request.checks import check_operands
-from jax_core.strategies.contract import Operands
 
 BATCH, LENGTH, HEADS, DIM, SIZE = 2, 8, 4, 6, 2
 WHOLE = SIZE * LENGTH

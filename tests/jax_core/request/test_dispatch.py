@@ -20,9 +20,9 @@ from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.kernels import tpu, xla
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.static import Mask
+from jax_core.options import Options
 from jax_core.request import dispatch
 from jax_core.request.dispatch import choose, named_platform
-from jax_core.request.options import Options
 from jax_core.request.preferences import ON_GPUS, preferred_kernels, preferred_strategies
 from jax_core.strategies.fused_ring import FusedRing
 from jax_core.strategies.ring import Ring

@@ -12,10 +12,10 @@ import pytest
 
 from jax_core.kernels.contract import Scores
 from jax_core.masks.static import Mask
+from jax_core.operands import Operands
+from jax_core.options import Options
 from jax_core.request import spec
 from jax_core.request.dispatch import KERNELS, STRATEGIES
-from jax_core.request.options import Options
-from jax_core.strategies.contract import Operands
 from jax_core.strategies.ring import Ring
 
 X = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)

@@ -9,7 +9,7 @@ import jax_core
 import jax_core.api.attention as of_jax
 import ring_attn
 from jax_core.integrations.settings import RingSettings
-from jax_core.request.options import Options, Settings
+from jax_core.options import Options, Settings
 from ring_attn.functional import NAMES, AttentionOptions
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "reference.md").read_text(encoding="utf-8")

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_core import ring_attention
-from jax_core.request.options import Options, Placement
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands
 
 HEADS, DIM = 4, 8
 SIZES = {"batch": (0, 4, 4), "queries": (2, 0, 4), "keys": (2, 6, 0), "sequence": (2, 0, 0)}  # of shards

@@ -33,9 +33,9 @@ from jax.sharding import PartitionSpec as P
 from jax_core.kernels.cudnn import calls
 from jax_core.kernels.cute import calls as cute_calls
 from jax_core.kernels.triton import launch
-from jax_core.request.options import Options, Placement
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands
 from torch_bridge.job.xla_options import options_of_ring
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for GPUs is not installed: make test-gpu-aot")

@@ -20,9 +20,9 @@ from oracle_assertions import assert_ring_is_like_the_oracle
 from jax_core import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.masks.layout import runs as runs_of
 from jax_core.masks.static import Mask, empty
-from jax_core.request.options import Options, Placement
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands
 from jax_core.strategies.hierarchical.schedule import HostStep, host_steps, way_home
 from jax_core.strategies.rotation import Step
 from jax_core.strategies.visibility import visible_shifts

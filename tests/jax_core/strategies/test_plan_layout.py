@@ -10,9 +10,9 @@ from attention_cases import CASES, CAUSAL, DROPOUT, SEED, Case, make_cotangents,
 from oracle_assertions import assert_ring_is_like_the_oracle
 
 from jax_core.masks.plan import Plan
-from jax_core.request.options import Options, Placement
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands
 
 # One of each feature; those that only say how the function is called are left out, and those whose keys have another length.
 NAMES = (

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_core import BwdParams, FwdParams, RingAttentionConfig
-from jax_core.request.options import Options, Placement
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
-from jax_core.strategies.contract import Operands
 
 SEQUENCE, HEADS, DIM = 4096, 2, 32
 CONFIG = RingAttentionConfig(FwdParams(64, 64), BwdParams(64, 64))

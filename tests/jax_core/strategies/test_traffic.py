@@ -14,10 +14,10 @@ from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_core.operands import Operands
+from jax_core.options import Options, Placement
 from jax_core.request.dispatch import STRATEGIES
-from jax_core.request.options import Options, Placement
 from jax_core.request.spec import make_problem, make_spec
-from jax_core.strategies.contract import Operands
 from jax_core.strategies.transfers.traffic import Traffic
 
 LENGTH, HEADS, KV_HEADS, DIM, VALUE_DIM = 256, 8, 4, 8, 16

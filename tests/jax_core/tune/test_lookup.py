@@ -14,8 +14,8 @@ from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.kernels import cudnn, xla
 from jax_core.kernels.contract import Pair
 from jax_core.masks.static import Mask
+from jax_core.options import Options
 from jax_core.request.dispatch import choose
-from jax_core.request.options import Options
 from jax_core.tune import lookup, search, store
 from jax_core.tune.devices import device_name, file_name
 from jax_core.tune.keys import key_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jax_core.request.options import Options
+from jax_core.options import Options
 from torch_bridge.attention.operands import gather
 from torch_bridge.attention.operation import OPERANDS, Attention
 from torch_bridge.backends import shared_memory, torch_tpu

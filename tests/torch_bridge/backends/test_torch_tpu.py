@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jax_core
 import ring_attn
-from jax_core.request.options import Options
+from jax_core.options import Options
 from torch_bridge.attention.operation import OPERANDS, Attention
 from torch_bridge.backends import torch_tpu as tpu
 from torch_bridge.backends.operation import Form, Request

@@ -376,8 +376,8 @@ def test_global_attention_lowers_for_a_tpu():
     import jax
 
     from jax_core.api.global_arrays import attention_on_mesh, plan_sequence
-    from jax_core.request.options import Options
-    from jax_core.strategies.contract import Operands
+    from jax_core.operands import Operands
+    from jax_core.options import Options
 
     mesh = jax.sharding.AbstractMesh((8,), ("sequence",))
     shape = jax.ShapeDtypeStruct((1, 1024, 4, 128), "bfloat16")

@@ -242,8 +242,8 @@ def test_a_function_and_a_module_share_a_program_and_each_says_its_own_names():
     made = len(programs._PROGRAMS)
     module(x, x, x)
     assert len(programs._PROGRAMS) == made
-    with pytest.raises(ValueError, match="^dropout_p must"):
+    with pytest.raises(ValueError, match=r"^dropout_p must"):
         ring_attn.ring_attention(q, q, q, causal=True, dropout_p=1.5)
     module.dropout = 1.5
-    with pytest.raises(ValueError, match="^dropout must"):
+    with pytest.raises(ValueError, match=r"^dropout must"):
         module(x, x, x)

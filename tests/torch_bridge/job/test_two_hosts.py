@@ -96,6 +96,6 @@ def test_a_lost_host_ends_the_other_within_the_limit_and_is_named(hosts, lost, h
     for rank in ranks[GPUS:]:
         assert "its whole host east (global ranks 0-3) has died or cannot be reached" in ends[rank][1], ends[rank]
     for rank in ranks[:GPUS] if how == "unplug" else ():
-        gone = re.findall(r"(\d) \(died\)", ends[rank][1])  # in the order of their ends: a late rank sees its neighbours end of it, too
+        gone = re.findall(r"(\d) \(died\)", ends[rank][1])  # in order: a late rank sees its neighbours end, too
         assert gone[0] in "4567" and {"4", "5", "6", "7"} <= set(gone), ends[rank]
     assert not any("Check failure" in errors for _, errors in ends)

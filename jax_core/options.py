@@ -1,16 +1,18 @@
-"""What a caller may ask for, as data; ``spec`` checks it."""
+"""What a caller may ask for, as data; ``request`` checks it. Importing this module loads no JAX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from jax import Array
-from jax.lax import Precision
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_core.config import RingAttentionConfig
-from jax_core.masks.functions import Predicate
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import Window
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.lax import Precision
+
+    from jax_core.masks.functions import Predicate
 
 AxisName = str | tuple[str, ...] | None
 MaskMod = Callable[..., Any]  # (batch, head, q_pos, k_pos) -> bool, on traced int32 scalars
@@ -23,9 +25,9 @@ class MaskInfo(NamedTuple):
     ``attention_mask``: bool, as ``mask``. ``sequence_axis_name``: the mesh axis of the sequence, if ``axis_name`` is not given.
     """
 
-    attention_mask: Array | None = None
-    q_segment_ids: Array | None = None
-    kv_segment_ids: Array | None = None
+    attention_mask: "Array | None" = None
+    q_segment_ids: "Array | None" = None
+    kv_segment_ids: "Array | None" = None
     sequence_axis_name: AxisName = None
 
 
@@ -48,7 +50,7 @@ class Settings:
     cfg: RingAttentionConfig | None = None
     fused_backward: bool = False
     deterministic: bool = False
-    precision: str | Precision | None = None
+    precision: "str | Precision | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Options(Settings):
 
     dropout_prob: float = 0.0
     lse_gradient: bool = True  # False: the LSE has no cotangent, and one passed anyway is ignored
-    predicates: tuple[Predicate, ...] = ()  # mask functions already traced, whose arrays are among the operands
+    predicates: "tuple[Predicate, ...]" = ()  # mask functions already traced, whose arrays are among the operands
     logits_dtype: str | None = None
 
 

@@ -1,0 +1,48 @@
+"""The arrays of one attention, as one record from the caller's door to the kernels. Importing this module loads no JAX: they may be
+torch's tensors, too.
+"""
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+A = TypeVar("A")  # the kind of array
+
+
+class Keys(NamedTuple, Generic[A]):
+    """Keys and values that are here, with their ids: what travels between ranks."""
+
+    key: A
+    value: A
+    segment_ids: A | None
+    position_ids: A | None
+
+
+class Operands(NamedTuple, Generic[A]):
+    """The arrays of one attention, as local shards; all but the first three may be None.
+
+    ``query [batch, q_length, heads, dim]``; ``key [batch, k_length, kv_heads, dim]``;
+    ``value [batch, k_length, kv_heads, value_dim]``; ``softmax_aux [heads] | [sinks] | [heads, sinks]``; ``bias`` (float) and
+    ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in
+    sequence order; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
+    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's rank in the
+    ring (None: ``lax.axis_index`` gives it); ``predicate_arrays`` as in :class:`Extras`.
+    """
+
+    query: A
+    key: A
+    value: A
+    softmax_aux: A | None = None
+    bias: A | None = None
+    mask: A | None = None
+    q_segment_ids: A | None = None
+    kv_segment_ids: A | None = None
+    q_position_ids: A | None = None
+    kv_position_ids: A | None = None
+    alibi_slopes: A | None = None
+    dropout_seed: A | None = None
+    origin: A | None = None
+    rank: A | None = None
+    predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def keys(self) -> Keys[A]:
+        return Keys(self.key, self.value, self.kv_segment_ids, self.kv_position_ids)
