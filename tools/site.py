@@ -14,7 +14,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", readme)
     title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     PAGES[page.file.src_uri] = (title[1] if title else page.file.src_uri, markdown)
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./)*(?:DESIGN|CONTRIBUTING|benchmarks/|tests/)[^)]*\)", r"\1", markdown)
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./)*(?:DESIGN|CONTRIBUTING|SECURITY|benchmarks/|tests/)[^)]*\)", r"\1", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

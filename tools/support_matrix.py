@@ -45,9 +45,21 @@ def tables() -> dict[str, str]:
 
 
 def _table(rows: Mapping[str, tuple[str, ...]], columns: Mapping[str, Any]) -> str:
-    cells = [[name, *("yes" if set(needed) <= has else "-" for has in columns.values())] for name, needed in rows.items()]
-    lines = [["", *(f"`{name}`" for name in columns)], ["---"] * (len(columns) + 1), *cells]
+    """Rows with the same answers share a line, columns with the same answers a column. The line with the most columns is first."""
+    alike = _alike({name: tuple(set(needed) <= has for needed in rows.values()) for name, has in columns.items()})
+    answers = _alike(dict(zip(rows, zip(*alike, strict=True), strict=True)))
+    cells = [["; ".join(names), *("yes" if there else "-" for there in answer)] for answer, names in answers.items()]
+    cells.sort(key=lambda line: -line.count("yes"))
+    lines = [["", *(", ".join(f"`{name}`" for name in names) for names in alike.values())], ["---"] * (len(alike) + 1), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _alike(answers: Mapping[str, tuple[bool, ...]]) -> dict[tuple[bool, ...], list[str]]:
+    """The names with the same answers, by these."""
+    found: dict[tuple[bool, ...], list[str]] = {}
+    for name, answer in answers.items():
+        found.setdefault(answer, []).append(name)
+    return found
 
 
 def written(page: str) -> str:

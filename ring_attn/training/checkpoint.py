@@ -24,7 +24,7 @@ def keep_attention(*, offload: bool = False) -> tuple[AbstractContextManager[Non
     All gradients have the bits of full recomputation. Nothing else is kept; ring calls of other checkpoints are not concerned.
 
     Where the checkpoint is inside of what ``torch.compile`` compiles, name the operator in a policy of torch's own instead
-    (docs/parallelism.md). The backward raises RuntimeError where the function makes other ring calls than in the forward, or a kept
+    (docs/own-model.md). The backward raises RuntimeError where the function makes other ring calls than in the forward, or a kept
     output was changed in place.
     """
     calls = CheckpointedCalls(offload)
