@@ -123,8 +123,8 @@ def sibling(name: str) -> tuple[str | None, str | None]:
 
 def oracle_reason(module: str, name: str) -> str | None:
     inside = within(module, "jax_core.testing")
-    if within(name, "jax_core.testing") and not inside:
-        return "the oracle is for tests"
+    if within(name, "jax_core.testing") and not (inside or within(module, "ring_attn.doctor")):
+        return "the oracle is for tests, and for the doctor, which tests an installation"
     if not inside or not within(name, "jax_core"):
         return None
     allowed = any(within(a, b) for a, b in (("jax_core.masks.dropout", name), (name, "jax_core.masks.dropout")))

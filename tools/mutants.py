@@ -26,13 +26,14 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 180  # seconds for a fault
+PACKED = ["tests/ring_attn/packed/test_packed.py", "-k", "not rings_of_two_and_four"]  # that one starts processes, for a minute
 # Each with the narrowest tests that should see its faults.
 TESTS = {
     "jax_core/kernels/merge.py": ["tests/jax_core/kernels/test_merge.py"],
     "jax_core/masks/layout.py": ["tests/jax_core/masks/test_layout.py"],
     "jax_core/masks/static.py": ["tests/jax_core/masks/test_static.py"],
     "jax_core/masks/areas.py": ["tests/jax_core/masks/test_balance.py"],
-    "jax_core/masks/plan.py": ["tests/jax_core/masks/test_balance.py"],
+    "jax_core/masks/plan.py": ["tests/jax_core/masks/test_balance.py", "tests/jax_core/masks/test_layout.py"],
     "jax_core/masks/balance.py": ["tests/jax_core/masks/test_balance.py"],
     "jax_core/masks/builders.py": ["tests/jax_core/masks/test_builders.py"],
     "jax_core/strategies/ring/loop.py": ["tests/jax_core/strategies/ring", "tests/jax_core/strategies/test_traffic.py"],
@@ -43,8 +44,8 @@ TESTS = {
     "ring_attn/documents/positions.py": ["tests/ring_attn/test_documents.py"],
     "ring_attn/documents/cumulative.py": ["tests/ring_attn/test_documents.py", "tests/ring_attn/packed/test_packed.py"],
     "ring_attn/packed/placement.py": ["tests/ring_attn/packed/test_packed_placement.py"],
-    "ring_attn/packed/batch.py": ["tests/ring_attn/packed"],
-    "ring_attn/packed/documents.py": ["tests/ring_attn/packed"],
+    "ring_attn/packed/batch.py": PACKED,
+    "ring_attn/packed/documents.py": ["tests/ring_attn/test_documents.py", *PACKED],
 }
 
 

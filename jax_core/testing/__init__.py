@@ -1,4 +1,4 @@
 """The float64 oracle that every kernel and strategy is held to.
 
-Called by tests and benchmarks alone; shares no code with what it checks.
+Called by tests, benchmarks and ``ring_attn.doctor`` alone; shares no code with what it checks.
 """

@@ -86,6 +86,21 @@ def reference_attention(
     return _without_cotangents_of_padding(found, q_segment_ids, kv_segment_ids, sizes)
 
 
+def reference_gradients(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, dout: np.ndarray, **options: Any
+) -> list[np.ndarray]:
+    """``out`` and the gradients of query, key and value for its cotangent ``dout``, in float64; ``options`` as for
+    :func:`reference_attention`."""
+
+    @jax.jit
+    def run(operands: tuple[_Array, ...], dout: _Array) -> list[_Array]:
+        out, transpose = jax.vjp(lambda *qkv: reference_attention(*qkv, **options, dtype="float64").out, *operands)
+        return [out, *transpose(dout)]
+
+    with jax.enable_x64(True):
+        return [np.array(x) for x in run((query, key, value), dout)]
+
+
 def _number(dtype: Any) -> Any:
     widest = jnp.zeros(0, float).dtype  # float64 exactly when x64 is on
     number = jnp.dtype(dtype or widest)

@@ -27,7 +27,7 @@ def from_process(module: str, limit: float, environment: Mapping[str, str]) -> A
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with what it has started: compilers hold its pipes open
         process.communicate()
-        return f"timed out after {limit:.0f} s"
+        return f"timed out after {limit:g} s"
     try:
         return json.loads(out.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):

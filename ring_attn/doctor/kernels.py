@@ -1,4 +1,4 @@
-"""One attention of each kernel against the dense one in float64, forward and every gradient, beside torch's SDPA.
+"""One attention of each kernel against the oracle in float64, forward and every gradient, beside torch's SDPA.
 
 ``python -m ring_attn.doctor.kernels`` does it on the first GPU that is visible, or on the CPU, and prints JSON: a crash or a hang
 of a kernel is then that process's own.
@@ -40,13 +40,12 @@ def main() -> None:
 def _tried() -> Iterator[dict[str, str]]:
     import ring_attn
 
-    q, k, v, cotangent = inputs()
-    exact = _results(dense, *(x.double() for x in (q, k, v, cotangent)))
-    theirs = _results(dense, q, k, v, cotangent)
-    usual = _error(theirs, exact)
-    usual_ms = _milliseconds(lambda: _results(dense, q, k, v, cotangent))
-    # Asked in 16 bits, which all kernels take.
-    explained = ring_attn.explain(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True, mesh="local")
+    given = inputs()
+    # It starts JAX, which the oracle needs. Asked in 16 bits, which all kernels take.
+    explained = ring_attn.explain(*(x.bfloat16() for x in given[:3]), causal=True, mesh="local")
+    exact = oracle(*given)
+    usual = error(results(dense, *given), exact)
+    usual_ms = _milliseconds(lambda: results(dense, *given))
     for name, refusal in [(explained.kernel, None), *explained.kernels.items()]:
         if refusal is not None:
             yield {"kernel": str(name), "verdict": "note", "text": f"cannot run here: {refusal}"}
@@ -56,20 +55,22 @@ def _tried() -> Iterator[dict[str, str]]:
             return ring_attn.ring_attention(q, k, v, causal=True, mesh="local", platform=name)
 
         try:
-            error = _error(_results(ours, q, k, v, cotangent), exact)
-            ms = _milliseconds(lambda ours=ours: _results(ours, q, k, v, cotangent))  # type: ignore[misc]
+            own = error(results(ours, *given), exact)
+            ms = _milliseconds(lambda ours=ours: results(ours, *given))  # type: ignore[misc]
         except Exception as failure:
             yield {"kernel": str(name), "verdict": "wrong", "text": f"{type(failure).__name__}: {failure}"}
             continue
-        text = (
-            f"error {error:.1e} of the largest, torch's SDPA {usual:.1e}; {ms:.2f} ms, SDPA {usual_ms:.2f} (forward and backward)"
-        )
-        yield {"kernel": str(name), "verdict": verdict(error, usual), "text": text}
+        text = f"{figures(own, usual)}; {ms:.2f} ms, SDPA {usual_ms:.2f} (forward and backward)"
+        yield {"kernel": str(name), "verdict": verdict(own, usual), "text": text}
 
 
-def verdict(error: float, usual: float) -> Verdict:
+def figures(own: float, usual: float) -> str:
+    return f"error {own:.1e} of the largest, torch's SDPA {usual:.1e}"
+
+
+def verdict(own: float, usual: float) -> Verdict:
     """``usual``: the error of torch's own attention in the same dtype."""
-    return "right" if error <= 2 * usual + ROUNDING else "wrong"
+    return "right" if own <= 2 * usual + ROUNDING else "wrong"
 
 
 def inputs() -> list[Tensor]:
@@ -87,15 +88,24 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def _results(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cotangent: Tensor) -> list[Tensor]:
+def oracle(*given: Tensor) -> list[Tensor]:
+    """The output and the gradients in float64, on the CPU, by the oracle that the tests have. JAX must have been started by a call
+    of the library before."""
+    from jax_core.testing.oracle import reference_gradients
+
+    return [torch.from_numpy(x) for x in reference_gradients(*(x.double().cpu().numpy() for x in given), causal=True)]
+
+
+def results(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cotangent: Tensor) -> list[Tensor]:
+    """The output and the gradients."""
     operands = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*operands)
     return [out.detach(), *torch.autograd.grad(out, operands, cotangent)]
 
 
-def _error(found: list[Tensor], exact: list[Tensor]) -> float:
+def error(found: list[Tensor], exact: list[Tensor]) -> float:
     """The largest difference, relative to the largest of each result."""
-    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+    return max(float((a.double().cpu() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
 
 
 def _milliseconds(run: Callable[[], Any]) -> float:

@@ -1,4 +1,5 @@
-"""Under torchrun: whether the ranks agree, whether a ring of them is right, and how fast one hop of it is."""
+"""Under torchrun: whether the ranks agree, which strategies and kernels can run on a ring of them and are right, and how fast one
+hop of it is."""
 
 import os
 import threading
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ring_attn.doctor.finding import Finding
-from ring_attn.doctor.kernels import dense, inputs, verdict
+from ring_attn.doctor.kernels import dense, error, figures, inputs, oracle, results, verdict
 from ring_attn.doctor.versions import installed
 
 LIMIT = 300.0  # seconds
@@ -21,14 +23,19 @@ _SETTINGS = ("RING_ATTN_", "NCCL_", "XLA_", "JAX_")
 
 
 def check(limit: float = LIMIT) -> Iterator[Finding]:
-    """On all ranks alike. A collective that does not come to its end is left behind, and said."""
+    """On all ranks alike. ``limit``: for each finding, in seconds. A collective that does not come to its end is left behind, and
+    said."""
     found: list[Finding] = []
     thread = threading.Thread(target=_look, args=(found,), daemon=True)
     thread.start()
-    thread.join(limit)
+    told = 0
+    while thread.is_alive():
+        thread.join(limit)
+        if thread.is_alive() and len(found) == told:
+            found.append(Finding("ranks", "wrong", f"timed out after {limit:g} s: a rank has not come, or cannot be reached"))
+            break
+        told = len(found)
     yield from found
-    if thread.is_alive():
-        yield Finding("ranks", "wrong", f"timed out after {limit:.0f} s: a rank has not come, or cannot be reached")
 
 
 def _look(found: list[Finding]) -> None:
@@ -37,7 +44,7 @@ def _look(found: list[Finding]) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=LIMIT))
         found.append(_agreement())
-        found.append(_ring())
+        found.extend(_ring())
         found.append(_hop())
     except Exception as error:
         found.append(Finding("ranks", "wrong", f"{type(error).__name__}: {error}"))
@@ -60,18 +67,42 @@ def _agreement() -> Finding:
     return Finding("ranks", "right", f"{len(every)} ranks with the same versions, devices and settings")
 
 
-def _ring() -> Finding:
-    from ring_attn import Ring
+def _ring() -> Iterator[Finding]:
+    """Each strategy and each kernel that can run, forward and gradients; why the others cannot."""
+    from ring_attn import Ring, explain
 
-    q, k, v, _ = inputs()
+    given = inputs()
     ring = Ring(layout="zigzag")
-    out = ring.attention(*(ring.shard(x) for x in (q, k, v)), causal=True)
-    exact = dense(*(x.double() for x in (q, k, v)))
-    usual = float((dense(q, k, v).double() - exact).abs().max() / exact.abs().max())
-    error = float((ring.unshard(out).double() - exact).abs().max() / exact.abs().max())
-    return Finding(
-        "a ring", verdict(error, usual), f"{ring.size} ranks, error {error:.1e} of the largest, torch's SDPA on one {usual:.1e}"
-    )
+    shards = [ring.shard(x) for x in given]
+    # It starts JAX, which the oracle needs. Asked in 16 bits, which all kernels take.
+    explained = explain(*(x.bfloat16() for x in shards[:3]), causal=True, **ring.arguments())
+    exact = oracle(*given)
+    usual = error(results(dense, *given), exact)
+    ways = [("strategy", "strategy", {explained.strategy: None, **explained.strategies})]
+    if explained.kernel is not None:
+        ways.append(("kernel", "platform", {explained.kernel: None, **explained.kernels}))
+    for kind, option, reasons in ways:
+        for name, refusal in reasons.items():
+            check = f"{kind} {name}, {ring.size} ranks"
+            if refusal is not None:
+                yield Finding(check, "note", f"cannot run this: {refusal}")
+                continue
+            try:
+                own = _tried(ring, {option: name}, shards, exact)
+            except Exception as failure:
+                yield Finding(check, "wrong", f"{type(failure).__name__}: {failure}")
+                continue
+            yield Finding(check, verdict(own, usual), f"{figures(own, usual)} on one")
+
+
+def _tried(ring: Any, options: dict[str, Any], shards: list[Tensor], exact: list[Tensor]) -> float:
+    """The error of a call on the ring, and of its gradients."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = ring.attention(q, k, v, causal=True, **options)
+        return out
+
+    return error([ring.unshard(x) for x in results(attend, *shards)], exact)
 
 
 def _hop() -> Finding:

@@ -1,12 +1,14 @@
 """The loss over a ring and the sum of its gradients: in one process, and the real thing over two."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from launch import torchrun
 from torch import nn
 
 from ring_attn import Ring, cross_entropy, shard_batch, shard_packed, sync_gradients, total_loss
-from ring_attn.training import gradients, token_losses
+from ring_attn.training import batches, gradients, loss, token_losses
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 LOGITS = torch.randn(1, 8, 11, generator=torch.Generator().manual_seed(0))
@@ -22,6 +24,27 @@ def test_one_process_gets_the_ordinary_mean():
     losses = cross_entropy(LOGITS, batch, reduction="none")
     assert losses.shape == IDS.shape
     torch.testing.assert_close(losses.sum() / 7, expected)
+
+
+def test_what_is_counted_already_needs_no_other_rank():
+    batch = shard_batch(IDS, mesh="local")
+    torch.testing.assert_close(cross_entropy(logits=LOGITS, batch=batch), cross_entropy(LOGITS, batch))
+    assert loss._where(LOGITS, batch) is None and loss._where(LOGITS, batch=batch) is None
+    assert loss._where(LOGITS, batch.labels) is not None
+
+
+def test_only_losses_with_a_gradient_belong_to_a_step():
+    """Evaluation does not; ranks compare what they sum gradients of."""
+    ring = SimpleNamespace(ranks=(0, 1), size=2, rank=0)
+    labels = IDS.clone()
+    labels.ring_attn_whole = ring.ranks, torch.tensor([3, 5])  # as shard_batch marks it
+    logits = LOGITS.clone().requires_grad_()
+    with torch.no_grad():
+        cross_entropy(logits, labels, mesh="local")
+    cross_entropy(LOGITS, labels, mesh="local")
+    assert not batches.taken(ring, logits.device).any()
+    cross_entropy(logits, labels, mesh="local")
+    assert batches.taken(ring, logits.device).tolist() == [[1, 3 * 1 + 5 * 2], [0, 0]]
 
 
 def test_a_packed_batch_knows_its_count():

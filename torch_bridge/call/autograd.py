@@ -116,7 +116,7 @@ class _Call(_Traced):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: object) -> NoReturn:
-        refuse_forward_mode(ctx)
+        refuse_forward_mode(ctx.key)
 
 
 class _Transformable(torch.autograd.Function):
@@ -143,7 +143,7 @@ class _Transformable(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: object) -> NoReturn:
-        refuse_forward_mode(ctx)
+        refuse_forward_mode(ctx.key)
 
 
 class _Once(torch.autograd.Function):
@@ -163,11 +163,11 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: object) -> NoReturn:
-        refuse(ctx)
+        refuse(ctx.key)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: object) -> NoReturn:
-        refuse_forward_mode(ctx)
+        refuse_forward_mode(ctx.key)
 
 
 def _gradients(

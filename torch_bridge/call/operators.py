@@ -12,11 +12,13 @@ from torch.utils.flop_counter import register_flop_formula
 from torch_bridge.call import batching
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.programs import call_of, check, program_of
+from torch_bridge.call.refusal import refuse_in_compiled
 from torch_bridge.job.ring import Tensors, tensors_per_sequence
 
 
 @torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, str call) -> Tensor[]")
 def forward_op(operands: Tensors, call: str) -> list[Tensor]:
+    refuse_in_compiled(call)
     # A compiled graph writes into what an operator has returned, once it has no further use for it.
     return list(results_of(call, operands, partial(program_of(call, operands).forward, operands), copied=True))
 

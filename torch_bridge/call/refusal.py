@@ -1,10 +1,15 @@
 """The refusal of derivatives that do not exist, by whatever road they are asked for."""
 
+import sys
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import functional
 
 from torch_bridge.call.programs import call_of
+
+_SECOND = ("hessian", "hvp", "vhp", "jvp")  # of torch.autograd.functional; jvp is made of two backwards
 
 
 class Refused(torch.autograd.Function):
@@ -18,23 +23,40 @@ class Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: object) -> NoReturn:
-        refuse(ctx)
+        refuse(ctx.key)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: object) -> NoReturn:
-        refuse_forward_mode(ctx)
+        refuse_forward_mode(ctx.key)
 
 
-def refuse(ctx: Any) -> NoReturn:
-    raise NotImplementedError(f"{_name(ctx)} can be differentiated once: JAX computes its gradients, and torch sees no further")
+def refuse(key: str) -> NoReturn:
+    raise NotImplementedError(f"{_name(key)} can be differentiated once: JAX computes its gradients, and torch sees no further")
 
 
-def refuse_forward_mode(ctx: Any) -> NoReturn:
+def refuse_forward_mode(key: str) -> NoReturn:
     raise NotImplementedError(
-        f"{_name(ctx)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); JAX computes its gradients, "
+        f"{_name(key)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); JAX computes its gradients, "
         "once and in reverse mode: use torch.func.grad, vjp or jacrev"
     )
 
 
-def _name(ctx: Any) -> str:
-    return call_of(ctx.key).operation.name
+def _name(key: str) -> str:
+    return call_of(key).operation.name
+
+
+def refuse_in_compiled(key: str) -> None:
+    """Refuses a call in a graph of AOTAutograd whose gradients torch.autograd.functional differentiates. AOTAutograd detaches what
+    it saves of views, and functional gives views: the second derivative would be 0, in silence, as that of every such graph."""
+    frame: FrameType | None = sys._getframe(1)
+    inner: list[FrameType] = []
+    while frame is not None and not (frame.f_code.co_name in _SECOND and frame.f_globals is vars(functional)):
+        inner.append(frame)
+        frame = frame.f_back
+    if frame is not None and any(map(_is_differentiated_graph, inner)):
+        refuse(key)
+
+
+def _is_differentiated_graph(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_name == "forward" and module.startswith("torch._functorch._aot_autograd")

@@ -34,6 +34,7 @@ from attention_cases import (
     sharded_attention,
     to_layout,
 )
+from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 
 from jax_core import blockwise_attention, ring_attention
@@ -301,16 +302,27 @@ FORWARD_MODE = {
     "jacfwd": lambda f, q: jax.jacfwd(f)(q),
     "hessian": lambda f, q: jax.hessian(f)(q),
     "jvp of grad": lambda f, q: jax.jvp(jax.grad(f), (q,), (q,)),
+    "jvp of the cotangent": lambda f, q: jax.jvp(lambda scale: jax.vjp(f, q)[1](scale), (jnp.ones(()),), (jnp.ones(()),)),
+    "jvp of vmap": lambda f, q: jax.jvp(jax.vmap(f), (q[None],), (q[None],)),
+    "jvp under jit": lambda f, q: jax.jit(lambda q: jax.jvp(f, (q,), (q,)))(q),
     "jvp of grad under jit": lambda f, q: jax.jit(lambda q: jax.jvp(jax.grad(f), (q,), (q,)))(q),
+    "hessian under jit": lambda f, q: jax.jit(jax.hessian(f))(q),
+    "grad of jvp": lambda f, q: jax.grad(lambda q: jax.jvp(f, (q,), (q,))[1])(q),
 }
 
 
 @pytest.mark.parametrize("road", FORWARD_MODE)
-@pytest.mark.parametrize("place", ["alone", "on a mesh", "checkpoint"])
+@pytest.mark.parametrize("place", ["alone", "on a mesh", "inside shard_map", "checkpoint", "scan"])
 def test_forward_mode_is_refused(x64: None, place: str, road: str):
-    """By JAX itself."""
-    with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\)|jvp.* custom_vjp"):
-        FORWARD_MODE[road](lambda q: energy(PLACES[place][0])(q, K, V), Q)
+    """By JAX itself, in its own words, which docs/jax.md has; never a wrong value."""
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    with pytest.raises((TypeError, NotImplementedError), match=r"forward-mode autodiff \(jvp\)|jvp.* custom_vjp|'custom_lin'"):
+        FORWARD_MODE[road](lambda q: energy(PLACES[place][0])(q, k, v), q)
+
+
+def test_taylor_mode_is_refused(x64: None):
+    with pytest.raises((TypeError, AttributeError)):  # the second in jax 0.11, whose jet knows no custom_vjp any more
+        jet(lambda q: energy(ours)(q, K, V), (Q,), ((Q,),))
 
 
 @pytest.mark.parametrize("platform", ["cute", "cuda", "triton", "pallas"])

@@ -129,6 +129,8 @@ def test_neighbours_stay_together_where_that_is_even():
     assert jax_core.balance(4096, 4).table == tuple(tuple(range(4 * rank, 4 * rank + 4)) for rank in range(4))
     causal = jax_core.balance(4096, 4, causal=True)
     assert causal.table[1] == (2, 3, 12, 13) and causal.ring_imbalance < 0.001
+    three = jax_core.balance(3072, 3, causal=True)  # also where the ranks are no power of two
+    assert three.table == ((0, 1, 10, 11), (2, 3, 8, 9), (4, 5, 6, 7))
     window = jax_core.balance(2**16, 8, causal=True, sliding_window=256)
     assert window.table[0] == tuple(range(8))
 

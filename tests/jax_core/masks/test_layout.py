@@ -172,8 +172,19 @@ def test_what_is_no_plan(piece: int, table, message: str):
         Plan(piece, table)
 
 
+def test_a_long_table_is_not_told_whole():
+    for count, end in ((4, "got ((1, 2, 3),)"), (400, " ...")):
+        with pytest.raises(ValueError, match="each piece from 0 to") as error:
+            Plan(4, (tuple(range(1, count)),))
+        assert len(str(error.value)) < 300 and str(error.value).endswith(end)
+
+
 def test_what_plans_refuse():
     assert len({PLAN, Plan(2, PLAN.table), Plan(4, PLAN.table), Plan(2, PLAN.table[::-1]), "zigzag"}) == 4
+    one, other = PLAN, Plan(4, PLAN.table)
+    assert one != other and other != one  # whichever has the larger digest
+    large = Plan(1, tuple(tuple(range(3 * rank, 3 * rank + 3)) for rank in range(300)))
+    large.check_size(int("300"))  # equal, and another object
     assert padded_length(PLAN, 2, 7) == 12
     for refuse in (lambda: runs(PLAN, 0, 4, 3), lambda: padded_length(PLAN, 1, 12), lambda: check_layout(PLAN, 3)):
         with pytest.raises(ValueError, match=r"plan \w{12} of 6 pieces of 2 is for a ring of 2, .* is a ring of [134]"):

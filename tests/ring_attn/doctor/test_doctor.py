@@ -1,14 +1,15 @@
 """``python -m ring_attn doctor``: what is right is said to be, and a wrong kernel, a hang and a trap are seen."""
 
 import json
+import os
 import time
 
 import pytest
 import torch
-from launch import as_a_user
+from launch import PYTHONPATH, as_a_user
 
 import ring_attn
-from ring_attn.doctor import command, kernels, ranks, traps, versions
+from ring_attn.doctor import kernels, ranks, traps, versions
 from ring_attn.doctor.child import from_process
 from ring_attn.doctor.finding import Finding
 
@@ -32,23 +33,55 @@ def test_a_machine_without_gpus_is_right():
 def test_two_ranks_agree_and_make_a_ring():
     done = as_a_user("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ring_attn", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("2 ranks with the same versions", "2 ranks, error ", "GiB/s to the next rank", "nothing is wrong"):
-        assert words in done.stdout, done.stdout + done.stderr
+    told = " ".join(done.stdout.split())
+    for words in (
+        "2 ranks with the same versions",
+        "strategy ring, 2 ranks right error ",
+        "strategy ulysses, 2 ranks right error ",
+        "strategy ulysses_ring, 2 ranks note cannot run this: it needs two mesh axes",
+        "kernel xla, 2 ranks right error ",
+        "kernel cute, 2 ranks note cannot run this: flash-attn-4 needs an NVIDIA GPU",
+        "GiB/s to the next rank",
+        "nothing is wrong",
+    ):
+        assert words in told, done.stdout + done.stderr
 
 
-def test_a_wrong_kernel_is_found(monkeypatch, capsys):
+PLANTED = """
+from jax_core.kernels import xla
+right = xla.{of}
+def wrong(*operands, **options):
+    found = right(*operands, **options)
+    return found._replace({result}=1.001 * found.{result})
+xla.{of} = wrong
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "result", "launcher", "told"),
+    [
+        ("forward", "out", (), "xla, CPU"),
+        ("backward", "dk", (), "xla, CPU"),
+        ("backward", "dv", ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), "kernel xla, 2 ranks"),
+    ],
+)
+def test_a_wrong_kernel_ends_the_command_with_1(tmp_path, of, result, launcher, told):
+    """Planted in every process of it, also in those that it starts."""
+    (tmp_path / "sitecustomize.py").write_text(PLANTED.format(of=of, result=result))
+    path = os.pathsep.join((str(tmp_path), PYTHONPATH))
+    done = as_a_user(*launcher, "-m", "ring_attn", "doctor", PYTHONPATH=path, CUDA_VISIBLE_DEVICES="", RING_ATTN_CACHE="")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (last,) = [line for line in done.stdout.splitlines() if line.startswith("wrong: ")]
+    assert told in last, done.stdout
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
     right = ring_attn.ring_attention
     monkeypatch.setattr(kernels, "RUNS", 1)
     monkeypatch.setattr(ring_attn, "ring_attention", lambda *operands, **options: 1.001 * right(*operands, **options))
     found = {each["kernel"]: each for each in kernels._tried()}
     assert found["xla"]["verdict"] == "wrong", found
-    monkeypatch.setattr(command, "_checks", lambda limit: [("kernels", lambda: [Finding("xla", "wrong", "error 1e-3")])])
-    assert command.run(command_line()) == 1
-    assert "wrong: xla" in capsys.readouterr().out
-
-
-def command_line(as_json: bool = False):
-    return type("Options", (), {"json": as_json, "limit": 1.0})()
 
 
 def test_a_hang_and_a_crash_are_said(tmp_path, monkeypatch):
@@ -61,7 +94,10 @@ def test_a_hang_and_a_crash_are_said(tmp_path, monkeypatch):
     assert time.monotonic() - begun < 30
     assert from_process("crashes", 30.0, {}) == "the check ended with exit code 3; it said: no"
     monkeypatch.setattr(ranks, "_look", lambda found: time.sleep(60))
-    assert [finding.text for finding in ranks.check(0.1)] == ["timed out after 0 s: a rank has not come, or cannot be reached"]
+    assert [finding.text for finding in ranks.check(0.1)] == ["timed out after 0.1 s: a rank has not come, or cannot be reached"]
+    right = Finding("ranks", "right", "")
+    monkeypatch.setattr(ranks, "_look", lambda found: [(time.sleep(0.6), found.append(right)) for _ in range(3)])
+    assert [*ranks.check(1.0)] == [right] * 3  # longer in all than the limit, which is for each
 
 
 def test_traps_are_seen(monkeypatch, tmp_path):

@@ -83,7 +83,7 @@ def test_a_batch_that_contradicts_itself_is_refused(wrong, text):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_shards_hold_the_whole_batch_once(shards, size):
     batch = axolotl_batch([DOCUMENTS[:2], DOCUMENTS[2:]])
-    batch["weights"] = torch.rand(2, 24, 3)
+    batch["weights"] = torch.rand(2, 24, 3, 2)
     held = shards(batch, size, pad_to_multiple_of=3, layout="zigzag")
     assert {shard.input_ids.shape for shard in held} == {(1, 12 if size == 4 else 24 if size == 2 else 42)}
     joined = {name: torch.cat([getattr(shard, name)[0] for shard in held]) for name in ("input_ids", "labels", "position_ids")}
@@ -130,7 +130,7 @@ def test_labels_that_are_given_are_masked_and_shifted(shards):
 
 def test_unshard_gives_the_batch_back():
     batch = axolotl_batch([DOCUMENTS[:2], DOCUMENTS[2:]])
-    shard = shard_packed(batch, Ring("local"))
+    shard = shard_packed(batch=batch, ring=Ring("local"))
     assert torch.equal(shard.unshard(shard.input_ids), batch["input_ids"])
     with pytest.raises(ValueError, match="unshard needs a tensor"):
         shard.unshard(torch.zeros(2, 40))

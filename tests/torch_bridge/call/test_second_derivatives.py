@@ -90,6 +90,12 @@ def by_backward_with_create_graph(f: Any) -> Any:
     return torch.autograd.grad(q.grad.square().sum(), q)
 
 
+def by_a_view(f: Any) -> Any:
+    q = leaf()
+    (dq,) = torch.autograd.grad(f(q.view_as(q)), q, create_graph=True)
+    return torch.autograd.grad(dq.square().sum(), q)
+
+
 def of_the_cotangent(f: Any) -> Any:
     """The gradients are linear in it."""
     q, scale = leaf(), torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -112,6 +118,7 @@ def upstream(f: Any) -> Any:
 
 SECOND = {
     "grad": by_grad,
+    "grad of a view": by_a_view,
     "backward": by_backward,
     "backward(create_graph=True)": by_backward_with_create_graph,
     "the cotangent's": of_the_cotangent,
@@ -216,13 +223,40 @@ def compiled(function: Any, backend: str, **more: Any) -> Any:
     return torch.compile(function, backend=backend, **more)
 
 
-@pytest.mark.parametrize("road", SOME)
+# What AOTAutograd, which inductor is made of, says of a second backward of any operator; the second where its gradients lead
+# nowhere, which autograd.grad tells unless ``allow_unused`` is given.
+TWICE = "does not currently support double backward|appears to not have been used"
+THROUGH_FUNCTIONAL = ("hessian", "hvp", "vhp", "jvp", "jacobian")
+
+
+@pytest.mark.parametrize("road", SECOND)
 def test_a_compiled_loss(road: str):
-    """AOTAutograd, which inductor is made of, refuses a second backward itself."""
     with pytest.raises(NotImplementedError, match=ONCE):
         SECOND[road](compiled(energy(attention), "eager", fullgraph=True))
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises((NotImplementedError, RuntimeError), match=f"{ONCE}|{TWICE}"):
         SECOND[road](compiled(energy(attention), "aot_eager", fullgraph=True))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("road", THROUGH_FUNCTIONAL)
+def test_functional_of_a_compiled_loss(road: str, backend: str):
+    """It was 0, in silence, where the operands were views, as ``functional`` makes them."""
+    f = energy(attention)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=ONCE):
+            SECOND[road](compiled(f, backend, fullgraph=True))
+        with pytest.raises(NotImplementedError, match=ONCE):
+            compiled(lambda: SECOND[road](f), backend)()
+
+
+def test_functional_of_what_is_compiled_and_differentiated_once():
+    f = energy(attention)
+    right = AF.jacobian(f, Q)
+    torch.testing.assert_close(AF.jacobian(compiled(f, "aot_eager"), Q), right)
+    torch.testing.assert_close(AF.vjp(compiled(f, "aot_eager"), Q)[1], right)
+    frozen = torch.no_grad()(compiled(attention, "aot_eager"))  # a graph without gradients
+    found = AF.hessian(lambda x: (x**3 * frozen(Q).sum()).sum(), Q[0, 0, 0])
+    torch.testing.assert_close(found, torch.diag(6 * Q[0, 0, 0] * attention(Q).sum()))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
