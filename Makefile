@@ -101,6 +101,7 @@ test-integrations: $(INTEGRATIONS_VENV)/.installed $(OLDER_TRANSFORMERS_AT:%=%/.
 	$(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup tests/integrations $(PYTEST_FLAGS)
 	for older in $(OLDER_TRANSFORMERS_AT); do \
 		PYTHONPATH=$(CURDIR)/$$older $(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) $(TRANSFORMERS_TESTS) \
+			tests/integrations/test_readme.py::test_a_program_prints_what_the_page_says \
 			--deselect "$(TRANSFORMERS_TESTS)::test_families_over_a_ring[4]" $(PYTEST_FLAGS) || exit 1; \
 	done
 

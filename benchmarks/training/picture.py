@@ -1,6 +1,6 @@
 """README's picture: memory and tokens a second of a whole model in training, drawn from a kept result.
 
-    python -m benchmarks.training.picture benchmarks/results/2026-11-23-train-2xH200-replicated
+    python -m benchmarks.training.picture benchmarks/results/2026-11-25-train-2xH100-replicated
 
 writes docs/pictures/training-light.svg and -dark.svg.
 """

@@ -40,9 +40,10 @@ def check(limit: float = LIMIT) -> Iterator[Finding]:
 
 def _look(found: list[Finding]) -> None:
     try:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=LIMIT))
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else None
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        dist.init_process_group("gloo" if gpu is None else "nccl", timeout=timedelta(seconds=LIMIT), device_id=gpu)
         found.append(_agreement())
         found.extend(_ring())
         found.append(_hop())
