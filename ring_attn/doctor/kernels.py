@@ -104,8 +104,8 @@ def results(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cota
 
 
 def error(found: list[Tensor], exact: list[Tensor]) -> float:
-    """The largest difference of a position's vector ``[heads, dim]``, relative to the largest such vector of each result. (Of single
-    numbers the largest difference is twice SDPA's where gradients are rounded on each rank before they are summed.)"""
+    """The largest difference of a position's vector ``[heads, dim]``, relative to the largest such vector of each result. (Of
+    single numbers it is twice SDPA's where gradients are rounded on each rank before they are summed.)"""
 
     def largest(x: Tensor) -> Tensor:
         return x.flatten(2).norm(dim=2).max()
