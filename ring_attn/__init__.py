@@ -4,13 +4,13 @@ from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.tiers import ExperimentalWarning
 from ring_attn.explain import Explaining, explain
 from ring_attn.functional import ring_attention
-from ring_attn.models.routing import context_parallel_sdpa
-from ring_attn.models.sdpa import sdpa
 from ring_attn.module.attention import RingAttention
 from ring_attn.module.replace import replace_attention
 from ring_attn.packed.batch import PackedShard, shard_packed
 from ring_attn.ring import Ring, balance
 from ring_attn.sharding.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
+from ring_attn.torch_sdpa.function import sdpa
+from ring_attn.torch_sdpa.manager import context_parallel_sdpa
 from ring_attn.training.checkpoint import keep_attention
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, runs
+from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
-from ring_attn.documents.local_lengths import doubt_local_lengths
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
-from ring_attn.integrations.transformers.checkpointing import Checkpoint, check_checkpoint
+from ring_attn.integrations.transformers.model.checkpointing import Checkpoint, check_checkpoint
 from ring_attn.integrations.whole_batches import WholeBatches, told_of_sharded
 from ring_attn.ring import BUCKETS, Ring
 

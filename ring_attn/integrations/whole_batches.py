@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers import context_parallel
-from ring_attn.integrations.transformers.checkpointing import Checkpoint
+from ring_attn.integrations.transformers.model.checkpointing import Checkpoint
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

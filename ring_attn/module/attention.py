@@ -14,12 +14,12 @@ from jax_core.keywords import explains
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import make_mask
 from ring_attn.arguments.checks import check_dense, check_inputs, check_sizes
-from ring_attn.arguments.masks import Masks, joined_segments, split_mask
 from ring_attn.arguments.names import OF_FORWARD, OF_MODULE
 from ring_attn.functional import NAMES, attention
 from ring_attn.generation.cache import KVCache
 from ring_attn.module.bias_kv import join_bias_kv, of_padding
 from ring_attn.module.cached import attend_with_cache
+from ring_attn.module.masks import Masks, joined_segments, split_mask
 from ring_attn.module.projections import repack, rows
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sharding.sequence import unshard

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from ring_attn.integrations.transformers import context_parallel
-from ring_attn.integrations.transformers.entries import (
+from ring_attn.integrations.transformers.batch.entries import (
     COUNT,
     DOCUMENTS,
     KNOWN,
@@ -20,7 +20,7 @@ from ring_attn.integrations.transformers.entries import (
     TOKEN_TYPES,
     UNKNOWN,
 )
-from ring_attn.integrations.transformers.plan import _HEADS, _OTHER_HEADS
+from ring_attn.integrations.transformers.model.plan import _HEADS, _OTHER_HEADS
 
 FILES = sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
 FROM_5 = pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="the table is that of newer versions")
@@ -45,7 +45,7 @@ def test_every_family_takes_entries_that_are_known_or_known_not_to_be():
     assert len(TAKEN) > 300
     new = {name: sorted(taken - KNOWN - UNKNOWN) for name, taken in TAKEN.items() if not taken <= KNOWN | UNKNOWN}
     assert not new, (
-        "read what these forwards do with these entries, and put each into ring_attn/integrations/transformers/entries.py"
+        "read what these forwards do with these entries, and put each into ring_attn/integrations/transformers/batch/entries.py"
     )
     assert set().union(*TAKEN.values()) >= UNKNOWN  # what no family takes any more goes
 

@@ -21,9 +21,9 @@ from transformers import masking_utils as masking
 
 from ring_attn import Ring
 from ring_attn.integrations.transformers import context_parallel
-from ring_attn.integrations.transformers.batch import MARK
-from ring_attn.integrations.transformers.masks import Rule, translate
-from ring_attn.integrations.transformers.table import OPTIONS, check_layer_types
+from ring_attn.integrations.transformers.batch.sharding import MARK
+from ring_attn.integrations.transformers.layers.masks import Rule, translate
+from ring_attn.integrations.transformers.model.table import OPTIONS, check_layer_types
 from torch_bridge.backends import compiled
 from torch_bridge.job import sanity_checks
 

@@ -8,10 +8,9 @@ import torch
 from document_cases import CASES, Case, same
 
 from ring_attn import shard_batch, shard_packed
-from ring_attn.arguments import documents
-from ring_attn.documents import local_lengths
+from ring_attn.arguments import documents, local_lengths
+from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative
-from ring_attn.documents.local_lengths import doubt_local_lengths
 from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import read_documents
 from ring_attn.flash import flash_attn_varlen_func

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
-import ring_attn.models.routing
+import ring_attn.torch_sdpa.manager
 from ring_attn import context_parallel_sdpa, sdpa
 
 L, S, D = 10, 12, 4
@@ -123,7 +123,7 @@ def calls(monkeypatch):
         seen.append(ring.layout)
         return sdpa(*tensors, ring=ring, **options)
 
-    monkeypatch.setattr(ring_attn.models.routing, "sdpa", spy)
+    monkeypatch.setattr(ring_attn.torch_sdpa.manager, "sdpa", spy)
     return seen
 
 

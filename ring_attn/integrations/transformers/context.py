@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from jax_core.masks.layout import Layout
-from ring_attn.integrations.transformers.attention import NAME, register
-from ring_attn.integrations.transformers.batch import MARK, shard_batch
+from ring_attn.integrations.transformers.batch.entries import REFUSED
+from ring_attn.integrations.transformers.batch.loss import loss_of, with_loss
+from ring_attn.integrations.transformers.batch.outputs import without_pooled
+from ring_attn.integrations.transformers.batch.sharding import MARK, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
-from ring_attn.integrations.transformers.checkpointing import Checkpoint, check_checkpoint, keep_in_checkpoints, keep_no_more
-from ring_attn.integrations.transformers.entries import REFUSED
-from ring_attn.integrations.transformers.loss import loss_of, with_loss
-from ring_attn.integrations.transformers.outputs import without_pooled
-from ring_attn.integrations.transformers.patches import Patches
-from ring_attn.integrations.transformers.plan import plan_of
-from ring_attn.integrations.transformers.verify import Verdict, verify
+from ring_attn.integrations.transformers.layers.attention import NAME, register
+from ring_attn.integrations.transformers.model.checkpointing import Checkpoint, check_checkpoint, keep_in_checkpoints, keep_no_more
+from ring_attn.integrations.transformers.model.patches import Patches
+from ring_attn.integrations.transformers.model.plan import plan_of
+from ring_attn.integrations.transformers.verify.verification import Verdict, verify
 from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.marks import is_shard

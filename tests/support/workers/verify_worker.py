@@ -13,9 +13,10 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_attn.integrations.transformers import attention, context, context_parallel
-from ring_attn.integrations.transformers import batch as batches
-from ring_attn.integrations.transformers import loss as losses
+from ring_attn.integrations.transformers import context, context_parallel
+from ring_attn.integrations.transformers.batch import loss as losses
+from ring_attn.integrations.transformers.batch import sharding as batches
+from ring_attn.integrations.transformers.layers import attention
 from ring_attn.ring import Ring
 from ring_attn.verification.entry import verify
 from tests.support.healthy import gloo_world
@@ -72,7 +73,7 @@ def check_modules_that_ranks_call_in_another_order(rank: int) -> None:
 def check_large_models_are_tried_with_fewer_layers() -> None:
     cp = context_parallel(tiny.CAUSAL["gemma 3"]())
     random = torch.get_rng_state()
-    with patch("ring_attn.integrations.transformers.verify.LARGEST", 0):
+    with patch("ring_attn.integrations.transformers.verify.verification.LARGEST", 0):
         assert "with 2 of its 2 layers, random weights" in str(cp.verify(tiny.batch()))
     assert torch.equal(torch.get_rng_state(), random)
     cp.remove()
@@ -183,7 +184,7 @@ def check_features_are_reached() -> None:
     def gemma2() -> Any:
         return transformers.Gemma2ForCausalLM(config)
 
-    with patch("ring_attn.integrations.transformers.verify.LARGEST", 0):
+    with patch("ring_attn.integrations.transformers.verify.verification.LARGEST", 0):
         verdict = verified(gemma2, tiny.batch())
         assert verdict.ok and "to reach the soft cap" in str(verdict), verdict
         with attended(softcap=None):

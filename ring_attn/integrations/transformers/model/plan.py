@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ring_attn.integrations.transformers.positions import (
+from ring_attn.integrations.transformers.layers.positions import (
     counts_from_ids,
     embeds_positions,
     has_relative_bias,
     knows_its_bias,
 )
-from ring_attn.integrations.transformers.table import check_layer_types
+from ring_attn.integrations.transformers.model.table import check_layer_types
 from ring_attn.integrations.transformers.versions import (
     counts_within_documents,
     in_modelling_file,

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from jax_core.masks.layout import Layout
-from ring_attn.models.sdpa import sdpa
 from ring_attn.ring import Ring, one_ring
+from ring_attn.torch_sdpa.function import sdpa
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.sanity_checks import warn_once
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_attn.documents.positions import of_text
+from ring_attn.integrations.transformers.batch.documents import PACKING, documents_of
+from ring_attn.integrations.transformers.batch.entries import PASSED, REFUSED, TOKEN_TYPES
 from ring_attn.integrations.transformers.calls import Sharded
-from ring_attn.integrations.transformers.documents import PACKING, documents_of
-from ring_attn.integrations.transformers.entries import PASSED, REFUSED, TOKEN_TYPES
-from ring_attn.integrations.transformers.plan import Plan
-from ring_attn.integrations.transformers.positions import embeds_positions
+from ring_attn.integrations.transformers.layers.positions import embeds_positions
+from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
 from ring_attn.ring import Ring
 from ring_attn.sharding.marks import is_shard, mark_shard

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.calls import CALL, Call
-from ring_attn.integrations.transformers.masks import Rule, translate
-from ring_attn.integrations.transformers.padding import mean_of_values
-from ring_attn.integrations.transformers.positions import at_global_positions, bias_of_all_keys
+from ring_attn.integrations.transformers.layers.masks import Rule, translate
+from ring_attn.integrations.transformers.layers.padding import mean_of_values
+from ring_attn.integrations.transformers.layers.positions import at_global_positions, bias_of_all_keys
 from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.integrations.transformers.versions import (
     AttentionInterface,

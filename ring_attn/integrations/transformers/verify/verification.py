@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn.integrations.transformers.batch import MARK
-from ring_attn.integrations.transformers.reached import reach_features
+from ring_attn.integrations.transformers.batch.sharding import MARK
 from ring_attn.integrations.transformers.sequence import IGNORED
-from ring_attn.integrations.transformers.told import told_documents
+from ring_attn.integrations.transformers.verify.reached import reach_features
+from ring_attn.integrations.transformers.verify.told import told_documents
 from ring_attn.ring import Ring
 from ring_attn.training.loss import total_loss
 from ring_attn.verification.modules import first_that_differs, watched

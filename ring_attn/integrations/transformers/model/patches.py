@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from ring_attn.integrations.transformers.attention import NAME
 from ring_attn.integrations.transformers.calls import CALL
-from ring_attn.integrations.transformers.plan import Plan
-from ring_attn.integrations.transformers.positions import (
+from ring_attn.integrations.transformers.layers.attention import NAME
+from ring_attn.integrations.transformers.layers.positions import (
     embeds_positions,
     has_relative_bias,
     of_this_rank,
     relative_bias,
     sees_the_longest,
 )
+from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.versions import PretrainedConfig
 from ring_attn.ring import Ring
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_attn.integrations.transformers.calls import Sharded
-from ring_attn.integrations.transformers.plan import Plan
+from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.versions import load_balancing_loss
 from ring_attn.ring import Ring
 from ring_attn.training.loss import cross_entropy, total_loss

@@ -1,0 +1,1 @@
+"""What the layers of a transformers model call on a ring: attention, its masks, positions and padding."""

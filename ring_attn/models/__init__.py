@@ -1,1 +1,0 @@
-"""torch models as they are: their attention routed to a ring."""
