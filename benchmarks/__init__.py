@@ -8,7 +8,6 @@ one_gpu     kernels on one GPU
 ring        a ring of GPUs: its speed, overlap, memory, balance, and generation over it
 training    whole models
 host        what the host does: of each call, and of the first
-scaling     the cost model: fitted to results, and what it predicts
 cpu, tpu    what can be measured without a GPU
 results     what was measured; NOTES.md: what was tried, and what came of it
 """

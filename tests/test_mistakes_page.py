@@ -175,7 +175,7 @@ def test_what_it_looks_for_is_found():
     """It can fail."""
     real = "ring_attn/test_verify.py::test_steps_and_models"
     assert problem(real) is None
-    for wrong in ("test_nothing.py::test_a", "test_costs.py::test_nothing", "ring_attn/test_verify.py", "workers/healthy.py::main"):
+    for wrong in ("test_nothing.py::test_a", "test_fits.py::test_nothing", "ring_attn/test_verify.py", "workers/healthy.py::main"):
         assert problem(wrong)
     assert problem("workers/step_verify_worker.py::Loop") is None
     assert problem("workers/decoder.py::Decoder") == "no test starts workers/decoder.py"
