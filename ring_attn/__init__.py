@@ -12,6 +12,7 @@ from ring_attn.sharding.sequence import ShardedBatch, pad, positions, shard, sha
 from ring_attn.torch_sdpa.function import sdpa
 from ring_attn.torch_sdpa.manager import context_parallel_sdpa
 from ring_attn.training.checkpoint import keep_attention
+from ring_attn.training.chunked_loss import chunked_cross_entropy
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss
 from ring_attn.verification.entry import verify
@@ -35,6 +36,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "balance",
+    "chunked_cross_entropy",
     "context_parallel_sdpa",
     "cross_entropy",
     "explain",

@@ -20,9 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
+from ring_attn.integrations.transformers import context_parallel
 from ring_attn.integrations.transformers.model.checkpointing import Checkpoint, check_checkpoint
 from ring_attn.integrations.whole_batches import WholeBatches, told_of_sharded
 from ring_attn.ring import BUCKETS, Ring
+from ring_attn.training.chunked_loss import check_chunk_size
 
 
 class RingParallelism(ParallelismConfig):
@@ -30,8 +32,9 @@ class RingParallelism(ParallelismConfig):
 
     ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
     "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`).
-    ``checkpoint``: what becomes of attention under activation checkpointing, as for ``context_parallel``. Other arguments are those
-    of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
+    ``checkpoint``: what becomes of attention under activation checkpointing; ``loss_chunk``: of how many tokens logits are made at
+    a time for the loss, both as for ``context_parallel``. Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it
+    is an ordinary one.
 
     Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
     included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
@@ -52,6 +55,7 @@ class RingParallelism(ParallelismConfig):
         layout: Layout = "zigzag",
         buckets: int = BUCKETS,
         checkpoint: Checkpoint = "attention",
+        loss_chunk: int | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -68,7 +72,14 @@ class RingParallelism(ParallelismConfig):
         self.cp_backend = "ring_attn"
         ring = Ring(layout=layout, buckets=buckets)
         check_checkpoint(checkpoint)
-        self.layout, self.buckets, self.checkpoint = ring.layout, ring.buckets, checkpoint
+        if loss_chunk is not None:
+            check_chunk_size(loss_chunk, "loss_chunk")
+        if loss_chunk is not None and self.cp_size == 1:
+            raise ValueError(
+                "loss_chunk needs a ring, and with cp_size=1 the model stays as it is; leave it out, or call "
+                'context_parallel(model, "local", loss_chunk=...) in a loop of your own'
+            )
+        self.layout, self.buckets, self.checkpoint, self.loss_chunk = ring.layout, ring.buckets, checkpoint, loss_chunk
         self._model: nn.Module | None = model
         self._whole_batches: WholeBatches | None = None
 
@@ -104,7 +115,15 @@ class RingParallelism(ParallelismConfig):
         mesh = super().build_device_mesh(device_type) if self.active_mesh_dims else None
         if mesh is not None and self.cp_size > 1:
             assert self._model is not None  # only a copy from a pickle lacks it
-            self._whole_batches = WholeBatches(self._model, mesh["cp"], self.layout, self.buckets, self.checkpoint)
+            parallel = context_parallel(
+                self._model,
+                mesh["cp"],
+                layout=self.layout,
+                buckets=self.buckets,
+                checkpoint=self.checkpoint,
+                loss_chunk=self.loss_chunk,
+            )
+            self._whole_batches = WholeBatches(parallel)
         return mesh
 
     def to_json(self) -> dict[str, Any]:
@@ -114,6 +133,7 @@ class RingParallelism(ParallelismConfig):
             "layout": str(self.layout),
             "buckets": self.buckets,
             "checkpoint": self.checkpoint,
+            "loss_chunk": self.loss_chunk,
         }
 
     def __getstate__(self) -> dict[str, Any]:

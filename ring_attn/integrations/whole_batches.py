@@ -7,11 +7,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from jax_core.masks.layout import Layout
-from ring_attn.integrations.transformers import context_parallel
-from ring_attn.integrations.transformers.model.checkpointing import Checkpoint
+from ring_attn.integrations.transformers import ContextParallel
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -29,7 +26,7 @@ class _Call(NamedTuple):
 
 
 class WholeBatches:
-    """Hooks on ``model`` by which all ranks of a ring call it with one and the same whole batch, and each computes its shard of it.
+    """Hooks on a context-parallel model by which all ranks of a ring call it with one and the same whole batch, and each computes its shard of it.
 
     In: what :meth:`ContextParallel.shard` takes, ``labels`` included. Out:
 
@@ -43,9 +40,8 @@ class WholeBatches:
     Raises ValueError where the ranks of the ring hold different batches, NotImplementedError for a batch without labels.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, layout: Layout, buckets: int, checkpoint: Checkpoint) -> None:
-        self._parallel = context_parallel(model, mesh, layout=layout, buckets=buckets, checkpoint=checkpoint)
-        self._ring = self._parallel.ring
+    def __init__(self, parallel: ContextParallel) -> None:
+        self._parallel, self._ring = parallel, parallel.ring
         self._call: _Call | None = None
         inner = self._parallel.model
         self._hooks = [
@@ -94,6 +90,8 @@ class WholeBatches:
         for name, value in output.items():
             sharded = name not in answer and isinstance(value, Tensor | tuple)
             output[name] = StaysSharded(name) if sharded else answer.get(name, value)
+        if self._parallel.loss_chunk is not None and not call.fused:
+            output["logits"] = StaysSharded("logits")  # of which only a few existed at a time
         return output
 
     def _averaged(self, call: _Call, loss: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def cross_entropy(
     Raises ValueError for labels or weights that do not have the logits' shape, labels that are no integers, and ranks of the ring
     that do not make the same call; :class:`ring_attn.PeerFailure` when one of them died or stopped.
     """
-    labels, count = _labels(batch)
+    labels, count = labels_of(batch)
     count = count if weights is None else None  # of labels, not of their weights
     _check(logits, labels, weights, num_items, reduction)
     if not torch.compiler.is_compiling():
@@ -86,11 +86,10 @@ def cross_entropy(
         return losses
     if reduction == "sum":
         return losses.sum()
-    if num_items is None:
-        num_items = count
-    if num_items is None:
-        num_items = _count(labels, weights, ignore_index, one_ring(ring, mesh, mesh_dim))
-    return losses.sum() / _divisor(num_items)
+    counted = next((number for number in (num_items, count) if number is not None), None)
+    if counted is None:
+        counted = label_count(labels, weights, ignore_index, one_ring(ring, mesh, mesh_dim))
+    return losses.sum() / divisor(counted)
 
 
 @propagates_errors(where)
@@ -106,14 +105,14 @@ def total_loss(loss: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None,
     return _total(loss.detach(), chosen, f"total_loss of {list(loss.shape)} {loss.dtype}", _ALL_ADD)
 
 
-def _labels(batch: ShardedBatch | PackedShard | Tensor) -> tuple[Tensor, int | Tensor | None]:
+def labels_of(batch: ShardedBatch | PackedShard | Tensor) -> tuple[Tensor, int | Tensor | None]:
     """The labels, and their count over the ring where the batch knows it."""
     if isinstance(batch, ShardedBatch):
         return batch.labels, batch.num_labels
     return (batch.labels, batch.label_count) if isinstance(batch, PackedShard) else (batch, None)
 
 
-def _count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring) -> Tensor:
+def label_count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring) -> Tensor:
     """What the mean is taken over: the number of labels of the whole ring, or the sum of their weights."""
     counted = labels != ignore_index
     if weights is None:
@@ -134,7 +133,7 @@ def _total(number: Tensor, ring: Ring, call: str, must: str) -> Tensor:
     return sum_over_ring(number, processes, "loss", call)
 
 
-def _divisor(num_items: int | Tensor) -> int | Tensor:
+def divisor(num_items: int | Tensor) -> int | Tensor:
     """No label at all makes the loss 0 / 1."""
     return torch.where(num_items == 0, 1, num_items) if isinstance(num_items, Tensor) else num_items or 1
 

@@ -40,6 +40,9 @@ def test_the_printed_lines_give_the_loss_and_gradients_of_one_process():
 WRAPPED = (
     "fsdp_first",
     "ring_first",
+    "fsdp_first_and_loss_chunk",
+    "loss_chunk_and_fsdp",
+    "ddp_and_loss_chunk",
     "fsdp_around_chunks",
     "fsdp_of_the_base_model",
     "fsdp_lends_its_call",

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers.batch.entries import REFUSED
-from ring_attn.integrations.transformers.batch.loss import loss_of, with_loss
+from ring_attn.integrations.transformers.batch.head import Head, first_tokens
+from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, loss_of, with_loss
 from ring_attn.integrations.transformers.batch.outputs import without_pooled
 from ring_attn.integrations.transformers.batch.sharding import MARK, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
@@ -24,6 +25,7 @@ from ring_attn.integrations.transformers.verify.verification import Verdict, ver
 from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.marks import is_shard
+from ring_attn.training.chunked_loss import CHUNK, check_chunk_size
 from ring_attn.training.early_sums import early_sums
 from ring_attn.training.gradients import in_ddp, reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
@@ -41,15 +43,26 @@ class _Entered(NamedTuple):
     begun: tuple[Call, Token[Call | None]] | None = None
     labels: Tensor | None = None
     items: Any = None
+    hidden: Tensor | None = None
 
 
 class ContextParallel:
     """A model whose sequence is sharded over ``ring``: made by :func:`context_parallel`."""
 
-    def __init__(self, model: nn.Module, ring: Ring, checkpoint: Checkpoint = "attention", overlap: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ring: Ring,
+        checkpoint: Checkpoint = "attention",
+        overlap: bool = False,
+        loss_chunk: int | None = None,
+    ) -> None:
         check_checkpoint(checkpoint)
         self.model, self.ring, self.checkpoint, self.overlap = _pretrained(model), ring, checkpoint, overlap
-        self.plan = plan_of(self.model)
+        self.plan, self.loss_chunk = plan_of(self.model), loss_chunk
+        self._head = None if loss_chunk is None else Head(self.plan)
+        if loss_chunk is not None:
+            check_chunk_size(loss_chunk, "loss_chunk")
         self.previous: str = self.plan.config._attn_implementation
         if self.previous == NAME:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
@@ -105,14 +118,19 @@ class ContextParallel:
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a model's outputs, or of its logits, for a batch that :meth:`shard` made: the mean over all labels of the
-        ring, with this rank's part of the gradient. ``model(**batch).loss`` is the same. Collective."""
+        ring, with this rank's part of the gradient. ``model(**batch).loss`` is the same. Of the base model's outputs
+        (``model.model(**batch)``) the logits are made ``loss_chunk`` tokens at a time, 1,024 by default. Collective."""
         sharded = batch.get(MARK)
         if not isinstance(sharded, Sharded) or "labels" not in batch:
             raise ValueError("cp.loss needs the batch that cp.shard made, with labels")
         self._check_labels(sharded, {"labels": batch["labels"]})
         self._check_entries(sharded, {"labels": batch["labels"]})
         items = batch.get("num_items_in_batch", sharded.items)
-        return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded, items)
+        chunks = None
+        if getattr(outputs, "last_hidden_state", None) is not None and not hasattr(outputs, "logits"):
+            chunks = InChunks(self._head or Head(self.plan), outputs.last_hidden_state, self.loss_chunk or CHUNK)
+        with self._by_itself():
+            return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded, items, chunks)
 
     def reduce_gradients(self) -> None:
         """Sums the gradients of the parameters over the ring, once, after the last ``backward()`` before the optimizer's step.
@@ -172,12 +190,17 @@ class ContextParallel:
                 "generate takes the whole prompt, and this one is sharded: its K/V cache would hold one rank's part. Call "
                 "model.generate(input_ids) with the unsharded prompt: it uses the model's own attention, on each rank by itself"
             )
-        with self._patches.undone():
-            self._off = True
-            try:
-                return type(self.model).generate(self.model, *arguments, **options)
-            finally:
-                self._off = False
+        with self._patches.undone(), self._by_itself():
+            return type(self.model).generate(self.model, *arguments, **options)
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """The model's forwards as they were before, for a while."""
+        before, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = before
 
     def _through_hooks(self, module: nn.Module) -> Any:
         """Some wrappers (PEFT's older releases) call ``model.forward``, past the hooks."""
@@ -282,9 +305,9 @@ class ContextParallel:
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
         if self._off or not self._entered or self._entered[-1].module is not module:  # it was refused before it had entered
             return None
-        _, begun, labels, items = self._entered.pop()
+        _, begun, labels, items, hidden = self._entered.pop()
         if begun is None:
-            return None
+            return self._without_logits(output)
         call, token = begun
         CALL.reset(token)
         if output is None or call.sharded is None:  # None: an error is on its way
@@ -294,7 +317,23 @@ class ContextParallel:
             output = without_pooled(output, call.sharded.sequences)
         if labels is None:
             return output
-        return with_loss(output, loss_of(self.plan, self.ring, output, labels, call.sharded, items))
+        chunks = None
+        if self._head is not None and hidden is not None:
+            assert self.loss_chunk is not None
+            chunks = InChunks(self._head, hidden, self.loss_chunk)
+        with self._by_itself():
+            if chunks is not None:
+                chunks.head.check(chunks.hidden[:, :1], logits_of(output))
+            loss = loss_of(self.plan, self.ring, output, labels, call.sharded, items, chunks)
+        return with_loss(output, loss, logits=chunks is None)
+
+    def _without_logits(self, output: Any) -> Any:
+        """A base model's output in the whole model's forward. Where the loss is made in chunks, the head gets one token of it."""
+        whole = self._entered[-1] if self._entered else None
+        if self._head is None or output is None or whole is None or whole.labels is None:
+            return None
+        self._entered[-1] = whole._replace(hidden=output[0])
+        return first_tokens(output)
 
 
 def _check_overlap(overlap: bool) -> None:
@@ -321,6 +360,7 @@ def context_parallel(
     buckets: int = BUCKETS,
     checkpoint: Checkpoint = "attention",
     overlap: bool = False,
+    loss_chunk: int | None = None,
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -340,12 +380,14 @@ def context_parallel(
             pinned host memory, on its way while other layers compute. None: computed again, as all of a layer.
         overlap: whether gradients are summed while the backward runs, as for :func:`ring_attn.sync_gradients`; ``reduce_gradients``
             then waits for what is left. Not for FSDP and DistributedDataParallel, which reduce gradients by themselves.
+        loss_chunk: ``model(**batch).loss`` is made of this many tokens' logits at a time (1,024, say), which never exist as a
+            whole: the outputs then have no logits. None: of all at once, which the outputs have.
 
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
     where = one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
-    return ContextParallel(model, where, checkpoint, overlap)
+    return ContextParallel(model, where, checkpoint, overlap, loss_chunk)
 
 
 def _pretrained(model: nn.Module) -> Any:

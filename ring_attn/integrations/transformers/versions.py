@@ -13,6 +13,7 @@ try:
     from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
     from transformers import masking_utils as masks
     from transformers.masking_utils import AttentionMaskInterface
+    from transformers.utils import ModelOutput
 except ImportError as error:
     raise ImportError(
         "ring_attn.integrations.transformers needs transformers 4.53 or newer, the first with an interface for mask functions "
@@ -20,7 +21,7 @@ except ImportError as error:
         "installed"
     ) from error
 
-__all__ = ["AttentionInterface", "AttentionMaskInterface", "PreTrainedModel", "PretrainedConfig"]
+__all__ = ["AttentionInterface", "AttentionMaskInterface", "ModelOutput", "PreTrainedModel", "PretrainedConfig"]
 
 
 def _inner(name: str) -> CodeType | None:

@@ -46,6 +46,22 @@ def ring_first(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
     return sharded(mesh, model, model)(**cp.shard(batch)).loss
 
 
+def fsdp_first_and_loss_chunk(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    sharded(mesh, model, model)
+    return model(**context_parallel(model, mesh, loss_chunk=3).shard(batch)).loss
+
+
+def loss_chunk_and_fsdp(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    cp = context_parallel(model, mesh, loss_chunk=3)
+    return sharded(mesh, model, model)(**cp.shard(batch)).loss
+
+
+def ddp_and_loss_chunk(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    wrapper = DistributedDataParallel(model)
+    KEPT.append(wrapper)
+    return wrapper(**context_parallel(wrapper, mesh, loss_chunk=3).shard(batch)).loss
+
+
 def fsdp_around_chunks(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
     cp = context_parallel(model, mesh)
     return sharded(mesh, model, InChunks(model, cp))(cp.shard(batch))
@@ -97,6 +113,9 @@ def lent(wrapper: nn.Module, model: Any, function: Callable[[Batch], Tensor], ba
 WAYS = (
     fsdp_first,
     ring_first,
+    fsdp_first_and_loss_chunk,
+    loss_chunk_and_fsdp,
+    ddp_and_loss_chunk,
     fsdp_around_chunks,
     fsdp_of_the_base_model,
     fsdp_lends_its_call,

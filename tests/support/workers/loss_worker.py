@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ring_attn import Ring, RingAttention, cross_entropy, shard_batch, start, sync_gradients, total_loss
+from ring_attn import Ring, RingAttention, chunked_cross_entropy, cross_entropy, shard_batch, start, sync_gradients, total_loss
 from tests.support.healthy import gloo_world
 
 VOCABULARY, WIDTH = 17, 8
@@ -25,9 +25,12 @@ class Model(nn.Module):
         self.attention = RingAttention(WIDTH, 2, batch_first=True, causal=True, ring=ring)
         self.unused = nn.Parameter(torch.ones(3))
 
-    def forward(self, batch):
+    def hidden(self, batch):
         x = self.embedding(batch.input_ids)
-        return self.head(x + self.attention(x, x, x)[0])
+        return x + self.attention(x, x, x)[0]
+
+    def forward(self, batch):
+        return self.head(self.hidden(batch))
 
 
 def model(ring):
@@ -70,6 +73,18 @@ def check_a_step_is_that_of_one_process():
             assert_equal(ours, whole, loss, total_loss(share, ring=ring))
         counted = cross_entropy(ours(batch), batch.labels, ring=ring, label_smoothing=0.1)
         assert torch.equal(counted, share)
+
+
+def check_a_loss_in_chunks_is_that_of_one_process():
+    ring, ids = Ring(layout="zigzag"), tokens(12)
+    loss, whole = expected(shard_batch(ids, mesh="local"))
+    batch = ring.shard_batch(ids)
+    for labels in (batch, batch.labels):
+        ours = model(ring)
+        share = chunked_cross_entropy(ours.head, ours.hidden(batch), labels, chunk_size=5, ring=ring)
+        share.backward()
+        sync_gradients(ours, ring=ring)
+        assert_equal(ours, whole, loss, total_loss(share, ring=ring))
 
 
 def check_weights_and_num_items():
@@ -224,6 +239,7 @@ def main():
     with gloo_world("loss") as (rank, _):
         start()  # before the first call without a ring
         check_a_step_is_that_of_one_process()
+        check_a_loss_in_chunks_is_that_of_one_process()
         check_weights_and_num_items()
         check_no_label_at_all()
         check_accumulation_is_summed_once()

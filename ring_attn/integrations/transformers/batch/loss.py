@@ -1,20 +1,35 @@
 """The loss over the ring, and the auxiliary loss of routers, whose means are over all tokens."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ring_attn.integrations.transformers.batch.head import Head
 from ring_attn.integrations.transformers.calls import Sharded
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.versions import load_balancing_loss
 from ring_attn.ring import Ring
+from ring_attn.training.chunked_loss import chunked_loss
 from ring_attn.training.loss import cross_entropy, total_loss
 
 
-def loss_of(plan: Plan, ring: Ring, outputs: Any, labels: Tensor, sharded: Sharded, items: Any) -> Tensor:
+class InChunks(NamedTuple):
+    """Hidden states of which no logits are there: ``size`` tokens' are made at a time, by ``head``."""
+
+    head: Head
+    hidden: Tensor
+    size: int
+
+
+def loss_of(
+    plan: Plan, ring: Ring, outputs: Any, labels: Tensor, sharded: Sharded, items: Any, chunks: InChunks | None = None
+) -> Tensor:
     """The loss of the whole ring, divided by ``items``, with the gradient of this rank's share of it."""
-    logits = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs.logits
-    share = cross_entropy(logits, labels, ring=ring, num_items=items)
+    if chunks is None:
+        share = cross_entropy(logits_of(outputs), labels, ring=ring, num_items=items)
+    else:
+        head, hidden, size = chunks
+        share = chunked_loss(head, head.parameters, hidden, labels, size, ring=ring, num_items=items)
     routers = getattr(outputs, "router_logits", None)
     if routers is not None:
         share = share + _balance(plan, ring, routers, sharded) / ring.size
@@ -41,9 +56,17 @@ def _balance(plan: Plan, ring: Ring, routers: tuple[Tensor, ...], sharded: Shard
     return coefficient * balance(gathered, model.num_experts, model.num_experts_per_tok, mask)
 
 
-def with_loss(outputs: Any, loss: Tensor) -> Any:
-    """The outputs with this loss, in the place where transformers has it; without the routers' loss of this rank's tokens."""
+def logits_of(outputs: Any) -> Tensor:
+    """Of a model's outputs, or logits themselves."""
+    found: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs.logits
+    return found
+
+
+def with_loss(outputs: Any, loss: Tensor, logits: bool = True) -> Any:
+    """The outputs with this loss, in the place where transformers has it; without the routers' loss of this rank's tokens, and,
+    where there are none of all tokens, without logits."""
     if isinstance(outputs, tuple):
-        return (loss, *outputs)
-    without = {"aux_loss": None} if "aux_loss" in outputs else {}
+        return (loss, *outputs[0 if logits else 1 :])
+    without: dict[str, Any] = {"aux_loss": None} if "aux_loss" in outputs else {}
+    without |= {} if logits else {"logits": None}
     return type(outputs)(**{**outputs, **without, "loss": loss})

@@ -1,0 +1,104 @@
+"""A model's own head by itself: what its forward does with the base model's result, a few tokens at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn.integrations.transformers.model.plan import Plan
+from ring_attn.integrations.transformers.versions import ModelOutput, pretrained_in
+
+_NEAR = 0.02  # of the largest logit: other shapes of a product may round otherwise in 16 bits
+
+
+class Head:
+    """From hidden states ``[tokens, hidden]`` to logits ``[tokens, vocabulary]``, whatever the model does between them (Gemma 2
+    caps its logits, Granite and Cohere scale them): its forward runs, with the hidden states in the place of the base model's."""
+
+    def __init__(self, plan: Plan) -> None:
+        """NotImplementedError for a model that holds no base model beside its head."""
+        self._model = plan.model
+        children = {name: pretrained_in(child) for name, child in plan.model.named_children()}
+        self._name = next((name for name, found in children.items() if found is plan.base), "")
+        if plan.head is None or not self._name:
+            raise NotImplementedError(
+                f"the logits of {type(plan.model).__name__} cannot be made a few tokens at a time: it is no base model and a head "
+                "on its hidden states; leave loss_chunk out"
+            )
+        self._tried = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that a head may use: all outside of the base model, and the embedding that it shares with it."""
+        inside = set(getattr(self._model, self._name).parameters())
+        shared = self._model.get_output_embeddings()
+        found = [x for x in self._model.parameters() if x not in inside]
+        tied = [] if shared is None else [x for x in shared.parameters() if x in inside]
+        return [*found, *tied]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        with self._given(hidden[None]):
+            outputs = self._model.forward(inputs_embeds=hidden[None])
+        logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs.logits
+        return logits[0]
+
+    def check(self, hidden: Tensor, logits: Tensor) -> None:
+        """Once, against what the model's forward made of these hidden states in the ordinary way."""
+        if self._tried:
+            return
+        with torch.no_grad():
+            own, usual = self(hidden.flatten(0, -2)).float(), logits.detach().flatten(0, -2).float()
+        if own.shape != usual.shape or bool((own - usual).abs().max() > _NEAR * usual.abs().max()):
+            raise NotImplementedError(
+                f"the logits of {type(self._model).__name__} cannot be made a few tokens at a time: they depend on more than their "
+                "tokens' hidden states; leave loss_chunk out"
+            )
+        self._tried = True
+
+    @contextmanager
+    def _given(self, hidden: Tensor) -> Iterator[None]:
+        base = self._model._modules[self._name]
+        self._model._modules[self._name] = _Given(base, hidden)
+        try:
+            yield
+        finally:
+            self._model._modules[self._name] = base
+
+
+class _Given(nn.Module):
+    """In the place of a base model: its result is there."""
+
+    def __init__(self, base: nn.Module | None, hidden: Tensor) -> None:
+        super().__init__()
+        object.__setattr__(self, "_base", base)
+        self._hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Result(last_hidden_state=self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_base"], name)
+
+
+@dataclass
+class _Result(ModelOutput):
+    """A base model's, of which all but the hidden states is None, whatever it is called."""
+
+    last_hidden_state: Tensor | None = None
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def first_tokens(output: Any) -> Any:
+    """A base model's result with the hidden states of the first tokens alone, of which the head is then made."""
+    if isinstance(output, tuple):
+        return (output[0][:, :1], *output[1:])
+    return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, :1]})
