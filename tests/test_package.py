@@ -1,9 +1,11 @@
 """What is said of the package is so: extras that pages and errors name exist, and the files of a release agree."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from tools.release_check import assigned, missing, version_in
 
@@ -74,3 +76,27 @@ def test_no_release_by_another_tag(tmp_path):
 
 def test_a_release_resolves_every_extra():
     assert "- run: make package RESOLVE=1\n" in (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+
+
+def given_to_setup(monkeypatch, home):
+    """What setup.py gives setuptools with another HOME."""
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
+    monkeypatch.chdir(ROOT)
+    tree = ast.parse(SETUP)
+    (node,) = [node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "HOME"]
+    node.value = ast.copy_location(ast.Constant(home), node.value)
+    exec(compile(tree, "setup.py", "exec"), {"__file__": str(ROOT / "setup.py")})
+    return given
+
+
+def test_the_links_of_the_description_are_absolute_where_the_project_is_public(monkeypatch):
+    readme, home = (ROOT / "README.md").read_text(encoding="utf-8"), "https://example.org/ring-attn"
+    assert given_to_setup(monkeypatch, None)["long_description"] == readme
+    public = given_to_setup(monkeypatch, home)["long_description"]
+    linked = re.findall(r"\]\(([^)]+)\)", public) + re.findall(r'(?:src|srcset)="([^"]+)"', public)
+    assert len(linked) > 10 and all(link.startswith(("https://", "#")) for link in linked), linked
+    for path in re.findall(rf"{home}/(?:blob|raw)/main/([^)#\s\"]+)", public):
+        assert (ROOT / path).is_file(), path
+    assert re.sub(rf"{home}/(blob|raw)/main/", "", public) == readme  # nothing else has changed
+    assert f'srcset="{home}/raw/main/docs/pictures/' in public  # the file itself, where a page shows it
