@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,19 @@ def test_versions_beyond_what_was_tried_are_wrong(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda: {"torch": "2.4.0", "jax": "0.10.2"})
     (finding,) = versions._out_of_bounds()
     assert finding.verdict == "wrong" and "torch 2.4.0" in finding.text and "jax" not in finding.text
+
+
+@pytest.mark.parametrize("told", ["; driver for CUDA 13.0", ""])
+def test_a_gpu_is_told_with_its_driver(monkeypatch, told):
+    """Where torch can tell it, which its CPU build cannot."""
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.delattr(torch._C, "_cuda_getDriverVersion", raising=False)
+    if told:
+        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    text = by_name(versions.check())["GPU 0"].text
+    assert text == f"NVIDIA H200, compute capability 9.0, 141 GiB; CUDA {torch.version.cuda}{told}"
 
 
 def test_a_wrong_path_is_one_line():
