@@ -1,5 +1,6 @@
 """``python -m ring_attn doctor``: what is right is said to be, and a wrong kernel, a hang and a trap are seen."""
 
+import io
 import json
 import os
 import time
@@ -8,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launch import PYTHONPATH, as_a_user
+from rich.console import Console
 
 import ring_attn
 from ring_attn.doctor import kernels, ranks, traps, versions
 from ring_attn.doctor.child import from_process
+from ring_attn.doctor.command import _row
 from ring_attn.doctor.finding import Finding
 
 
@@ -94,11 +97,40 @@ def test_a_hang_and_a_crash_are_said(tmp_path, monkeypatch):
     assert from_process("hangs", 1.0, {}) == "timed out after 1 s"
     assert time.monotonic() - begun < 30
     assert from_process("crashes", 30.0, {}) == "the check ended with exit code 3; it said: no"
-    monkeypatch.setattr(ranks, "_look", lambda found: time.sleep(60))
-    assert [finding.text for finding in ranks.check(0.1)] == ["timed out after 0.1 s: a rank has not come, or cannot be reached"]
     right = Finding("ranks", "right", "")
-    monkeypatch.setattr(ranks, "_look", lambda found: [(time.sleep(0.6), found.append(right)) for _ in range(3)])
+    monkeypatch.setattr(ranks, "_findings", lambda: (time.sleep(seconds) or right for seconds in (0, 60)))
+    assert [finding.text for finding in ranks.check(0.1)] == [
+        "",
+        "timed out after 0.1 s: a rank has not come, or cannot be reached",
+    ]
+    monkeypatch.setattr(ranks, "_findings", lambda: (time.sleep(0.6) or right for _ in range(3)))
     assert [*ranks.check(1.0)] == [right] * 3  # longer in all than the limit, which is for each
+
+
+CRASHES = """
+import os, signal
+from jax_core.strategies.ulysses import Ulysses
+if os.environ.get("RANK") == "0":
+    Ulysses.forward = lambda *operands: os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.mark.slow
+def test_a_crash_on_a_ring_hides_nothing_before_it(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(CRASHES)
+    path = os.pathsep.join((str(tmp_path), PYTHONPATH))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = as_a_user(*launcher, "-m", "ring_attn", "doctor", PYTHONPATH=path, CUDA_VISIBLE_DEVICES="", RING_ATTN_CACHE="")
+    told = " ".join(done.stdout.split())
+    assert done.returncode == 1 and "SIGSEGV" in done.stderr, done.stdout + done.stderr
+    assert "2 ranks with the same versions" in told and "strategy ring, 2 ranks right error" in told, done.stdout
+    assert "strategy ulysses," not in told and "nothing is wrong" not in told, done.stdout
+
+
+def test_a_text_in_brackets_is_printed():
+    terminal = Console(file=io.StringIO(), width=160)
+    terminal.print(_row(Finding("xla, CPU", "wrong", "q must be [batch, seq, heads, dim]")))
+    assert terminal.file.getvalue().split() == "xla, CPU wrong q must be [batch, seq, heads, dim]".split()
 
 
 def test_traps_are_seen(monkeypatch, tmp_path):
