@@ -91,12 +91,15 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 def test_a_hang_and_a_crash_are_said(tmp_path, monkeypatch):
     starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     (tmp_path / "hangs.py").write_text(starts)  # what it has started holds its pipes
-    (tmp_path / "crashes.py").write_text("import sys; print('no', file=sys.stderr); sys.exit(3)")
+    before = """print('{"kernel": 1}'); print(2); print('{"ker', flush=True)\n"""
+    (tmp_path / "crashes.py").write_text(f"import sys; print('no', file=sys.stderr)\n{before}sys.exit(3)")
+    (tmp_path / "ends.py").write_text("""print('{"kernel": 1}'); print('null'); raise SystemExit(3)""")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     begun = time.monotonic()
-    assert from_process("hangs", 1.0, {}) == "timed out after 1 s"
+    assert from_process("hangs", 1.0, {}) == ([], "timed out after 1 s")
     assert time.monotonic() - begun < 30
-    assert from_process("crashes", 30.0, {}) == "the check ended with exit code 3; it said: no"
+    assert from_process("crashes", 30.0, {}) == ([{"kernel": 1}], "the check ended with exit code 3; it said: no")
+    assert from_process("ends", 30.0, {}) == ([{"kernel": 1}], None)  # all was said before it ended
     right = Finding("ranks", "right", "")
     monkeypatch.setattr(ranks, "_findings", lambda: (time.sleep(seconds) or right for seconds in (0, 60)))
     assert [finding.text for finding in ranks.check(0.1)] == [
