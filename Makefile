@@ -141,9 +141,10 @@ docs: $(DOCS_VENV)/.installed
 docs-serve: $(DOCS_VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
 
-# Builds the package, and tries it away from this repository. RESOLVE=1: pip finds releases for every extra, too.
+# Builds the package, its CITATION.cff validated, and tries it away from this repository. RESOLVE=1: pip finds releases for every extra, too.
 package: $(PACKAGE_VENV)/.installed $(STAMP)
 	rm -rf build/package
+	$(PACKAGE_VENV)/bin/cffconvert --validate
 	$(PACKAGE_VENV)/bin/python -m build --quiet --outdir build/package .
 	$(PACKAGE_VENV)/bin/python -m twine check --strict build/package/*
 	$(BIN)/python tools/try_package.py build/package $(if $(RESOLVE),--resolve)
@@ -165,7 +166,7 @@ $(DOCS_VENV)/.installed: $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(DOCS_VENV) $(VERSION) -- $(DOCS)
 
 $(PACKAGE_VENV)/.installed: $(ENVIRONMENT)
-	$(ENVIRONMENT) make $(PACKAGE_VENV) $(VERSION) -- "build>=1.3,<2" "twine>=6,<7"
+	$(ENVIRONMENT) make $(PACKAGE_VENV) $(VERSION) -- "build>=1.3,<2" "twine>=6,<7" "cffconvert>=2,<3"
 
 $(INTEGRATIONS_VENV)/.installed: setup.py $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(INTEGRATIONS_VENV) $(VERSION) -- "$(TORCH)" -- --editable ".[dev]" $(JAX) $(INTEGRATIONS)

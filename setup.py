@@ -1,5 +1,6 @@
 """Installs the three packages of the library; tool settings are in pyproject.toml."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -53,11 +54,21 @@ EXTRAS = {
 HOME: str | None = None
 PAGES = {"Source": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md", "Issues": "/issues"}
 
+
+def description() -> str:
+    """README.md; where the project is public with absolute links, since relative ones lead nowhere on an index's page."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    if not HOME:
+        return text
+    text = re.sub(r"\]\((?!\w+:|#)", f"]({HOME}/blob/main/", text)
+    return re.sub(r'\b(src|srcset)="(?!\w+:)', rf'\1="{HOME}/raw/main/', text)
+
+
 setup(
     name="ring-attn",
     version="0.1.0",
     description="Ring attention for PyTorch and JAX: exact attention over a sequence that is split between devices",
-    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description=description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",  # an SPDX expression (PEP 639)
     license_files=["LICENSE"],

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from tools import error_catalogue as catalogue
+from tools.error_cures import CURES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -12,6 +13,22 @@ PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 def test_every_message_of_the_source_is_there():
     assert catalogue.written(PAGE) == PAGE, "python -m tools.error_catalogue writes the lists anew"
     assert sum(len(listed.splitlines()) for listed in catalogue.lists().values()) > 400
+
+
+# A message that says what must hold, or what to do.
+SAYS = re.compile(
+    r"\b(must|needs?|needed|give|pass|instead)\b|(^|[;:,.] )(or |and )?(call|cast|change|compute|convert|decode|detach|install|"
+    r"leave|make|materialise|move|name|number|pad|renumber|reshape|run|say|see|set|start|sum|take|use|pip|ring_attn\.|warnings\.)",
+    re.IGNORECASE,
+)
+
+
+def test_every_entry_says_what_to_do():
+    """By itself or after it; "in a message" are parts of others."""
+    entries = re.findall(r"^- (\w[\w ]+): `(.+?)`(\.? ?.*)$", "\n".join(catalogue.lists().values()), re.MULTILINE)
+    silent = [text for kind, text, cure in entries if not (kind == "in a message" or cure or SAYS.search(text))]
+    assert len(entries) > 400 and not silent, f"tools/error_cures.py must say what to do about {silent}"
+    assert not set(CURES) - {text for _, text, _ in entries}, "no such message"
 
 
 def test_what_most_people_meet_is_said_by_the_library():

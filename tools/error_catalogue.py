@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools import marks
+from tools.error_cures import CURES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
@@ -133,7 +134,11 @@ def lists() -> dict[str, str]:
     found: dict[str, dict[tuple[str, str], None]] = {name: {} for name in SECTIONS}
     for message in messages():
         found[section(message.file)][message.kind, re.sub(rf"{HOLE}[{HOLE} ]*{HOLE}", HOLE, message.text)] = None
-    return {name: "\n".join(f"- {kind}: `{text}`" for kind, text in sorted(of_it, key=_by_words)) for name, of_it in found.items()}
+    return {name: "\n".join(_line(*each) for each in sorted(of_it, key=_by_words)) for name, of_it in found.items()}
+
+
+def _line(kind: str, text: str) -> str:
+    return f"- {kind}: `{text}`" + (f". {CURES[text]}" if text in CURES else "")
 
 
 def _by_words(message: tuple[str, str]) -> str:

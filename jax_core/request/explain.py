@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Problem
+from jax_core.kernels.contract import Kernel, Problem
 from jax_core.request.dispatch import DECISIONS, KERNELS, STRATEGIES, Decision, kernels_reasons, strategies_reasons
 from jax_core.request.preferences import why_these_kernels
+from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.transfers.traffic import Traffic, sizes
 
 _NOTHING = Traffic(0, 0)
@@ -44,9 +45,8 @@ class Explanation:
         """What computes the call, over how many ranks."""
         if self.strategy == "nothing to compute":
             return "Nothing is computed: the batch or a sequence is empty."
-        by = "its own kernel" if self.kernel is None else f"the {self.kernel} kernel"
         over = "on one rank, which holds the whole sequence" if self.ranks == 1 else f"over {self.ranks} ranks"
-        return f"Attention is computed by the {self.strategy} strategy with {by}, {over}."
+        return f"Attention is computed by {_by(self.strategy, self.kernel)}, {over}."
 
     def __str__(self) -> str:
         shared = "the whole sequence is here" if self.ranks == 1 else "each has a part of the sequence"
@@ -75,13 +75,12 @@ def heard() -> Iterator[list[Decision]]:
 def explained(decision: Decision) -> Explanation:
     """The decision in words and figures, and the others' answers."""
     options, problem, (strategy, kernel, fwd_params, bwd_params) = decision
-    name = next((name for name, other in STRATEGIES.items() if other is strategy), None)
+    name, chosen = _names(strategy, kernel)
     if name is None:
         given = _given(problem)
         return Explanation(
             "nothing to compute", None, "empty", fwd_params, bwd_params, {}, {}, _NOTHING, _NOTHING, given, problem.size
         )
-    chosen = next((name for name, other in KERNELS.items() if other is kernel), None)
     named = options.platform not in (None, "auto") or (options.cfg is not None and options.cfg.platform != "auto")
     of_kernels = {} if kernel is None else kernels_reasons(options, problem, strategy)
     return Explanation(
@@ -97,6 +96,22 @@ def explained(decision: Decision) -> Explanation:
         given=_given(problem),
         ranks=problem.size,
     )
+
+
+def taken(spec: RingSpec) -> str:
+    """The strategy and the kernel of a spec, in words."""
+    strategy, kernel = _names(spec.strategy, spec.kernel)
+    return "nothing to compute" if strategy is None else _by(strategy, kernel)
+
+
+def _names(strategy: Strategy, kernel: Kernel | None) -> tuple[str | None, str | None]:
+    """No strategy where there is nothing to compute, and no kernel where the strategy has its own."""
+    of_strategy = next((name for name, other in STRATEGIES.items() if other is strategy), None)
+    return of_strategy, next((name for name, other in KERNELS.items() if other is kernel), None)
+
+
+def _by(strategy: str, kernel: str | None) -> str:
+    return f"the {strategy} strategy with {'its own kernel' if kernel is None else f'the {kernel} kernel'}"
 
 
 def _given(problem: Problem) -> int:

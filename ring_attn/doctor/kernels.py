@@ -1,12 +1,13 @@
 """One attention of each kernel against the oracle in float64, forward and every gradient, beside torch's SDPA.
 
-``python -m ring_attn.doctor.kernels`` does it on the first GPU that is visible, or on the CPU, and prints JSON: a crash or a hang
-of a kernel is then that process's own.
+``python -m ring_attn.doctor.kernels`` does it on the first GPU that is visible, or on the CPU, and prints lines of JSON: a crash or
+a hang of a kernel is then that process's own, and hides none before it.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,18 +27,18 @@ def check(devices: int, limit: float = LIMIT) -> Iterator[Finding]:
     for index in range(devices) if devices else (None,):
         environment = {} if index is None else {"CUDA_VISIBLE_DEVICES": str(index)}
         where = "CPU" if index is None else f"GPU {index}"
-        found = from_process("ring_attn.doctor.kernels", limit, environment)
-        if isinstance(found, str):
-            yield Finding(f"kernels, {where}", "wrong", found)
-        else:
-            yield from (Finding(f"{each['kernel']}, {where}", each["verdict"], each["text"]) for each in found)
+        found, became = from_process("ring_attn.doctor.kernels", limit, environment)
+        yield from (Finding(f"{each['kernel']}, {where}", each["verdict"], each["text"]) for each in found)
+        if became is not None:
+            yield Finding(f"kernels, {where}", "wrong", became)
 
 
 def main() -> None:
-    print(json.dumps(list(_tried())))
+    for each in chain(_tried(), [None]):
+        print(json.dumps(each), flush=True)
 
 
-def _tried() -> Iterator[dict[str, str]]:
+def _tried() -> Iterator[dict[str, Any]]:
     import ring_attn
 
     given = inputs()

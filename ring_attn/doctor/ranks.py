@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from queue import Empty, Queue
 from typing import Any
 
 import torch
@@ -24,31 +25,39 @@ _SETTINGS = ("RING_ATTN_", "NCCL_", "XLA_", "JAX_")
 
 def check(limit: float = LIMIT) -> Iterator[Finding]:
     """On all ranks alike. ``limit``: for each finding, in seconds. A collective that does not come to its end is left behind, and
-    said."""
-    found: list[Finding] = []
-    thread = threading.Thread(target=_look, args=(found,), daemon=True)
-    thread.start()
-    told = 0
-    while thread.is_alive():
-        thread.join(limit)
-        if thread.is_alive() and len(found) == told:
-            found.append(Finding("ranks", "wrong", f"timed out after {limit:g} s: a rank has not come, or cannot be reached"))
-            break
-        told = len(found)
-    yield from found
+    said. The next finding is looked for once the caller asks for it, having printed the last: a crash takes nothing with it."""
+    found: Queue[Finding | None] = Queue()
+    threading.Thread(target=_look, args=(found,), daemon=True).start()
+    while True:
+        try:
+            finding = found.get(timeout=limit)
+        except Empty:
+            yield Finding("ranks", "wrong", f"timed out after {limit:g} s: a rank has not come, or cannot be reached")
+            return
+        if finding is None:
+            return
+        yield finding
+        found.task_done()
 
 
-def _look(found: list[Finding]) -> None:
+def _look(found: "Queue[Finding | None]") -> None:
+    for finding in _findings():
+        found.put(finding)
+        found.join()
+    found.put(None)
+
+
+def _findings() -> Iterator[Finding]:
     try:
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.set_device(gpu)
         dist.init_process_group("gloo" if gpu is None else "nccl", timeout=timedelta(seconds=LIMIT), device_id=gpu)
-        found.append(_agreement())
-        found.extend(_ring())
-        found.append(_hop())
+        yield _agreement()
+        yield from _ring()
+        yield _hop()
     except Exception as error:
-        found.append(Finding("ranks", "wrong", f"{type(error).__name__}: {error}"))
+        yield Finding("ranks", "wrong", f"{type(error).__name__}: {error}")
 
 
 def _device() -> str:

@@ -29,13 +29,18 @@ def installed() -> dict[str, str]:
 def check() -> Iterator[Finding]:
     yield Finding("ring-attn", "note", f"{__version__}; Python {platform.python_version()}, {platform.platform()}")
     yield Finding("packages", "note", ", ".join(f"{name} {version}" for name, version in installed().items()))
+    driver = _driver()
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        text = (
-            f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB; CUDA {torch.version.cuda}"
-        )
-        yield Finding(f"GPU {index}", "note", text)
+        capability, memory = f"compute capability {gpu.major}.{gpu.minor}", f"{gpu.total_memory / 2**30:.0f} GiB"
+        yield Finding(f"GPU {index}", "note", f"{gpu.name}, {capability}, {memory}; CUDA {torch.version.cuda}{driver}")
     yield from _out_of_bounds()
+
+
+def _driver() -> str:
+    """The newest CUDA that the driver runs; empty where this torch cannot tell it."""
+    version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    return f"; driver for CUDA {version // 1000}.{version % 1000 // 10}" if version else ""
 
 
 def _out_of_bounds() -> Iterator[Finding]:

@@ -88,6 +88,10 @@ def test_what_is_context_parallel_can_be_printed():
     said = dict(line.split(maxsplit=1) for line in lines)
     assert said.pop("strategy").startswith("auto; ")
     layers = str(model.config.num_hidden_layers)
+    assert said.pop("kernel") == "chosen at the first call"
     assert said == {"ring": "rank 0 of 1", "layout": "zigzag", "layers": layers, "checkpoint": "attention"}
+    cp(**tiny.batch())
+    taken = "the ring strategy with the xla kernel, in the last program on this ring (torch.float32)"
+    assert f"kernel      {taken}" in str(cp).splitlines()
     cp.remove()
     assert str(cp).startswith(f"{first} (removed)\n")

@@ -13,6 +13,7 @@ from jax_core.operands import Operands
 from jax_core.options import Options, Placement
 from jax_core.request.checks import check_operands
 from jax_core.request.dispatch import SHARED_QUERIES
+from jax_core.request.explain import taken
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import RingSpec
 from torch_bridge.attention.empty import Empty
@@ -135,6 +136,9 @@ class LocalAttention:
     attention: Attention
     spec: RingSpec
     built: tuple[tuple[np.ndarray, ...], ...]  # the arrays of a mask builder: constants of the program
+
+    def __str__(self) -> str:
+        return taken(self.spec)
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return self.spec.strategy.forward(self.spec, self.attention.named(operands, self.built))

@@ -33,6 +33,7 @@ class Program:
 
     request: Request
     call: str  # a description of the request that is equal on all ranks
+    taken: str  # what computes it: the strategy and the kernel
     ring: Ring
     dtype: torch.dtype  # of the first result
     launcher: Launcher
@@ -76,7 +77,7 @@ def program(request: Request) -> Program:
 
     def compiled(what: str, function: Callable[..., object], operands: int, results: tuple[Form, ...]) -> Compiled:
         on_ring = _on_ring(ring, platform, way.in_place, function, operands, results)
-        executables.append(Executable(on_ring, what, call, loud=ring.ranks[ring.rank] == 0))
+        executables.append(Executable(on_ring, what, f"{call} by {local}", loud=ring.ranks[ring.rank] == 0))
         return Compiled(executables[-1], results)
 
     @cache
@@ -87,6 +88,7 @@ def program(request: Request) -> Program:
     return Program(
         request=request,
         call=call,
+        taken=str(local),
         ring=ring,
         dtype=results[0].dtype,
         launcher=way,

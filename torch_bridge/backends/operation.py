@@ -56,7 +56,7 @@ class Program(Protocol):
 
 class Local(Protocol):
     """A checked request as functions of one rank's JAX arrays, in the order of the request's forms; inside ``shard_map`` where the
-    ring has several devices."""
+    ring has several devices. Its ``str`` says what computes it."""
 
     def forward(self, *operands: Any) -> Sequence[Any]: ...
 

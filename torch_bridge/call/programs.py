@@ -111,6 +111,11 @@ def made_for(key: str, request: Request) -> Program | None:
     return None if found is None else found.program
 
 
+def last_on(ring: Ring) -> Program | None:
+    """The program that was made last for the ring, of those that are kept."""
+    return next((made.program for made in reversed(_PROGRAMS.values()) if made.request.ring == ring), None)
+
+
 def request_of(key: str, forms: Forms, device: torch.device) -> Request:
     call = call_of(key)
     return Request(call.ring, call.operation, tuple(None if form is None else Form(*form) for form in forms), device)

@@ -29,6 +29,7 @@ from ring_attn.training.chunked_loss import CHUNK, check_chunk_size
 from ring_attn.training.early_sums import early_sums
 from ring_attn.training.gradients import in_ddp, reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
+from torch_bridge.call.programs import last_on
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
 _CHANGED = "Change the whole batch before cp.shard, which keeps positions and shifted labels in the order of the layout"
@@ -87,9 +88,15 @@ class ContextParallel:
                 f"layout      {layout}",
                 f"layers      {layers}",
                 f"strategy    {self.ring.strategy}; ring_attn.Explaining tells which kernel each call takes",
+                f"kernel      {self._kernel()}",
                 f"checkpoint  {self.checkpoint}",
             ]
         )
+
+    def _kernel(self) -> str:
+        made: Any = last_on(self.ring.processes)
+        taken = getattr(made, "taken", None)  # None of an empty batch, too
+        return "chosen at the first call" if taken is None else f"{taken}, in the last program on this ring ({made.dtype})"
 
     def _attach(self) -> None:
         entrances = list(dict.fromkeys((self.model, self.plan.base)))

@@ -41,6 +41,14 @@ def test_each_program_is_told_of_with_its_time(caplog):
     assert [record.message for record in caplog.records] == [f"compiled {said}: a sum"]
 
 
+def test_a_program_of_a_call_names_its_kernel(caplog):
+    caplog.set_level(logging.INFO, "ring_attn")
+    q = torch.randn(1, 23, 3, 8)  # as in no other test
+    ring_attention(q, q, q, causal=True, mesh="local")
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("compiled forward in ") and said.endswith(" by the ring strategy with the xla kernel")
+
+
 def test_what_takes_long_is_announced_once(caplog, unannounced):
     for _ in range(2):
         slow(0.3)(jnp.ones(2), None)
