@@ -26,7 +26,8 @@ class _Call(NamedTuple):
 
 
 class WholeBatches:
-    """Hooks on a context-parallel model by which all ranks of a ring call it with one and the same whole batch, and each computes its shard of it.
+    """Hooks on a context-parallel model, by which all ranks of a ring call it with one and the same whole batch, and each computes
+    its shard of it.
 
     In: what :meth:`ContextParallel.shard` takes, ``labels`` included. Out:
 

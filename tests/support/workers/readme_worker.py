@@ -16,7 +16,7 @@ PRINTED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = {
     "three lines": PRINTED[0],
     # A rank has 11 tokens here: several chunks.
-    "a loss in chunks": next(text for text in PRINTED if "split(" in text).replace("1024", "4"),
+    "a loss in chunks": next(text for text in PRINTED if "loss_chunk" in text).replace("1024", "4"),
 }
 
 
