@@ -182,13 +182,19 @@ def _public_conversions(here: torch.device, there: "jax.Device") -> Conversions:
     return Conversions(to_array, to_tensor, to_tensor)
 
 
+def _capsule(tensor: torch.Tensor) -> object:
+    """Of a contiguous tensor, with the strides of its shape: torch allows any for a dimension of 1 (one K/V head, moved before the
+    sequence and back), and a compiled program takes those only that it was compiled for."""
+    return to_dlpack(tensor.view(tensor.shape) if 1 in tensor.shape else tensor)
+
+
 def _nothing() -> None:
     pass
 
 
 def _direct_conversions(here: torch.device, there: "jax.Device") -> Conversions | None:
     """None if jaxlib lacks these private functions, or if they behave differently in this version."""
-    kind, stream, capsule = (_DL_CPU, None, to_dlpack) if here.type == "cpu" else (_DL_CUDA, DEFAULT_STREAM, view_capsule)
+    kind, stream, capsule = (_DL_CPU, None, _capsule) if here.type == "cpu" else (_DL_CUDA, DEFAULT_STREAM, view_capsule)
     try:
         functions = import_module("jaxlib._jax")
         take, give = functions.dlpack_managed_tensor_to_buffer, functions.buffer_to_dlpack_managed_tensor

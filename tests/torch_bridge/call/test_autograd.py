@@ -393,3 +393,20 @@ def test_a_window_wider_than_any_position_has_no_bound():
     for window in (2**31 - 1, 10**12, (None, 2**31 - 2)):
         assert_same(ring_attn.ring_attention(*inputs, sliding_window=window), sdpa(*inputs), inputs)
     assert_same(ring_attn.ring_attention(*inputs, chunk_size=10**12), sdpa(*inputs, is_causal=True), inputs)
+
+
+def test_one_head_in_either_order_of_memory():
+    """A dimension of 1 has whatever stride it got, and each call is another one's program: of operands and of cotangents."""
+    ours, usual = [], []
+    for heads_first in (False, True, False):
+        torch.manual_seed(0)
+        parts = [torch.randn(1, 16, heads, 8) for heads in (1, 1, 1, 1)]
+        if heads_first:
+            parts = [torch.empty(1, 1, 16, 8).copy_(x.transpose(1, 2)).transpose(1, 2) for x in parts]
+        *qkv, cotangent = parts
+        qkv = [x.requires_grad_() for x in qkv]
+        out = ring_attn.ring_attention(*qkv, mesh="local", causal=True)
+        ours.append([out.detach(), *torch.autograd.grad(out, qkv, cotangent)])
+        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), is_causal=True).transpose(1, 2)
+        usual.append([expected.detach(), *torch.autograd.grad(expected, qkv, cotangent)])
+    torch.testing.assert_close(ours, usual)
