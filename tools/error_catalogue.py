@@ -49,7 +49,11 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "tuning": ("jax_core/tune",),
 }
 # Files whose messages are put together by functions of their own: all their sentences are taken.
-TOGETHER = tuple(f"torch_bridge/job/{name}" for name in ("peers", "watchdog", "deadlock", "error_propagation", "sanity_checks"))
+TOGETHER = (
+    *(f"torch_bridge/job/{name}" for name in ("peers", "watchdog", "deadlock", "error_propagation", "sanity_checks")),
+    *("ring_attn/training/shared_state", "ring_attn/verification/step", "ring_attn/verification/verdict"),
+    "ring_attn/integrations/transformers/verify/verification",
+)
 WORDS = 5  # the fewest of a sentence
 NO_MESSAGES = ("_MAIN", "CALL", "DESCRIPTION", "EXAMPLES")
 
@@ -87,6 +91,8 @@ def _said(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield ast.unparse(node.exc.func).rpartition(".")[2], node.exc.args[0]
         elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] in ("warn", "warn_once"):
             yield "warning", node.args[0]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".ask") and isinstance(node.args[0], ast.Dict):
+            yield from (("ValueError", key) for key in node.args[0].keys if key is not None)
 
 
 def _sentences(tree: ast.Module) -> Iterator[str]:

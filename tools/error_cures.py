@@ -64,6 +64,7 @@ CURES: Mapping[str, str] = {
     "a cache is saved once the model has run on the prompts, which fills its layers; this one is not filled": "Run it first.",
     "a cache only grows: max_length is …, got …": "Give a larger max_length.",
     "a KVCache is made for a ring_attn.Ring, got …; Ring(mesh) makes one": "Give it Ring(mesh).",
+    "… of a sharded batch is not what cp.shard made": "Change the whole batch before cp.shard.",
     "batch entries are chosen by int64 [entries], in a cache with layers; got …": "Give .long(), after the prompt.",
     "k and v come both, as those of new tokens, or neither, for cross attention; got one of them": "Give both or none.",
     "layer … has had the prompt: the model runs on it once": "Run new tokens after the prompt, or make another KVCache.",

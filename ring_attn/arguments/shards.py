@@ -1,6 +1,6 @@
 """What an attention call got, compared with what this library sharded."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,8 +11,18 @@ from torch_bridge.job.mesh import MeshDim, MeshLike
 
 _DIMS = {"bshd": 1, "bhsd": 2, "sbhd": 0, "thd": 0}  # of the sequence
 _MOST_CALLS = 64
-# By layout and shard length: the attention calls since the last loss. The layout is None where any would do.
-_calls: set[tuple[str | None, int]] = set()
+
+
+class Called(NamedTuple):
+    """An attention call. ``layout``: None where any would do. ``length``: of its shards of the queries. ``told``: whether something
+    says which keys a query sees besides the static masks, as documents need it."""
+
+    layout: str | None
+    length: int
+    told: bool
+
+
+_calls: set[Called] = set()  # since the last loss
 
 
 def check_shards(
@@ -33,15 +43,17 @@ def check_shards(
     layout = options["layout"] if _places_matter(others, packing, options) else None
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
-    _calls.add((layout if type(layout) is str else None, query.shape[dim] if dim < query.ndim else 0))
+    told = packing is not None or any(others.get(name) is not None for name in ("q_segment_ids", "mask", "bias"))
+    told = told or options["mask_mod"] is not None or options["mask_builder"] is not None
+    _calls.add(Called(layout if type(layout) is str else None, query.shape[dim] if dim < query.ndim else 0, told))
     for name, x in qkv.items():
         if shard_of(x) is not None:
             refuse_other_layout(x, names.get(name, name), backend_of(x.device).resolve(*where), dim, layout)
 
 
-def layouts_called(length: int) -> set[str | None]:
-    """The layouts of the attention calls on shards of this length since this was asked last; None for a call without one."""
-    found = {layout for layout, called in _calls if called == length}
+def called_since(length: int) -> set[Called]:
+    """The attention calls on shards of this length since this was asked last."""
+    found = {called for called in _calls if called.length == length}
     _calls.clear()
     return found
 

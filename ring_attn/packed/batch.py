@@ -13,7 +13,7 @@ from ring_attn.documents.reading import PACKING
 from ring_attn.packed.documents import Documents, read_documents
 from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import BUCKETS, Ring, one_ring
-from ring_attn.sharding.marks import mark_labels
+from ring_attn.sharding.marks import mark_documents, mark_labels
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -137,6 +137,8 @@ def shard_packed(
     numbers = torch.from_numpy(placement.numbers)[documents.numbers].to(device)
     shifted = take(labels, ignore_index)
     mark_labels(shifted, (real(input_ids), labels, positions, numbers), processes)
+    if int(documents.first.sum()) > 1:
+        mark_documents(shifted)
     return PackedShard(
         input_ids=take(real(input_ids.long()), pad_id),
         labels=shifted,

@@ -15,7 +15,7 @@ from jax_core.masks.layout import Layout
 from torch_bridge.job.ring import Ring
 from torch_bridge.job.sanity_checks import note_batch
 
-_MARK, _SUMS = "ring_attn_shard", "ring_attn_whole"
+_MARK, _SUMS, _DOCUMENTS = "ring_attn_shard", "ring_attn_whole", "ring_attn_documents"
 IDS = "input_ids"
 
 
@@ -80,6 +80,16 @@ def whole_of(labels: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     """The ring's global ranks, and int64 ``[n]``, the checksums of the whole batch; None where they are not known."""
     found: tuple[tuple[int, ...], Tensor] | None = getattr(labels, _SUMS, None)
     return found
+
+
+def mark_documents(labels: Tensor) -> None:
+    """That a row of the batch has several documents."""
+    setattr(labels, _DOCUMENTS, True)
+
+
+def has_documents(labels: Tensor) -> bool:
+    """Whether that was noted."""
+    return getattr(labels, _DOCUMENTS, False)
 
 
 def ranks_of(ring: Ring) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length, check_whole_length, padded_length, runs
 from ring_attn.documents.reading import read_documents
-from ring_attn.sharding.marks import Shard, mark_batch, mark_shard, ranks_of, refuse_other_layout, refuse_shard
+from ring_attn.sharding.marks import Shard, mark_batch, mark_documents, mark_shard, ranks_of, refuse_other_layout, refuse_shard
 from ring_attn.sharding.padding import carry_padding, note_padding
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
@@ -235,7 +235,8 @@ def shard_batch(
     if labels is None and not shift_labels:
         raise ValueError("shift_labels=False says that the labels are shifted already, but labels is None; pass the shifted labels")
     told = {"position_ids": position_ids, "segment_ids": segment_ids, "attention_mask": attention_mask}
-    segments = read_documents(told, input_ids.shape, input_ids.device).numbers
+    documents = read_documents(told, input_ids.shape, input_ids.device)
+    segments = documents.numbers
     labels = _visible_labels(input_ids if labels is None else labels, segments, ignore_index, shift_labels)
     held: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
 
@@ -256,6 +257,8 @@ def shard_batch(
         mark_batch(
             batch.input_ids, batch.labels, (input_ids, labels, position_ids, segments), _ring(mesh, mesh_dim, input_ids.device)
         )
+        if documents.told_by is not None and bool((documents.begins.sum(1) > 1).any()):
+            mark_documents(batch.labels)
     return batch
 
 

@@ -5,8 +5,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from ring_attn.arguments.shards import layouts_called
-from ring_attn.sharding.marks import IDS, Shard, shard_of, whole_of
+from ring_attn.arguments.shards import Called, called_since
+from ring_attn.sharding.marks import IDS, Shard, has_documents, shard_of, whole_of
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.sanity_checks import warn_once
 
@@ -19,9 +19,11 @@ _since: defaultdict[tuple[int, ...], tuple[int, Tensor]] = defaultdict(lambda: (
 def note_loss(labels: Tensor, has_gradient: bool) -> None:
     """That a loss is made of these labels, this rank's shard; what looks wrong about them is doubted."""
     shard, whole = shard_of(labels), whole_of(labels)
-    called = layouts_called(labels.shape[-1])
+    called = called_since(labels.shape[-1])
     if shard is not None and shard.ring:
-        _doubt(shard, called)
+        _doubt(shard, {each.layout for each in called})
+    if has_documents(labels):
+        _doubt_documents(called)
     if whole is not None and has_gradient:
         ring, sums = whole
         count, before = _since[ring]
@@ -40,6 +42,15 @@ def _doubt(shard: Shard, called: set[str | None]) -> None:
             f"the batch of this loss was sharded with layout={shard.layout!r}, and every attention since the last loss was called "
             f"with {', '.join(sorted(repr(layout) for layout in called))}: if it is that of this batch, masks and positions are "
             "wrong. Give both the same, or use one ring_attn.Ring for both"
+        )
+
+
+def _doubt_documents(called: set[Called]) -> None:
+    if called and not any(each.told for each in called):
+        warn_once(
+            "the batch of this loss has several documents in a row, and no attention since the last loss was told of them: they "
+            "attend to each other. Give attention q_segment_ids=batch.segment_ids (and its positions, for rotary embeddings), or "
+            "cu_seqlens, or a mask; right only for documents that are one context"
         )
 
 

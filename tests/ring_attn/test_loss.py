@@ -1,5 +1,7 @@
 """The loss over a ring and the sum of its gradients: in one process, and the real thing over two."""
 
+import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +9,9 @@ import torch
 from launch import torchrun
 from torch import nn
 
-from ring_attn import Ring, cross_entropy, shard_batch, shard_packed, sync_gradients, total_loss
+from ring_attn import DoubtWarning, Ring, cross_entropy, ring_attention, shard_batch, shard_packed, sync_gradients, total_loss
 from ring_attn.training import batches, gradients, loss, token_losses
+from torch_bridge.job.sanity_checks import warn_once
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 LOGITS = torch.randn(1, 8, 11, generator=torch.Generator().manual_seed(0))
@@ -192,3 +195,37 @@ def test_the_shape_of_a_gradient_alone_says_where_it_is_cut(shape, monkeypatch):
     for piece in others:
         piece.zero_()
     assert not strided.any()  # they are views
+
+
+@pytest.fixture
+def doubts() -> Callable[[Callable[[], object]], list[str]]:
+    """What a call is warned of, whatever was said before."""
+
+    def of(call: Callable[[], object]) -> list[str]:
+        warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            call()
+        return [str(each.message) for each in seen if each.category is DoubtWarning]
+
+    return of
+
+
+def test_documents_that_no_attention_was_told_of_are_doubted(doubts):
+    positions, mask = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), torch.ones(8, 8, dtype=torch.bool)
+    x = torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(0))
+
+    def step(batch, attended=True, **told):
+        if attended:
+            ring_attention(x, x, x, mesh="local", causal=True, **told)
+        cross_entropy(LOGITS, batch)
+
+    packed = shard_packed({"input_ids": IDS, "cu_seqlens": torch.tensor([0, 3, 8])}, mesh="local")
+    for batch in (shard_batch(IDS, position_ids=positions, mesh="local"), packed):
+        (doubt,) = doubts(lambda batch=batch: step(batch))
+        assert "several documents in a row, and no attention since the last loss was told of them" in doubt
+        for told in ({"q_segment_ids": batch.segment_ids}, {"mask": mask}, {"mask_mod": lambda batch, head, q, k: q >= k}):
+            assert doubts(lambda batch=batch, told=told: step(batch, **told)) == []
+        assert doubts(lambda batch=batch: step(batch, attended=False)) == []  # it was compiled, or is none of the library's
+    assert doubts(lambda: step(shard_batch(IDS, position_ids=torch.arange(8)[None], mesh="local"))) == []
+    assert doubts(lambda: step(shard_batch(IDS, segment_ids=torch.zeros_like(IDS), mesh="local"))) == []
