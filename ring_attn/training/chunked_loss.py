@@ -1,6 +1,7 @@
 """The loss of hidden states, whose logits are made a few tokens at a time and never exist as a whole."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,8 +59,12 @@ def chunked_cross_entropy(
     Returns:
         This rank's share of the mean loss, a scalar, float32 or, for float64 logits, float64.
 
-    Raises ValueError as ``cross_entropy`` does, and where the head's parameters are in shards (FSDP2, outside of the forward of
-    what it wraps); NotImplementedError where the gradients are to be differentiated again.
+    In float16 a chunk's gradients are made before a ``GradScaler``'s scale is known, which mends none that overflows: make chunks
+    smaller then. A compiled program holds the logits of all chunks; ``torch.compiler.disable`` leaves this call out of it.
+
+    Raises ValueError as ``cross_entropy`` does, for a head that uses a tensor with a gradient that is none of its parameters,
+    and where these are in shards (FSDP2, outside of the forward of what it wraps); NotImplementedError where gradients are to be
+    differentiated again.
     """
     if not isinstance(head, nn.Module):
         raise ValueError(f"head must be an nn.Module, whose parameters get gradients; got {type(head).__name__}")
@@ -124,7 +129,7 @@ class _InChunks(torch.autograd.Function):
         ctx.needed = needed = [index for index in (1, *range(4, 4 + len(given))) if ctx.needs_input_grad[index]]
         parameters: list[Tensor] = [given[index - 4] for index in needed if index > 1]
         of_hidden = torch.zeros_like(hidden) if 1 in needed else None
-        sums = [torch.zeros_like(parameter, dtype=_exact(parameter)) for parameter in parameters]
+        sums: list[Tensor | None] = [None] * len(parameters)  # of one that no chunk used it stays None, as without chunks
         losses = []
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
@@ -133,14 +138,16 @@ class _InChunks(torch.autograd.Function):
                 loss = summed(part, labels[rows])
             losses.append(loss.detach())
             inputs = [part, *parameters] if of_hidden is not None else parameters
-            gradients = list(torch.autograd.grad(loss, inputs, allow_unused=True)) if inputs else []
+            if start == 0:
+                _check_leaves(loss, inputs)
+            with _hooks_off(parameters):
+                gradients = list(torch.autograd.grad(loss, inputs, allow_unused=True)) if inputs else []
             if of_hidden is not None and (first := gradients.pop(0)) is not None:
                 of_hidden[rows] = first
-            for total, gradient in zip(sums, gradients, strict=True):
-                if gradient is not None:
-                    total += gradient
-        ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *sums)
-        ctx.dtypes = [parameter.dtype for parameter in parameters]
+            for index, gradient in enumerate(gradients):
+                sums[index] = _added(sums[index], gradient)
+        ctx.save_for_backward(of_hidden, *sums)
+        ctx.dtypes = [hidden.dtype] * (1 in needed) + [parameter.dtype for parameter in parameters]
         return torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=_exact(hidden))
 
     @staticmethod
@@ -150,11 +157,57 @@ class _InChunks(torch.autograd.Function):
                 "the gradients of chunked_cross_entropy are not differentiable again (create_graph=True); take "
                 "cross_entropy(head(hidden), batch), which makes the logits"
             )
-        found = list(ctx.saved_tensors)
-        dtypes = [found[0].dtype] * (1 in ctx.needed) + ctx.dtypes
-        # A number times a tensor is rounded once, to the tensor's dtype; sums are rounded to their parameter's after it.
-        scaled = dict(zip(ctx.needed, ((x * cotangent).to(dtype) for x, dtype in zip(found, dtypes, strict=True)), strict=True))
+        of_hidden, *sums = ctx.saved_tensors
+        found = [of_hidden] * (1 in ctx.needed) + sums
+        scaled = {index: _scaled(x, cotangent, dtype) for index, x, dtype in zip(ctx.needed, found, ctx.dtypes, strict=True)}
         return tuple(scaled.get(index) for index in range(len(ctx.needs_input_grad)))
+
+
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if total is None or gradient is None:  # the first is copied: autograd may hold it, too
+        return total if gradient is None else gradient.to(_exact(gradient), copy=True)
+    return total.add_(gradient)
+
+
+def _scaled(x: Tensor | None, cotangent: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """``x * cotangent``, rounded once, to ``dtype``, with no other tensor made."""
+    if x is None or x.ndim == 0:
+        return None if x is None else (x * cotangent).to(dtype)
+    # With no dimensions of its own the cotangent would take a 16-bit x's dtype first, on GPUs: 1/100,000 is not in float16.
+    return torch.mul(x, cotangent.reshape(1), out=torch.empty_like(x, dtype=dtype))
+
+
+@contextmanager
+def _hooks_off(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks of parameters (``register_hook``) get the gradient of all chunks, in the backward, and not each chunk's before it."""
+    hooked = [(x, hooks) for x in parameters if (hooks := x._backward_hooks)]
+    for x, _ in hooked:
+        x._backward_hooks = None
+    try:
+        yield
+    finally:
+        for x, hooks in hooked:
+            x._backward_hooks = hooks
+
+
+def _check_leaves(loss: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Gradients are made of the inputs alone: any other tensor that needs one would get none in silence."""
+    known = {id(x) for x in inputs}
+    nodes = [loss.grad_fn]
+    seen = {x.grad_fn for x in inputs}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise ValueError(
+                f"the head makes its logits of a tensor {list(leaf.shape)} that needs a gradient and is none of its parameters, so "
+                "it would get none: make it a parameter of the head, or detach it. FSDP1 hides parameters in its forward; FSDP2 "
+                "does not"
+            )
+        nodes.extend(following for following, _ in node.next_functions)
 
 
 def check_chunk_size(size: object, name: str = "chunk_size") -> None:
@@ -176,5 +229,6 @@ def _check(hidden: Tensor, labels: Tensor, parameters: tuple[Tensor, ...], chunk
     if any(hasattr(parameter, "full_tensor") for parameter in parameters) and not hasattr(hidden, "full_tensor"):
         raise ValueError(
             "the head's parameters are in shards (DTensor) and the hidden states are not: FSDP2 gathers parameters in the forward "
-            "of what it wraps. Make the loss inside of it: fully_shard a module whose forward calls base model and loss"
+            "of what it wraps. Make the loss inside of it: fully_shard a module whose forward calls base model and loss, and not "
+            "the head by itself"
         )

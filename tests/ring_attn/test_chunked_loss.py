@@ -73,12 +73,15 @@ def test_sums_over_chunks_are_float32():
 
 
 class Largest(TorchDispatchMode):
-    numel = 0
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.numel, self.dtype = 0, dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
-            self.numel = max(self.numel, x.numel() if isinstance(x, Tensor) else 0)
+            counts = isinstance(x, Tensor) and self.dtype in (None, x.dtype)
+            self.numel = max(self.numel, x.numel() if counts else 0)
         return out
 
 
@@ -115,6 +118,32 @@ def test_a_tied_head_adds_to_the_embedding():
     torch.testing.assert_close(*found)
 
 
+def test_hooks_of_parameters_run_once():
+    head, hidden, labels = case()
+    hidden.register_hook(lambda gradient: 3 * gradient)
+    head.weight.register_hook(lambda gradient: gradient / 2)
+    plain = gradients(cross_entropy(head(hidden), labels, mesh="local"), head, hidden)
+    ours = gradients(chunked_cross_entropy(head, hidden, labels, chunk_size=7, mesh="local"), head, hidden)
+    torch.testing.assert_close(ours, plain)
+
+
+def test_a_parameter_that_the_head_does_not_use_gets_no_gradient():
+    """An optimizer leaves it as it is; of zeros it would make weight decay."""
+    head, hidden, labels = case()
+    head.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    chunked_cross_entropy(head, hidden, labels, chunk_size=7, mesh="local").backward()
+    assert head.unused.grad is None and head.weight.grad is not None
+
+
+def test_the_backward_makes_no_wide_tensor():
+    """Of the head's size: its gradient goes from float32 to the parameter's dtype as it is multiplied."""
+    head, hidden, labels = case(torch.bfloat16)
+    loss = chunked_cross_entropy(head, hidden, labels, chunk_size=7, mesh="local")
+    with Largest(torch.float32) as seen:
+        (2 * loss).backward()
+    assert seen.numel <= 1
+
+
 def test_no_label_and_no_token():
     head, hidden, labels = case()
     loss = chunked_cross_entropy(head, hidden, labels.fill_(-100), mesh="local")
@@ -142,5 +171,9 @@ def test_what_it_cannot_do_is_refused():
         chunked_cross_entropy(head, hidden[:, 1:], labels, mesh="local")
     with pytest.raises(ValueError, match=r"head must be an nn\.Module"):
         chunked_cross_entropy(head.forward, hidden, labels, mesh="local")
+    scale = torch.ones(VOCABULARY, dtype=torch.float64, requires_grad=True)
+    head.register_forward_hook(lambda module, given, logits: logits * scale)
+    with pytest.raises(ValueError, match=r"a tensor \[31\] that needs a gradient and is none of its parameters"):
+        chunked_cross_entropy(head, hidden, labels, mesh="local")
     with pytest.raises(ValueError, match="labels must hold integers"):
         chunked_cross_entropy(head, hidden, labels.float(), mesh="local")
