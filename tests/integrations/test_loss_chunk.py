@@ -107,7 +107,16 @@ def test_what_cannot_be_made_in_chunks_is_refused():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x + x.mean(dim=1, keepdim=True))
 
+    for rows in (1, 2):
+        model, cp = made("llama", loss_chunk=CHUNK)
+        model.lm_head = Neighbours(model.config.hidden_size, tiny.VOCABULARY)
+        with pytest.raises(NotImplementedError, match="more than their tokens' hidden states"):
+            model(**cp.shard({name: x[:rows] for name, x in tiny.batch().items()}))
+
+
+def test_a_head_with_dropout_is_none_that_sees_its_neighbours():
     model, cp = made("llama", loss_chunk=CHUNK)
-    model.lm_head = Neighbours(model.config.hidden_size, tiny.VOCABULARY)
-    with pytest.raises(NotImplementedError, match="more than their tokens' hidden states"):
-        model(**cp.shard(tiny.batch()))
+    model.lm_head = nn.Sequential(nn.Dropout(0.5), nn.Linear(model.config.hidden_size, tiny.VOCABULARY))
+    model.train()
+    model(**cp.shard(tiny.batch())).loss.backward()
+    assert model.lm_head[0].training

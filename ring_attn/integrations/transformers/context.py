@@ -20,9 +20,8 @@ from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
 from ring_attn.integrations.transformers.layers.attention import NAME, register
 from ring_attn.integrations.transformers.model.checkpointing import Checkpoint, check_checkpoint, keep_in_checkpoints, keep_no_more
 from ring_attn.integrations.transformers.model.patches import Patches
-from ring_attn.integrations.transformers.model.plan import plan_of
+from ring_attn.integrations.transformers.model.plan import plan_of, pretrained_model
 from ring_attn.integrations.transformers.verify.verification import Verdict, verify
-from ring_attn.integrations.transformers.versions import pretrained_in
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.marks import is_shard
 from ring_attn.training.chunked_loss import CHUNK, check_chunk_size
@@ -59,7 +58,7 @@ class ContextParallel:
         loss_chunk: int | None = None,
     ) -> None:
         check_checkpoint(checkpoint)
-        self.model, self.ring, self.checkpoint, self.overlap = _pretrained(model), ring, checkpoint, overlap
+        self.model, self.ring, self.checkpoint, self.overlap = pretrained_model(model), ring, checkpoint, overlap
         self.plan, self.loss_chunk = plan_of(self.model), loss_chunk
         self._head = None if loss_chunk is None else Head(self.plan)
         if loss_chunk is not None:
@@ -103,7 +102,9 @@ class ContextParallel:
         self._patches = Patches(self.plan, self.ring, self, {module: self._through_hooks(module) for module in entrances})
         for module in entrances:
             self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+            # The loss is made before FSDP's hook, which shards the head's parameters and waits for the backward of what it sees.
+            first = module is self.model
+            self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True, prepend=first))
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole batch, the same on every rank, as any data collator makes it. No communication.
@@ -330,17 +331,18 @@ class ContextParallel:
             chunks = InChunks(self._head, hidden, self.loss_chunk)
         with self._by_itself():
             if chunks is not None:
-                chunks.head.check(chunks.hidden[:, :1], logits_of(output))
+                chunks.head.check(chunks.hidden, logits_of(output))
             loss = loss_of(self.plan, self.ring, output, labels, call.sharded, items, chunks)
         return with_loss(output, loss, logits=chunks is None)
 
     def _without_logits(self, output: Any) -> Any:
-        """A base model's output in the whole model's forward. Where the loss is made in chunks, the head gets one token of it."""
+        """A base model's output in the whole model's forward. Where the loss is made in chunks, the head gets few tokens of it."""
         whole = self._entered[-1] if self._entered else None
         if self._head is None or output is None or whole is None or whole.labels is None:
             return None
-        self._entered[-1] = whole._replace(hidden=output[0])
-        return first_tokens(output)
+        first, hidden = first_tokens(output)
+        self._entered[-1] = whole._replace(hidden=hidden)
+        return first
 
 
 def _check_overlap(overlap: bool) -> None:
@@ -395,17 +397,3 @@ def context_parallel(
     """
     where = one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
     return ContextParallel(model, where, checkpoint, overlap, loss_chunk)
-
-
-def _pretrained(model: nn.Module) -> Any:
-    found = pretrained_in(model)
-    peft = (getattr(part, "active_peft_config", None) for part in model.modules())
-    if any(getattr(config, "is_prompt_learning", False) for config in peft):
-        raise NotImplementedError(
-            "PEFT puts its virtual tokens before those that it sees, which are one rank's, or into a K/V cache (prefix tuning). "
-            "Use LoRA; or make context_parallel of model.get_base_model(), give its cp.shard the inputs_embeds of the whole, "
-            "virtual tokens (model.get_prompt) first, and sum with ring_attn.sync_gradients(model, ring=cp.ring)"
-        )
-    if found is None:
-        raise ValueError(f"context_parallel needs a transformers model, got {type(model).__name__}")
-    return found

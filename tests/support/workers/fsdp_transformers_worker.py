@@ -56,6 +56,24 @@ def loss_chunk_and_fsdp(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
     return sharded(mesh, model, model)(**cp.shard(batch)).loss
 
 
+def fsdp_of_the_root_alone_first_and_loss_chunk(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    """No other part's hooks begin the backward, so the loss has to lead to the root's."""
+    fully_shard(model, mesh=mesh)
+    return model(**context_parallel(model, mesh, loss_chunk=3).shard(batch)).loss
+
+
+def fsdp_that_reshards_and_loss_chunk(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return model(**context_parallel(model, mesh, loss_chunk=3).shard(batch)).loss
+
+
+def loss_chunk_and_fsdp_of_base_and_root(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    cp = context_parallel(model, mesh, loss_chunk=3)
+    fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    return model(**cp.shard(batch)).loss
+
+
 def ddp_and_loss_chunk(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
     wrapper = DistributedDataParallel(model)
     KEPT.append(wrapper)
@@ -115,6 +133,9 @@ WAYS = (
     ring_first,
     fsdp_first_and_loss_chunk,
     loss_chunk_and_fsdp,
+    fsdp_of_the_root_alone_first_and_loss_chunk,
+    fsdp_that_reshards_and_loss_chunk,
+    loss_chunk_and_fsdp_of_base_and_root,
     ddp_and_loss_chunk,
     fsdp_around_chunks,
     fsdp_of_the_base_model,

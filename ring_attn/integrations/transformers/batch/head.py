@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
 
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.versions import ModelOutput, pretrained_in
 
+FIRST = 2  # tokens of which the model's forward makes logits: one sees another if a head looks at more than one
 _NEAR = 0.02  # of the largest logit: other shapes of a product may round otherwise in 16 bits
 
 
@@ -46,17 +49,32 @@ class Head:
         return logits[0]
 
     def check(self, hidden: Tensor, logits: Tensor) -> None:
-        """Once, against what the model's forward made of these hidden states in the ordinary way."""
+        """Once, against what the model's forward made of the first ``FIRST`` of these hidden states ``[batch, seq, hidden]``."""
         if self._tried:
             return
-        with torch.no_grad():
-            own, usual = self(hidden.flatten(0, -2)).float(), logits.detach().flatten(0, -2).float()
+        first = hidden[0, :FIRST]
+        with torch.no_grad(), self._without_dropout() as dropped:
+            usual = (self(first) if dropped else logits.detach()[0]).float()
+            own = torch.cat([self(token) for token in first.split(1)]).float()
         if own.shape != usual.shape or bool((own - usual).abs().max() > _NEAR * usual.abs().max()):
             raise NotImplementedError(
                 f"the logits of {type(self._model).__name__} cannot be made a few tokens at a time: they depend on more than their "
                 "tokens' hidden states; leave loss_chunk out"
             )
         self._tried = True
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[bool]:
+        """Outside of the base model; whether there was any, by which the same tokens have other logits each time."""
+        inside = set(getattr(self._model, self._name).modules())
+        dropouts = [x for x in self._model.modules() if x not in inside and isinstance(x, _DropoutNd) and x.training and x.p]
+        for x in dropouts:
+            x.eval()
+        try:
+            yield bool(dropouts)
+        finally:
+            for x in dropouts:
+                x.train()
 
     @contextmanager
     def _given(self, hidden: Tensor) -> Iterator[None]:
@@ -97,8 +115,27 @@ class _Result(ModelOutput):
             raise AttributeError(name)
 
 
-def first_tokens(output: Any) -> Any:
-    """A base model's result with the hidden states of the first tokens alone, of which the head is then made."""
+class _Cut(torch.autograd.Function):
+    """Hidden states ``[batch, seq, hidden]``, and those of the first tokens, of one node: what waits for the backward of either, as
+    FSDP does to gather parameters, is called before it goes on, though no gradient comes by the first tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.rest = max(0, hidden.shape[1] - FIRST)
+        return hidden.view_as(hidden), hidden[:, :FIRST].clone()
+
+    @staticmethod
+    def backward(ctx: Any, of_all: Tensor | None, of_first: Tensor | None) -> Tensor | None:
+        if of_first is None:  # as ever: their logits are not among the outputs
+            return of_all
+        padded = functional.pad(of_first, (0, 0, 0, ctx.rest))
+        return padded if of_all is None else of_all + padded
+
+
+def first_tokens(output: Any) -> tuple[Any, Tensor]:
+    """A base model's result with the hidden states of the first tokens alone, of which the head is then made; and all of them."""
+    hidden, first = _Cut.apply(output[0])
     if isinstance(output, tuple):
-        return (output[0][:, :1], *output[1:])
-    return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, :1]})
+        return (first, *output[1:]), hidden
+    return type(output)(**{**output, "last_hidden_state": first}), hidden

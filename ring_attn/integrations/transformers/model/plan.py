@@ -123,6 +123,21 @@ class Plan:
                 )
 
 
+def pretrained_model(model: nn.Module) -> Any:
+    """The transformers model that a module is or wraps; NotImplementedError for PEFT's virtual tokens, ValueError for none."""
+    found = pretrained_in(model)
+    peft = (getattr(part, "active_peft_config", None) for part in model.modules())
+    if any(getattr(config, "is_prompt_learning", False) for config in peft):
+        raise NotImplementedError(
+            "PEFT puts its virtual tokens before those that it sees, which are one rank's, or into a K/V cache (prefix tuning). "
+            "Use LoRA; or make context_parallel of model.get_base_model(), give its cp.shard the inputs_embeds of the whole, "
+            "virtual tokens (model.get_prompt) first, and sum with ring_attn.sync_gradients(model, ring=cp.ring)"
+        )
+    if found is None:
+        raise ValueError(f"context_parallel needs a transformers model, got {type(model).__name__}")
+    return found
+
+
 def plan_of(model: Any) -> Plan:
     """NotImplementedError, by name of what stands in the way."""
     kind, config = type(model).__name__, model.config.get_text_config()
