@@ -165,7 +165,7 @@ $(TORCH_TPU_VENV)/.installed: setup.py $(ENVIRONMENT)
 $(DOCS_VENV)/.installed: $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(DOCS_VENV) $(VERSION) -- $(DOCS)
 
-$(PACKAGE_VENV)/.installed: $(ENVIRONMENT)
+$(PACKAGE_VENV)/.installed: Makefile $(ENVIRONMENT)
 	$(ENVIRONMENT) make $(PACKAGE_VENV) $(VERSION) -- "build>=1.3,<2" "twine>=6,<7" "cffconvert>=2,<3"
 
 $(INTEGRATIONS_VENV)/.installed: setup.py $(ENVIRONMENT)
