@@ -43,8 +43,7 @@ def check_shards(
     layout = options["layout"] if _places_matter(others, packing, options) else None
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
-    told = packing is not None or any(others.get(name) is not None for name in ("q_segment_ids", "mask", "bias"))
-    told = told or options["mask_mod"] is not None or options["mask_builder"] is not None
+    told = _by_place(others, packing, options) or others.get("q_segment_ids") is not None or options["mask_mod"] is not None
     _calls.add(Called(layout if type(layout) is str else None, query.shape[dim] if dim < query.ndim else 0, told))
     for name, x in qkv.items():
         if shard_of(x) is not None:
@@ -58,10 +57,16 @@ def called_since(length: int) -> set[Called]:
     return found
 
 
+def _by_place(others: dict[str, Tensor | None], packing: Packing | None, options: dict[str, Any]) -> bool:
+    """Whether something says of each place of the sequence what it sees."""
+    given = others.get
+    return given("bias") is not None or given("mask") is not None or options["mask_builder"] is not None or packing is not None
+
+
 def _places_matter(others: dict[str, Tensor | None], packing: Packing | None, options: dict[str, Any]) -> bool:
     """Whether the call goes by the positions that the layout says."""
     given = others.get
-    if given("bias") is not None or given("mask") is not None or options["mask_builder"] is not None or packing is not None:
+    if _by_place(others, packing, options):
         return True
     if given("q_position_ids") is not None:
         return False

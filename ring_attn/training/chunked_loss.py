@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
 
 from ring_attn.packed.batch import PackedShard
-from ring_attn.ring import Ring, one_ring
-from ring_attn.sharding.reduction import HALF, where
+from ring_attn.ring import Ring
+from ring_attn.sharding.reduction import HALF
 from ring_attn.sharding.sequence import ShardedBatch
 from ring_attn.training.batches import note_loss
-from ring_attn.training.loss import divisor, label_count, labels_of
+from ring_attn.training.loss import check_labels, check_num_items, labels_of, mean_of, where_counted
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -22,11 +22,9 @@ Summed = Callable[[Tensor, Tensor], Tensor]  # hidden states and labels of a chu
 CHUNK = 1024  # tokens: at a vocabulary of 128k their logits take 0.25 GiB in 16 bits, and 0.5 in float32
 
 
-def _where(*arguments: object, ring: Ring | None = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **options: object) -> Any:
-    """Mesh and mesh dimension of a call; None where it is not a collective and names no ring."""
-    batch = arguments[2] if len(arguments) > 2 else options.get("batch")
-    alone = isinstance(batch, (ShardedBatch, PackedShard)) or options.get("num_items") is not None
-    return None if alone and ring is None and mesh is None else where(ring=ring, mesh=mesh, mesh_dim=mesh_dim)
+def _where(*arguments: object, **options: Any) -> Any:
+    """As for ``cross_entropy``, whose arguments follow the head."""
+    return where_counted(*arguments[1:], **options)
 
 
 @propagates_errors(_where)
@@ -93,12 +91,13 @@ def chunked_loss(
     num_items: int | Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    **mean: Any,
+    **ring: Any,
 ) -> Tensor:
-    """The same of any function of hidden states, of which ``parameters`` are those that get gradients. ``mean``: of ring, mesh,
-    mesh_dim."""
+    """The same of any function of hidden states, of which ``parameters`` are those that get gradients. ``ring``: as for
+    :func:`ring_attn.training.loss.mean_of`."""
     labels, count = labels_of(batch)
     _check(hidden, labels, parameters := tuple(parameters), chunk_size)
+    check_num_items(num_items)
     if not torch.compiler.is_compiling():
         note_loss(labels, hidden.requires_grad and torch.is_grad_enabled())
 
@@ -113,19 +112,14 @@ def chunked_loss(
         total = torch.stack([summed(*pair) for pair in pairs]).sum()
     else:
         total = _InChunks.apply(summed, flat, of_flat, chunk_size, *parameters)
-    counted = next((number for number in (num_items, count) if number is not None), None)
-    if counted is None:
-        counted = label_count(labels, None, ignore_index, one_ring(**mean))
-    return total / divisor(counted)
+    return mean_of(total, labels, count if num_items is None else num_items, None, ignore_index, **ring)
 
 
 class _InChunks(torch.autograd.Function):
     """The sum of the losses; its gradients are made in the forward, for a cotangent of 1."""
 
     @staticmethod
-    def forward(
-        ctx: Any, summed: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, size: int, *given: Any
-    ) -> Tensor:
+    def forward(ctx: Any, summed: Summed, hidden: Tensor, labels: Tensor, size: int, *given: Any) -> Tensor:
         ctx.needed = needed = [index for index in (1, *range(4, 4 + len(given))) if ctx.needs_input_grad[index]]
         parameters: list[Tensor] = [given[index - 4] for index in needed if index > 1]
         of_hidden = torch.zeros_like(hidden) if 1 in needed else None
@@ -223,8 +217,7 @@ def _check(hidden: Tensor, labels: Tensor, parameters: tuple[Tensor, ...], chunk
     if not isinstance(hidden, Tensor) or hidden.ndim < 2 or hidden.shape[:-1] != labels.shape:
         got = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
         raise ValueError(f"hidden must be [*labels, hidden size] with labels {list(labels.shape)}, got {got}; both are this rank's")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"labels must hold integers (int64), got {labels.dtype}")
+    check_labels(labels)
     check_chunk_size(chunk_size)
     if any(hasattr(parameter, "full_tensor") for parameter in parameters) and not hasattr(hidden, "full_tensor"):
         raise ValueError(

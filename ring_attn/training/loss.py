@@ -25,7 +25,9 @@ _ALL_COUNT = "cross_entropy counts labels over the ring: every rank of it must m
 _ALL_ADD = "total_loss adds up the losses of all ranks of the ring: each must make the same call"
 
 
-def _where(*arguments: object, ring: Ring | None = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **options: object) -> Any:
+def where_counted(
+    *arguments: object, ring: Ring | None = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **options: object
+) -> Any:
     """Mesh and mesh dimension of a call; None where it is not a collective and names no ring."""
     batch = arguments[1] if len(arguments) > 1 else options.get("batch")
     known = isinstance(batch, (ShardedBatch, PackedShard)) and options.get("weights") is None
@@ -35,7 +37,7 @@ def _where(*arguments: object, ring: Ring | None = None, mesh: MeshLike = None, 
     return where(ring=ring, mesh=mesh, mesh_dim=mesh_dim)
 
 
-@propagates_errors(_where)
+@propagates_errors(where_counted)
 def cross_entropy(
     logits: Tensor,
     batch: ShardedBatch | PackedShard | Tensor,
@@ -86,10 +88,8 @@ def cross_entropy(
         return losses
     if reduction == "sum":
         return losses.sum()
-    counted = next((number for number in (num_items, count) if number is not None), None)
-    if counted is None:
-        counted = label_count(labels, weights, ignore_index, one_ring(ring, mesh, mesh_dim))
-    return losses.sum() / divisor(counted)
+    counted = count if num_items is None else num_items
+    return mean_of(losses.sum(), labels, counted, weights, ignore_index, ring=ring, mesh=mesh, mesh_dim=mesh_dim)
 
 
 @propagates_errors(where)
@@ -112,7 +112,16 @@ def labels_of(batch: ShardedBatch | PackedShard | Tensor) -> tuple[Tensor, int |
     return (batch.labels, batch.label_count) if isinstance(batch, PackedShard) else (batch, None)
 
 
-def label_count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring) -> Tensor:
+def mean_of(
+    total: Tensor, labels: Tensor, count: int | Tensor | None, weights: Tensor | None, ignore_index: int, **ring: Any
+) -> Tensor:
+    """This rank's sum of losses, divided by the count; where that is None by the labels, or their weights, of the whole ring, which
+    is given as to :func:`one_ring`."""
+    number = _count(labels, weights, ignore_index, one_ring(**ring)) if count is None else count
+    return total / _divisor(number)
+
+
+def _count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring) -> Tensor:
     """What the mean is taken over: the number of labels of the whole ring, or the sum of their weights."""
     counted = labels != ignore_index
     if weights is None:
@@ -133,7 +142,7 @@ def _total(number: Tensor, ring: Ring, call: str, must: str) -> Tensor:
     return sum_over_ring(number, processes, "loss", call)
 
 
-def divisor(num_items: int | Tensor) -> int | Tensor:
+def _divisor(num_items: int | Tensor) -> int | Tensor:
     """No label at all makes the loss 0 / 1."""
     return torch.where(num_items == 0, 1, num_items) if isinstance(num_items, Tensor) else num_items or 1
 
@@ -149,8 +158,8 @@ def _check(logits: Tensor, labels: Tensor, weights: Tensor | None, num_items: in
             f"logits must be floats of the labels' shape and the vocabulary, got logits {list(logits.shape)} {logits.dtype} and "
             f"labels {list(labels.shape)}; both are this rank's shards, and the labels are shifted before they are sharded"
         )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"labels must hold integers (int64), got {labels.dtype}")
+    check_labels(labels)
+    check_num_items(num_items)
     if weights is not None and (weights.shape != labels.shape or not weights.is_floating_point()):
         raise ValueError(
             f"weights must be floats of the labels' shape, {list(labels.shape)}, got {list(weights.shape)}, {weights.dtype}"
@@ -161,6 +170,14 @@ def _check(logits: Tensor, labels: Tensor, weights: Tensor | None, num_items: in
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f'num_items is what the sum is divided by for reduction="mean"; got reduction={reduction!r}')
+
+
+def check_labels(labels: Tensor) -> None:
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(f"labels must hold integers (int64), got {labels.dtype}")
+
+
+def check_num_items(num_items: int | Tensor | None) -> None:
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         raise ValueError(f"num_items must be one number, got a tensor of shape {list(num_items.shape)}")
     if isinstance(num_items, (int, float)) and num_items < 0:

@@ -175,5 +175,8 @@ def test_what_it_cannot_do_is_refused():
     head.register_forward_hook(lambda module, given, logits: logits * scale)
     with pytest.raises(ValueError, match=r"a tensor \[31\] that needs a gradient and is none of its parameters"):
         chunked_cross_entropy(head, hidden, labels, mesh="local")
+    for wrong in (-1, torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match="num_items must"):
+            chunked_cross_entropy(head, hidden, labels, num_items=wrong, mesh="local")
     with pytest.raises(ValueError, match="labels must hold integers"):
         chunked_cross_entropy(head, hidden, labels.float(), mesh="local")

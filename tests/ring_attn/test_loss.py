@@ -32,8 +32,8 @@ def test_one_process_gets_the_ordinary_mean():
 def test_what_is_counted_already_needs_no_other_rank():
     batch = shard_batch(IDS, mesh="local")
     torch.testing.assert_close(cross_entropy(logits=LOGITS, batch=batch), cross_entropy(LOGITS, batch))
-    assert loss._where(LOGITS, batch) is None and loss._where(LOGITS, batch=batch) is None
-    assert loss._where(LOGITS, batch.labels) is not None
+    assert loss.where_counted(LOGITS, batch) is None and loss.where_counted(LOGITS, batch=batch) is None
+    assert loss.where_counted(LOGITS, batch.labels) is not None
 
 
 def test_only_losses_with_a_gradient_belong_to_a_step():

@@ -24,7 +24,7 @@ from ring_attn.integrations.transformers.model.plan import plan_of, pretrained_m
 from ring_attn.integrations.transformers.verify.verification import Verdict, verify
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.marks import is_shard
-from ring_attn.training.chunked_loss import CHUNK, check_chunk_size
+from ring_attn.training.chunked_loss import CHUNK
 from ring_attn.training.early_sums import early_sums
 from ring_attn.training.gradients import in_ddp, reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
@@ -60,9 +60,7 @@ class ContextParallel:
         check_checkpoint(checkpoint)
         self.model, self.ring, self.checkpoint, self.overlap = pretrained_model(model), ring, checkpoint, overlap
         self.plan, self.loss_chunk = plan_of(self.model), loss_chunk
-        self._head = None if loss_chunk is None else Head(self.plan)
-        if loss_chunk is not None:
-            check_chunk_size(loss_chunk, "loss_chunk")
+        self._head = None if loss_chunk is None else Head(self.plan, loss_chunk)
         self.previous: str = self.plan.config._attn_implementation
         if self.previous == NAME:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
@@ -136,7 +134,7 @@ class ContextParallel:
         items = batch.get("num_items_in_batch", sharded.items)
         chunks = None
         if getattr(outputs, "last_hidden_state", None) is not None and not hasattr(outputs, "logits"):
-            chunks = InChunks(self._head or Head(self.plan), outputs.last_hidden_state, self.loss_chunk or CHUNK)
+            chunks = InChunks(self._head or Head(self.plan, CHUNK), outputs.last_hidden_state)
         with self._by_itself():
             return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded, items, chunks)
 
@@ -325,10 +323,7 @@ class ContextParallel:
             output = without_pooled(output, call.sharded.sequences)
         if labels is None:
             return output
-        chunks = None
-        if self._head is not None and hidden is not None:
-            assert self.loss_chunk is not None
-            chunks = InChunks(self._head, hidden, self.loss_chunk)
+        chunks = None if self._head is None or hidden is None else InChunks(self._head, hidden)
         with self._by_itself():
             if chunks is not None:
                 chunks.head.check(chunks.hidden, logits_of(output))

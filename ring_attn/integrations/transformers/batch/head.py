@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.versions import ModelOutput, pretrained_in
+from ring_attn.training.chunked_loss import check_chunk_size
 
 FIRST = 2  # tokens of which the model's forward makes logits: one sees another if a head looks at more than one
 _NEAR = 0.02  # of the largest logit: other shapes of a product may round otherwise in 16 bits
@@ -21,9 +22,11 @@ class Head:
     """From hidden states ``[tokens, hidden]`` to logits ``[tokens, vocabulary]``, whatever the model does between them (Gemma 2
     caps its logits, Granite and Cohere scale them): its forward runs, with the hidden states in the place of the base model's."""
 
-    def __init__(self, plan: Plan) -> None:
-        """NotImplementedError for a model that holds no base model beside its head."""
-        self._model = plan.model
+    def __init__(self, plan: Plan, chunk: int) -> None:
+        """``chunk``: of how many tokens logits are made at a time. NotImplementedError for a model that holds no base model beside
+        its head."""
+        check_chunk_size(chunk, "loss_chunk")
+        self._model, self.chunk = plan.model, chunk
         children = {name: pretrained_in(child) for name, child in plan.model.named_children()}
         self._name = next((name for name, found in children.items() if found is plan.base), "")
         if plan.head is None or not self._name:

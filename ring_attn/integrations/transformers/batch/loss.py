@@ -14,11 +14,10 @@ from ring_attn.training.loss import cross_entropy, total_loss
 
 
 class InChunks(NamedTuple):
-    """Hidden states of which no logits are there: ``size`` tokens' are made at a time, by ``head``."""
+    """Hidden states of which no logits are there: those of few tokens at a time are made by ``head``."""
 
     head: Head
     hidden: Tensor
-    size: int
 
 
 def loss_of(
@@ -28,8 +27,8 @@ def loss_of(
     if chunks is None:
         share = cross_entropy(logits_of(outputs), labels, ring=ring, num_items=items)
     else:
-        head, hidden, size = chunks
-        share = chunked_loss(head, head.parameters, hidden, labels, size, ring=ring, num_items=items)
+        head, hidden = chunks
+        share = chunked_loss(head, head.parameters, hidden, labels, head.chunk, ring=ring, num_items=items)
     routers = getattr(outputs, "router_logits", None)
     if routers is not None:
         share = share + _balance(plan, ring, routers, sharded) / ring.size
