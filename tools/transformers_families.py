@@ -196,11 +196,11 @@ def page(found: list[Found]) -> str:
 
 
 def _reason(one: Found) -> str:
-    """Without what is of this model alone, so that those with the same reason stand together."""
+    """Without what is of this model or layer alone, so that those with the same reason stand together."""
     if one.result in (RIGHT, NOT_TRIED):
         return one.result
-    words = re.sub(r"layer \d+ of \w+ is of type '(\w+)', which cannot be sharded over a ring", r"`\1` layers", one.words)
-    return f"{one.result}: {words.replace(one.model, 'the model').split('. ')[0]}"
+    words = re.sub(r"^layer \d+ of \w+ is of type '\w+', .* over a ring: |^\w+ is recurrent: ", "", one.words)
+    return f"{one.result}: {re.split(r'[.] |, which |, so |; ', words.replace(one.model, 'the model'))[0]}"
 
 
 def main() -> None:
