@@ -20,7 +20,6 @@ PROGRAMS = {
 }
 PRINTS = {
     "own-model.md: own.py": ["right: train, 2 steps of the optimizer"],
-    "own-model.md: function.py": [rf"process {rank}: out .*\d" for rank in range(2)],
     "jax.md: ring.py": [r"\(1, 4096, 8, 64\) over 4 devices, (0\.0e\+00|\d\.\de-0[6-9]) apart"],
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
