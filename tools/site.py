@@ -12,9 +12,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "index.md":
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         markdown = re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", readme)
+        markdown = re.sub(r"<picture>.*?</picture>", _picture, markdown, flags=re.DOTALL)
     title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     PAGES[page.file.src_uri] = (title[1] if title else page.file.src_uri, markdown)
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)*(?:DESIGN|CONTRIBUTING|SECURITY|benchmarks/|tests/)[^)]*\)", r"\1", markdown)
+
+
+def _picture(found: re.Match[str]) -> str:
+    """For the site's own switch between light and dark, which a browser's preference does not follow."""
+    alt, light, dark = (re.search(name + '="(.*?)"', found[0])[1] for name in ("alt", "src", "srcset"))  # type: ignore[index]
+    return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"
 
 
 def on_page_content(html: str, **_: Any) -> str:
