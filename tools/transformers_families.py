@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,7 +201,7 @@ def _reason(one: Found) -> str:
     if one.result in (RIGHT, NOT_TRIED):
         return one.result
     words = re.sub(r"^layer \d+ of \w+ is of type '\w+', .* over a ring: |^\w+ is recurrent: ", "", one.words)
-    return f"{one.result}: {re.split(r'[.] |, which |, so |; ', words.replace(one.model, 'the model'))[0]}"
+    return f"{one.result}: {escape(re.split(r'[.] |, which |, so |; ', words.replace(one.model, 'the model'))[0], quote=False)}"
 
 
 def main() -> None:
