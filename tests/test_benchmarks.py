@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 
 from benchmarks.harness import timing
 from benchmarks.harness.report import Report, short
+from benchmarks.harness.streams import Event
 from benchmarks.harness.systems import Case, difference, make_inputs, ours
 from benchmarks.harness.team import Team
 from benchmarks.one_gpu import choice
 from benchmarks.one_gpu import systems as one_gpu_systems
 from benchmarks.one_gpu.bench import Bench
 from benchmarks.ring import alone, flash_attn_of_torch, generation, memory, overlap, profile
-from benchmarks.ring.profile import COPY, REST, ROTATION, Event
+from benchmarks.ring.profile import COPY, REST, ROTATION
 from ring_attn import ring_attention
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,8 @@ Rows are numbers of tokens in all; "lengths": twelve steps of lengths never met 
 packed, of uneven lengths. Each system and setting is a job of its own (job.py), and sees the same batches in the
 same order from the same weights, so losses can be compared. Seconds a step are medians, of the slowest rank; memory is of the rank
 that has most: the peak of torch's allocator, what it reserves, and what is taken of the device (NVML), with contexts and NCCL's
-buffers.
+buffers. One step more is recorded by torch's profiler: what the first rank's GPU does, each moment counted once (job.KINDS, in
+this order; a collective beside a kernel costs nothing).
 """
 
 import argparse
@@ -25,20 +26,23 @@ from benchmarks.harness.report import Report, default_folder
 from benchmarks.training.job import ROWS, SAID
 from benchmarks.training.systems import SYSTEMS
 
-# By name: whether FSDP2 shards the weights, and whether activations are checkpointed.
+# By name: whether FSDP2 shards the weights, whether activations are checkpointed, and whether torch compiles each layer.
 SETTINGS = {
     "replicated": [],
+    "replicated, compiled": ["--compiled"],
     "replicated, no checkpointing": ["--no-checkpointing"],
     "FSDP2": ["--sharded"],
+    "FSDP2, compiled": ["--sharded", "--compiled"],
     "FSDP2, no checkpointing": ["--sharded", "--no-checkpointing"],
 }
-OURS, PEER = "ring-attn", "context_parallel, allgather"
+OURS, PEER, ALONE = "ring-attn", "context_parallel, allgather", "SDPA on one GPU"
 
 
 def job(report: Report, options: argparse.Namespace, setting: str, system: str, seconds: float) -> None:
     """Adds the rows of one job as they come; those that did not come are told as failed, with the last that the job said."""
     settings = [*SETTINGS[setting], "--layers", str(options.layers), *["--small"] * options.small, "--rows", *options.rows]
-    process = jobs.begin(options.gpus, "benchmarks.training.job", system, *settings, out=subprocess.PIPE, OMP_NUM_THREADS="4")
+    gpus = 1 if system == ALONE else options.gpus
+    process = jobs.begin(gpus, "benchmarks.training.job", system, *settings, out=subprocess.PIPE, OMP_NUM_THREADS="4")
     limit = threading.Timer(seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
     limit.start()
     left, said = list(options.rows), list[str]()
@@ -60,15 +64,37 @@ def job(report: Report, options: argparse.Namespace, setting: str, system: str, 
         report.add(case=f"{row}, {setting}", system=system, phase="", failed=jobs.first_error(said, "nothing was said in its time"))
 
 
+# Of a row: how many times as fast as torch's context parallelism a step is to be; with compiled layers, as its step without them.
+FASTER = {"4k": 1.1, "16k": 1.2, "64k": 1.3, "128k": 1.3}
+FASTER_COMPILED = {"16k": 1.5, "64k": 1.45, "128k": 1.45}
+
+
 def compare(report: Report, options: argparse.Namespace) -> None:
-    """The device's memory and the time of a step, beside torch's."""
+    """Against the targets: the device's memory and the rate beside torch's, and beside one GPU's."""
     for setting in options.settings:
+        compiled = setting.endswith("compiled")
         for row in options.rows:
             case = f"{row}, {setting}"
-            for figure, at_most in (("device, GiB", 0.97), ("seconds", 1.0)):
-                mine, theirs = (report.find(case, system, "", figure) for system in (OURS, PEER))
-                if mine and theirs:
-                    report.ratio(f"{case}: {figure}, {OURS} / {PEER}", mine / theirs, at_most=at_most)
+            _ratio(report, case, "device, GiB", PEER, at_most=0.75 if row == "128k" else 0.97)
+            _ratio(report, case, "tokens/s", PEER, at_least=1.25 if compiled else FASTER.get(row, 1.0))
+            _ratio(report, case, "tokens/s", ALONE, at_least=1.9)
+            if compiled:
+                _ratio(
+                    report,
+                    case,
+                    "tokens/s",
+                    PEER,
+                    f"{row}, {setting.removesuffix(', compiled')}",
+                    at_least=FASTER_COMPILED.get(row, 1.0),
+                )
+
+
+def _ratio(report: Report, case: str, figure: str, peer: str, of_case: str = "", **target: float) -> None:
+    """Nothing where one of them was not measured. ``of_case``: the peer's, if it is another."""
+    mine, theirs = report.find(case, OURS, "", figure), report.find(of_case or case, peer, "", figure)
+    if mine and theirs:
+        name = f"{case}: {figure}, {OURS} / {peer}" + (f" of {of_case}" if of_case else "")
+        report.ratio(name, mine / theirs, **target)
 
 
 def main() -> None:

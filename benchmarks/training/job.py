@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.harness.streams import Event, recorded, split
 from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import reason
 from benchmarks.training.systems import SYSTEMS, VOCABULARY, Batch, Setting, Step, cudnn
@@ -25,6 +26,9 @@ from torch_bridge.job.jax_memory import default_pool, trim_jax_memory
 
 SAID = '{"row": '
 _RESERVED_HIGH, _USED_HIGH = 6, 8  # CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, CU_MEMPOOL_ATTR_USED_MEM_HIGH
+
+
+KINDS = ("attention's forward", "attention's backward", "products", "elementwise", "copies", "NCCL alone", "idle")
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,17 @@ def measured(team: Team, step: Step, name: str, scale: int) -> dict[str, Any]:
     make = partial(batch, generator, device=team.device, documents=row.documents)
     with DeviceMemory() as device:
         figures = several_lengths(team, step, row, make, scale) if name == "lengths" else one_length(team, step, row, make, scale)
-    return {**figures, **memory(team, device)}
+    events = [] if name == "lengths" else recorded(lambda: step(make(row.tokens // scale)), team.ready)
+    return {**figures, **memory(team, device), **(split(events, kind, KINDS) if events else {})}
+
+
+def kind(event: Event) -> str:
+    """What of a step an event belongs to."""
+    if event.is_rotation:
+        return "NCCL alone"
+    if event.is_attention:
+        return "attention's backward" if event.is_backward else "attention's forward"
+    return "copies" if event.is_copy else "products" if event.is_product else "elementwise"
 
 
 def one_length(team: Team, step: Step, row: Row, make: Callable[[int], Batch], scale: int) -> dict[str, Any]:
@@ -156,12 +170,13 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="two small layers and a 64th of the tokens, to see that it runs")
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     team = Team(timeout=300)
-    setting = Setting(options.sharded, not options.no_checkpointing, options.layers, options.small)
+    setting = Setting(options.sharded, not options.no_checkpointing, options.compiled, options.layers, options.small)
     mesh = init_device_mesh(team.device.type, (team.size,), mesh_dim_names=("cp",))
     with cudnn(ON_GPU):
         step = None

@@ -24,10 +24,12 @@ VOCABULARY = 32000
 
 @dataclass(frozen=True)
 class Setting:
-    """``sharded``: by FSDP2, weights in float32 and computing in bfloat16; else each rank has all of them, in bfloat16."""
+    """``sharded``: by FSDP2, weights in float32 and computing in bfloat16; else each rank has all of them, in bfloat16.
+    ``compiled``: by torch, a layer at a time."""
 
     sharded: bool = False
     checkpointing: bool = True
+    compiled: bool = False
     layers: int = 12
     small: bool = False
 
@@ -50,6 +52,8 @@ class Setting:
             model = Qwen3ForCausalLM(config).to(torch.float32 if self.sharded else torch.bfloat16)
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in model.model.layers if self.compiled else ():
+            layer.compile()
         return model.train()
 
 
@@ -158,6 +162,21 @@ def context_parallel_of_torch(method: str, setting: Setting, mesh: DeviceMesh) -
     return _in_torch(model, _optimizer(model, mesh), mesh, into, backward)
 
 
+def sdpa(setting: Setting, mesh: DeviceMesh) -> Step:
+    """The whole sequence on one GPU, by the backend of SDPA that torch's context parallelism has."""
+    if mesh.size() > 1:
+        raise NotImplementedError("one GPU alone")
+    _causal_alone()
+    model = setting.model(mesh)
+    if setting.sharded:
+        _shard(model, mesh)
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+
+    return _in_torch(model, _optimizer(model, mesh), mesh, lambda **_: contextlib.nullcontext(), backward)
+
+
 def accelerate(setting: Setting, mesh: DeviceMesh) -> Step:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import ParallelismConfig, TorchContextParallelConfig
@@ -199,4 +218,5 @@ SYSTEMS: dict[str, Callable[[Setting, DeviceMesh], Step]] = {
     "context_parallel, allgather": lambda *where: context_parallel_of_torch("allgather", *where),
     "context_parallel, alltoall": lambda *where: context_parallel_of_torch("alltoall", *where),
     "accelerate, cp_size": accelerate,
+    "SDPA on one GPU": sdpa,
 }

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -45,23 +44,23 @@ class _SecondRun(AbstractContextManager[None]):
         self._entered.__exit__(*error)
 
 
-def keeping_attention(function: Callable[..., Any], offload: bool = False) -> Callable[..., Any]:
-    """``function``, which a checkpoint of any kind is to run twice, the second time with the results of the first one's ring
-    calls."""
-    calls, runs = CheckpointedCalls(offload), [0]
+class KeepingAttention:
+    """``function``, which a checkpoint of any kind is to run twice, the second time with the results of the first one's ring calls.
+    What ``torch.compile`` compiles is in the function; whether a run is the first, no graph can know."""
 
-    @wraps(function)
-    def run(*arguments: Any, **options: Any) -> Any:
-        runs[0] += 1
-        if runs[0] == 1:
-            with calls.first_run():
-                return function(*arguments, **options)
+    def __init__(self, function: Callable[..., Any], offload: bool = False) -> None:
+        self._function, self._calls, self._again = function, CheckpointedCalls(offload), False
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if not self._again:
+            self._again = True
+            with self._calls.first_run():
+                return self._function(*arguments, **options)
         try:
-            with calls.second_run():
-                return function(*arguments, **options)
+            with self._calls.second_run():
+                return self._function(*arguments, **options)
         finally:
             # What holds this function, torch's reentrant checkpoint, may outlive the backward; what it keeps must not.
             if torch._C._current_graph_task_id() != -1 and not _autograd._get_current_graph_task_keep_graph():
-                calls.forget()
-
-    return run
+                self._calls.forget()

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from benchmarks.harness.streams import Event, split
 from benchmarks.harness.team import Team
 from benchmarks.training import job
 
@@ -41,3 +42,16 @@ def test_a_row_is_timed_without_its_first_steps(monkeypatch):
     make = lambda tokens: SimpleNamespace(tokens=tokens)  # noqa: E731
     found = job.one_length(Team(), lambda batch: torch.tensor(float(next(losses))), row, make, scale=2)
     assert found == {"seconds": 0.5, "tokens/s": 64, "loss, first": 0.0, "loss, last": 2.0}
+
+
+def test_a_moment_of_a_step_is_counted_once():
+    """As attention where it runs beside another stream's kernel, as a collective only where nothing else runs."""
+    names = [
+        ("7", "flash_fwd_FlashAttentionForwardSm90", 0, 4),
+        ("7", "FlashAttentionBackwardSm90", 4, 3),
+        ("7", "nvjet", 8, 1),
+    ]
+    beside = [("9", "add", 2, 6.5), ("13", "ncclDevKernel_SendRecv", 1, 10), ("7", "Memcpy DtoD", 11, 1)]
+    events = [Event(stream, name, 1000.0 * start, 1000.0 * length) for stream, name, start, length in names + beside]
+    found = split([*events, Event("7", "add", 13_000.0, 1000.0)], job.kind, job.KINDS)
+    assert list(found.values()) == [4, 3, 1, 2, 1, 2, 1] and list(found) == [f"{kind} ms" for kind in job.KINDS]

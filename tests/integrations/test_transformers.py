@@ -15,9 +15,11 @@ import transformers
 from document_cases import CASES as DOCUMENTS
 from document_cases import same
 from launch import PYTHONPATH, ROOT, torchrun
+from torch._dynamo.utils import counters
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import masking_utils as masking
+from transformers import modeling_layers
 
 from ring_attn import Ring
 from ring_attn.integrations.transformers import context_parallel
@@ -322,6 +324,70 @@ def test_attention_is_kept_in_checkpoints(monkeypatch, kind, late):
         assert not any("_Keeping" in type(x).__name__ for module in model.modules() for x in vars(module).values())
     assert all(torch.equal(a, b) for a, b in zip(gradients[None], gradients["attention"], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(gradients[None], gradients["offload"], strict=True))
+
+
+OF_THE_COMPILER = ("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+CHECKPOINT_IN_FORWARD = hasattr(modeling_layers.GradientCheckpointingLayer, "_can_checkpoint_with_cache")
+COMPILED = {"plain": lambda model: None, "not reentrant": by_transformers(False), "reentrant": by_transformers(True)}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(*OF_THE_COMPILER)
+@pytest.mark.parametrize("checkpointing", COMPILED)
+def test_compiled_layers(monkeypatch, checkpointing):
+    """One graph for the first length and one for all others, nothing left out of them, and no attention that runs twice."""
+    steps, run = [], compiled.Program._run
+
+    def noting(self, step, *arguments):
+        steps.append(step)
+        return run(self, step, *arguments)
+
+    monkeypatch.setattr(compiled.Program, "_run", noting)
+    torch._dynamo.reset()
+    counters.clear()
+    losses = []
+    for compiles in (False, True):
+        model = llama().train()
+        COMPILED[checkpointing](model)
+        for layer in model.model.layers if compiles else ():
+            layer.compile(backend="aot_eager")
+        cp = context_parallel(model, "local")
+        for length in (16, 24, 40, 16):
+            steps.clear()
+            loss = model(**cp.shard(tiny.batch(length=length))).loss
+            loss.backward()
+            assert steps.count("forward") == steps.count("backward") == model.config.num_hidden_layers
+            losses += [loss.item(), model.lm_head.weight.grad.norm().item()]
+    assert losses[:8] == pytest.approx(losses[8:])
+    around = checkpointing == "reentrant" and not CHECKPOINT_IN_FORWARD  # its first run has no gradients: a graph of its own
+    assert counters["stats"]["unique_graphs"] <= (4 if around else 2) and not counters["graph_break"]
+
+
+@pytest.mark.filterwarnings(*OF_THE_COMPILER)
+def test_a_compiled_layer_that_goes_past_the_ring_is_told():
+    torch._dynamo.reset()
+    model = llama()
+    cp = context_parallel(model, "local")
+    past = model.model.layers[1].self_attn
+    past.forward = lambda hidden_states, **_: (hidden_states, None)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="1 attentions of LlamaForCausalLM went"):
+            model(**cp.shard(tiny.batch()))
+
+
+@pytest.mark.filterwarnings(*OF_THE_COMPILER)
+@pytest.mark.skipif(not CHECKPOINT_IN_FORWARD, reason="the checkpoint is around the graph")
+def test_offload_within_a_graph_is_refused():
+    torch._dynamo.reset()
+    model = llama().train()
+    model.activation_checkpointing_enable()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    cp = context_parallel(model, "local", checkpoint="offload")
+    with pytest.raises(NotImplementedError, match="cannot keep attention in host memory"):
+        model(**cp.shard(tiny.batch()))
 
 
 def test_what_becomes_of_attention_in_checkpoints_is_checked():

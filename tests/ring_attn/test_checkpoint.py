@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn import RingAttention, keep_attention, ring_attention
-from ring_attn.training.checkpoint import keeping_attention
+from ring_attn.training.checkpoint import KeepingAttention
 from torch_bridge.backends import compiled
 
 LAYERS = 3
@@ -46,8 +46,8 @@ WAYS = {
     "kept": partial(checkpoint, use_reentrant=False, context_fn=keep_attention),
     "offloaded": partial(checkpoint, use_reentrant=False, context_fn=partial(keep_attention, offload=True)),
     "late": partial(checkpoint, use_reentrant=False, context_fn=keep_attention, early_stop=False),
-    "kept, wrapped": lambda layer, x: checkpoint(keeping_attention(layer), x, use_reentrant=False),
-    "kept, reentrant": lambda layer, x: checkpoint(keeping_attention(layer), x, use_reentrant=True),
+    "kept, wrapped": lambda layer, x: checkpoint(KeepingAttention(layer), x, use_reentrant=False),
+    "kept, reentrant": lambda layer, x: checkpoint(KeepingAttention(layer), x, use_reentrant=True),
 }
 
 

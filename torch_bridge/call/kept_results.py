@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.backends.operation import Results
+from torch_bridge.call.counting import tell
 from torch_bridge.call.host_copy import HostCopy
 from torch_bridge.call.programs import call_of
 from torch_bridge.job.ring import Tensors
@@ -118,6 +119,7 @@ _here = _OfThisThread()
 def results_of(key: str, operands: Tensors, compute: Callable[[], Results], copied: bool = False) -> Results:
     """What ``compute`` returns, or returned in the first run of a checkpoint that this is the second of. ``copied``: in memory that
     the caller may overwrite, also where torch does not see it."""
+    tell()
     run = _here.run
     if run is None:
         return compute()

@@ -39,11 +39,14 @@ def _version(tensor: Tensor) -> int:
 
 class Call:
     """One forward of a model. ``sharded`` is None where its inputs are whole; ``part``: which half of an encoder-decoder runs;
-    ``attended``: the attentions that went through the ring, by part."""
+    ``attended``: the attentions that ran on the ring, by part."""
 
     def __init__(self, ring: Ring, previous: str, sharded: Sharded | None, whole_encoder: bool = False) -> None:
         self.ring, self.previous, self.sharded, self.whole_encoder = ring, previous, sharded, whole_encoder
         self.part, self.attended = "decoder", Counter[str]()
+
+    def count(self) -> None:
+        self.attended[self.part] += 1
 
 
 CALL: ContextVar[Call | None] = ContextVar("ring_attn_call", default=None)

@@ -28,6 +28,7 @@ from ring_attn.training.chunked_loss import CHUNK
 from ring_attn.training.early_sums import early_sums
 from ring_attn.training.gradients import in_ddp, reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
+from torch_bridge.call.counting import ON_CALL
 from torch_bridge.call.programs import last_on
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
@@ -40,7 +41,7 @@ class _Entered(NamedTuple):
     part of another: the base model's inside the whole model's."""
 
     module: nn.Module
-    begun: tuple[Call, Token[Call | None]] | None = None
+    begun: tuple[Call, Token[Call | None], Token[Callable[[], None] | None]] | None = None
     labels: Tensor | None = None
     items: Any = None
     hidden: Tensor | None = None
@@ -258,7 +259,7 @@ class ContextParallel:
             self._shared.compare(sharded.whole, given, self.model, items)
         call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None)
         # Without the head, which is the caller's, there is no loss to be made.
-        return _Entered(module, (call, CALL.set(call)), labels if module is self.model else None, items)
+        return _Entered(module, (call, CALL.set(call), ON_CALL.set(call.count)), labels if module is self.model else None, items)
 
     def _check_attended(self, attended: Mapping[str, int]) -> None:
         for part, layers in self.plan.layers.items():
@@ -314,8 +315,9 @@ class ContextParallel:
         _, begun, labels, items, hidden = self._entered.pop()
         if begun is None:
             return self._without_logits(output)
-        call, token = begun
-        CALL.reset(token)
+        call, of_call, of_listener = begun
+        CALL.reset(of_call)
+        ON_CALL.reset(of_listener)
         if output is None or call.sharded is None:  # None: an error is on its way
             return None
         self._check_attended(call.attended)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn import Ring, RingAttention, keep_attention, start, sync_gradients
-from ring_attn.training.checkpoint import keeping_attention
+from ring_attn.training.checkpoint import KeepingAttention
 from tests.support.healthy import gloo_world
 from torch_bridge.backends import compiled
 
@@ -20,7 +20,7 @@ LAYERS = 2
 FULL = partial(checkpoint, use_reentrant=False)
 KEPT = {
     "context_fn": partial(checkpoint, use_reentrant=False, context_fn=keep_attention),
-    "reentrant": lambda layer, x: checkpoint(keeping_attention(layer), x, use_reentrant=True),
+    "reentrant": lambda layer, x: checkpoint(KeepingAttention(layer), x, use_reentrant=True),
 }
 
 

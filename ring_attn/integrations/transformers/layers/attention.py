@@ -187,7 +187,6 @@ def attention_function(
         if not _hides_nothing(attention_mask, key):
             raise NotImplementedError(_no_mask(module, attention_mask))
         attention_mask = _ring_mask(call, Rule(), {"q_length": query.shape[2], "kv_length": key.shape[2]})
-    attention_mask.call.attended[attention_mask.call.part] += 1
     return _on_ring(module, (query, key, value), attention_mask, **options), None
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ring_attn.training.checkpoint import keeping_attention
+from ring_attn.training.checkpoint import KeepingAttention
 
 Checkpoint = Literal["attention", "offload"] | None
 # By which layers of transformers, and modules in torch's ``checkpoint_wrapper`` (FSDP's activation checkpointing), run a function
@@ -45,7 +47,24 @@ class _Keeping:
         self.checkpoint, self._offload = checkpoint, offload
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        return self.checkpoint(keeping_attention(function, self._offload), *arguments, **options)
+        if not torch.compiler.is_compiling():
+            return self.checkpoint(KeepingAttention(function, self._offload), *arguments, **options)
+        if self._offload:
+            _refuse_offload()
+        # Newer transformers make the checkpoint in the layer's forward, so that the graph of a compiled layer has it.
+        return self.checkpoint(function, *arguments, **options, use_reentrant=False, context_fn=_keeping_the_operator)
+
+
+def _keeping_the_operator() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.ring_attn.forward.default])
+
+
+@torch.compiler.disable
+def _refuse_offload() -> None:
+    raise NotImplementedError(
+        'checkpoint="offload" cannot keep attention in host memory where torch.compile has the checkpoint in its graph, as that of '
+        'layers of this transformers; use checkpoint="attention", or do not compile the layers'
+    )
 
 
 def _has_contexts(function: Any) -> bool:
