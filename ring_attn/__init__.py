@@ -15,6 +15,7 @@ from ring_attn.training.checkpoint import keep_attention
 from ring_attn.training.chunked_loss import chunked_cross_entropy
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss
+from ring_attn.training.tiles import tiled
 from ring_attn.verification.entry import verify
 from ring_attn.verification.verdict import Verdict
 from ring_attn.version import __version__
@@ -51,6 +52,7 @@ __all__ = [
     "shard_packed",
     "start",
     "sync_gradients",
+    "tiled",
     "total_loss",
     "unshard",
     "verify",

@@ -25,6 +25,7 @@ from ring_attn.integrations.transformers.model.checkpointing import Checkpoint, 
 from ring_attn.integrations.whole_batches import WholeBatches, told_of_sharded
 from ring_attn.ring import BUCKETS, Ring
 from ring_attn.training.chunked_loss import check_chunk_size
+from ring_attn.training.tiles import check_tile_size
 
 
 class RingParallelism(ParallelismConfig):
@@ -32,9 +33,9 @@ class RingParallelism(ParallelismConfig):
 
     ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
     "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`).
-    ``checkpoint``: what becomes of attention under activation checkpointing; ``loss_chunk``: of how many tokens logits are made at
-    a time for the loss, both as for ``context_parallel``. Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it
-    is an ordinary one.
+    ``checkpoint``: what becomes of attention under activation checkpointing; ``loss_chunk`` and ``mlp_tile``: of how many tokens
+    logits are made, and MLPs computed, at a time; all as for ``context_parallel``. Other arguments are those of
+    ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
 
     Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
     included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
@@ -56,6 +57,7 @@ class RingParallelism(ParallelismConfig):
         buckets: int = BUCKETS,
         checkpoint: Checkpoint = "attention",
         loss_chunk: int | None = None,
+        mlp_tile: int | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -74,12 +76,16 @@ class RingParallelism(ParallelismConfig):
         check_checkpoint(checkpoint)
         if loss_chunk is not None:
             check_chunk_size(loss_chunk, "loss_chunk")
-        if loss_chunk is not None and self.cp_size == 1:
-            raise ValueError(
-                "loss_chunk needs a ring, and with cp_size=1 the model stays as it is; leave it out, or call "
-                'context_parallel(model, "local", loss_chunk=...) in a loop of your own'
-            )
-        self.layout, self.buckets, self.checkpoint, self.loss_chunk = ring.layout, ring.buckets, checkpoint, loss_chunk
+        if mlp_tile is not None:
+            check_tile_size(mlp_tile, "mlp_tile")
+        self.layout, self.buckets = ring.layout, ring.buckets
+        self.levers: dict[str, Any] = {"checkpoint": checkpoint, "loss_chunk": loss_chunk, "mlp_tile": mlp_tile}
+        for name in ("loss_chunk", "mlp_tile"):
+            if self.levers[name] is not None and self.cp_size == 1:
+                raise ValueError(
+                    f"{name} needs a ring, and with cp_size=1 the model stays as it is; leave it out, or call "
+                    f'context_parallel(model, "local", {name}=...) in a loop of your own'
+                )
         self._model: nn.Module | None = model
         self._whole_batches: WholeBatches | None = None
 
@@ -120,8 +126,7 @@ class RingParallelism(ParallelismConfig):
                 mesh["cp"],
                 layout=self.layout,
                 buckets=self.buckets,
-                checkpoint=self.checkpoint,
-                loss_chunk=self.loss_chunk,
+                **self.levers,
             )
             self._whole_batches = WholeBatches(parallel)
         return mesh
@@ -132,8 +137,7 @@ class RingParallelism(ParallelismConfig):
             "cp_backend": "ring_attn",
             "layout": str(self.layout),
             "buckets": self.buckets,
-            "checkpoint": self.checkpoint,
-            "loss_chunk": self.loss_chunk,
+            **self.levers,
         }
 
     def __getstate__(self) -> dict[str, Any]:

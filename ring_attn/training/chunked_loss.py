@@ -1,7 +1,6 @@
 """The loss of hidden states, whose logits are made a few tokens at a time and never exist as a whole."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,10 +9,11 @@ from torch._C import _are_functorch_transforms_active
 
 from ring_attn.packed.batch import PackedShard
 from ring_attn.ring import Ring
-from ring_attn.sharding.reduction import HALF
+from ring_attn.sharding.reduction import summed_in
 from ring_attn.sharding.sequence import ShardedBatch
 from ring_attn.training.batches import note_loss
 from ring_attn.training.loss import check_labels, check_num_items, labels_of, mean_of, where_counted
+from ring_attn.training.partial_gradients import added, hooks_off, unknown_leaf
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -134,15 +134,15 @@ class _InChunks(torch.autograd.Function):
             inputs = [part, *parameters] if of_hidden is not None else parameters
             if start == 0:
                 _check_leaves(loss, inputs)
-            with _hooks_off(parameters):
+            with hooks_off(parameters):
                 gradients = list(torch.autograd.grad(loss, inputs, allow_unused=True)) if inputs else []
             if of_hidden is not None and (first := gradients.pop(0)) is not None:
                 of_hidden[rows] = first
             for index, gradient in enumerate(gradients):
-                sums[index] = _added(sums[index], gradient)
+                sums[index] = added(sums[index], gradient)
         ctx.save_for_backward(of_hidden, *sums)
         ctx.dtypes = [hidden.dtype] * (1 in needed) + [parameter.dtype for parameter in parameters]
-        return torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=_exact(hidden))
+        return torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=summed_in(hidden.dtype))
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,12 +157,6 @@ class _InChunks(torch.autograd.Function):
         return tuple(scaled.get(index) for index in range(len(ctx.needs_input_grad)))
 
 
-def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if total is None or gradient is None:  # the first is copied: autograd may hold it, too
-        return total if gradient is None else gradient.to(_exact(gradient), copy=True)
-    return total.add_(gradient)
-
-
 def _scaled(x: Tensor | None, cotangent: Tensor, dtype: torch.dtype) -> Tensor | None:
     """``x * cotangent``, rounded once, to ``dtype``, with no other tensor made."""
     if x is None or x.ndim == 0:
@@ -171,46 +165,18 @@ def _scaled(x: Tensor | None, cotangent: Tensor, dtype: torch.dtype) -> Tensor |
     return torch.mul(x, cotangent.reshape(1), out=torch.empty_like(x, dtype=dtype))
 
 
-@contextmanager
-def _hooks_off(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hooks of parameters (``register_hook``) get the gradient of all chunks, in the backward, and not each chunk's before it."""
-    hooked = [(x, hooks) for x in parameters if (hooks := x._backward_hooks)]
-    for x, _ in hooked:
-        x._backward_hooks = None
-    try:
-        yield
-    finally:
-        for x, hooks in hooked:
-            x._backward_hooks = hooks
-
-
-def _check_leaves(loss: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Gradients are made of the inputs alone: any other tensor that needs one would get none in silence."""
-    known = {id(x) for x in inputs}
-    nodes = [loss.grad_fn]
-    seen = {x.grad_fn for x in inputs}
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            raise ValueError(
-                f"the head makes its logits of a tensor {list(leaf.shape)} that needs a gradient and is none of its parameters, so "
-                "it would get none: make it a parameter of the head, or detach it. FSDP1 hides parameters in its forward; FSDP2 "
-                "does not"
-            )
-        nodes.extend(following for following, _ in node.next_functions)
+def _check_leaves(loss: Tensor, inputs: list[Tensor]) -> None:
+    if (leaf := unknown_leaf([loss], inputs)) is not None:
+        raise ValueError(
+            f"the head makes its logits of a tensor {list(leaf.shape)} that needs a gradient and is none of its parameters, so "
+            "it would get none: make it a parameter of the head, or detach it. FSDP1 hides parameters in its forward; FSDP2 "
+            "does not"
+        )
 
 
 def check_chunk_size(size: object, name: str = "chunk_size") -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"{name} must be a positive int, the tokens whose logits exist at a time; got {size!r}")
-
-
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in HALF else x.dtype
 
 
 def _check(hidden: Tensor, labels: Tensor, parameters: tuple[Tensor, ...], chunk_size: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from jax_core.masks.layout import Layout
-from ring_attn.integrations.transformers.batch.entries import REFUSED
+from ring_attn.integrations.transformers.batch.given import CHANGED, check_given, check_labels, taken
 from ring_attn.integrations.transformers.batch.head import Head, first_tokens
 from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, loss_of, with_loss
 from ring_attn.integrations.transformers.batch.outputs import without_pooled
@@ -21,6 +21,7 @@ from ring_attn.integrations.transformers.layers.attention import NAME, register
 from ring_attn.integrations.transformers.model.checkpointing import Checkpoint, check_checkpoint, keep_in_checkpoints, keep_no_more
 from ring_attn.integrations.transformers.model.patches import Patches
 from ring_attn.integrations.transformers.model.plan import plan_of, pretrained_model
+from ring_attn.integrations.transformers.model.tiles import check_tiles, tiles_of
 from ring_attn.integrations.transformers.verify.verification import Verdict, verify
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.marks import is_shard
@@ -31,9 +32,6 @@ from ring_attn.training.shared_state import SharedState
 from torch_bridge.call.counting import ON_CALL
 from torch_bridge.call.programs import last_on
 from torch_bridge.job.mesh import MeshDim, MeshLike
-
-_CHANGED = "Change the whole batch before cp.shard, which keeps positions and shifted labels in the order of the layout"
-_LABELS = ("labels", "shift_labels")  # which a caller may keep for cp.loss
 
 
 class _Entered(NamedTuple):
@@ -57,11 +55,13 @@ class ContextParallel:
         checkpoint: Checkpoint = "attention",
         overlap: bool = False,
         loss_chunk: int | None = None,
+        mlp_tile: int | None = None,
     ) -> None:
         check_checkpoint(checkpoint)
         self.model, self.ring, self.checkpoint, self.overlap = pretrained_model(model), ring, checkpoint, overlap
         self.plan, self.loss_chunk = plan_of(self.model), loss_chunk
         self._head = None if loss_chunk is None else Head(self.plan, loss_chunk)
+        self._tiles = {} if mlp_tile is None else tiles_of(self.model, self.plan.config, mlp_tile)
         self.previous: str = self.plan.config._attn_implementation
         if self.previous == NAME:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
@@ -98,7 +98,8 @@ class ContextParallel:
 
     def _attach(self) -> None:
         entrances = list(dict.fromkeys((self.model, self.plan.base)))
-        self._patches = Patches(self.plan, self.ring, self, {module: self._through_hooks(module) for module in entrances})
+        forwards = {module: self._through_hooks(module) for module in entrances}
+        self._patches = Patches(self.plan, self.ring, self, {**forwards, **self._tiles})
         for module in entrances:
             self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             # The loss is made before FSDP's hook, which shards the head's parameters and waits for the backward of what it sees.
@@ -130,7 +131,7 @@ class ContextParallel:
         sharded = batch.get(MARK)
         if not isinstance(sharded, Sharded) or "labels" not in batch:
             raise ValueError("cp.loss needs the batch that cp.shard made, with labels")
-        self._check_labels(sharded, {"labels": batch["labels"]})
+        check_labels(self.plan, sharded, {"labels": batch["labels"]})
         self._check_entries(sharded, {"labels": batch["labels"]})
         items = batch.get("num_items_in_batch", sharded.items)
         chunks = None
@@ -255,7 +256,8 @@ class ContextParallel:
                 _check_overlap(self.overlap)
             if self.checkpoint is not None and torch.is_grad_enabled():
                 keep_in_checkpoints(self._outer, offload=self.checkpoint == "offload")
-            labels, items = _taken(sharded, options)
+            check_tiles(self.model, self._tiles, options)
+            labels, items = taken(sharded, options)
             self._shared.compare(sharded.whole, given, self.model, items)
         call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None)
         # Without the head, which is the caller's, there is no loss to be made.
@@ -273,32 +275,8 @@ class ContextParallel:
     def _check(self, sharded: Sharded, options: dict[str, Any]) -> None:
         if sharded.owner is not self:
             raise ValueError("the batch was sharded by another ContextParallel than that of this model; use its own cp.shard")
-        for name in REFUSED:
-            if name in options and not (options[name] is None or options[name] is False or name == self.plan.whole_encoder):
-                raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
-        mask: Any = None if self.plan.whole_encoder else options.get("attention_mask")
-        ours = not isinstance(mask, Tensor) or mask.ndim != 2 or is_shard(mask)
-        if not ours and bool(mask.ne(1).any()):
-            raise ValueError("the attention mask of a sharded batch was changed; give the whole mask to cp.shard")
-        missing = [name for name in sharded.entries if name not in _LABELS and options.get(name) is None]
-        if missing and missing[0] == "input_ids" and options.get("inputs_embeds") is not None:
-            raise ValueError(
-                f"inputs_embeds took the place of input_ids in a sharded batch, as by PEFT's prompt tuning. {_CHANGED}"
-            )
-        if missing:
-            raise ValueError(f"{missing[0]} was taken out of a sharded batch: the model would make its own of this rank's tokens")
-        self._check_labels(sharded, options)
+        check_given(self.plan, sharded, options)
         self._check_entries(sharded, options)
-
-    def _check_labels(self, sharded: Sharded, given: Mapping[str, Any]) -> None:
-        """Labels beside a batch that was sharded without any: nobody knows whether they were shifted."""
-        unknown = "labels" not in sharded.entries and given.get("labels") is not None and given.get("shift_labels") is None
-        if unknown and self.plan.shifts_labels:
-            raise ValueError(
-                "labels were given beside a batch that was sharded without them: a token's label is the token after it, which may "
-                "be on another rank. Give the whole labels to cp.shard, which shifts them before it cuts them; or those that you "
-                "shifted before you cut them as shift_labels"
-            )
 
     def _check_entries(self, sharded: Sharded, given: Mapping[str, Any]) -> None:
         """Foreign entries are compared on their device, which nobody waits for."""
@@ -306,7 +284,7 @@ class ContextParallel:
             tensor = given.get(name)
             changed = sharded.changed(name, tensor) if isinstance(tensor, Tensor) else None
             if changed is not None:
-                self._shared.ask({f"{name} of a sharded batch is not what cp.shard made": _CHANGED}, changed.view(1))
+                self._shared.ask({f"{name} of a sharded batch is not what cp.shard made": CHANGED}, changed.view(1))
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
@@ -350,13 +328,6 @@ def _check_overlap(overlap: bool) -> None:
         )
 
 
-def _taken(sharded: Sharded, options: dict[str, Any]) -> tuple[Tensor | None, Any]:
-    """Takes the labels and their count out of a model's inputs, which the model would use by itself."""
-    items, shifted = options.pop("num_items_in_batch", None), options.pop("shift_labels", None)
-    labels = options.pop("labels", None)
-    return labels if shifted is None else shifted, sharded.items if items is None else items
-
-
 def context_parallel(
     model: nn.Module,
     mesh: MeshLike = None,
@@ -367,6 +338,7 @@ def context_parallel(
     checkpoint: Checkpoint = "attention",
     overlap: bool = False,
     loss_chunk: int | None = None,
+    mlp_tile: int | None = None,
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -388,9 +360,10 @@ def context_parallel(
             then waits for what is left. Not for FSDP and DistributedDataParallel, which reduce gradients by themselves.
         loss_chunk: ``model(**batch).loss`` is made of this many tokens' logits at a time (1,024, say), which never exist as a
             whole: the outputs then have no logits. None: of all at once, which the outputs have.
+        mlp_tile: MLPs, and experts, compute this many of a rank's tokens at a time (:func:`ring_attn.tiled`). None: all at once.
 
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
     where = one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
-    return ContextParallel(model, where, checkpoint, overlap, loss_chunk)
+    return ContextParallel(model, where, checkpoint, overlap, loss_chunk, mlp_tile)

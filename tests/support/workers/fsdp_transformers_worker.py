@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from readme_worker import tiny
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attn.integrations.transformers import ContextParallel, context_parallel
 
@@ -74,6 +76,30 @@ def loss_chunk_and_fsdp_of_base_and_root(model: Any, mesh: DeviceMesh, batch: Ba
     return model(**cp.shard(batch)).loss
 
 
+def every_lever_and_fsdp(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    sharded(mesh, model, model)
+    return model(**context_parallel(model, mesh, checkpoint="offload", loss_chunk=3, mlp_tile=3).shard(batch)).loss
+
+
+def mlp_tile_and_fsdp(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    cp = context_parallel(model, mesh, mlp_tile=3)
+    return sharded(mesh, model, model)(**cp.shard(batch)).loss
+
+
+def fsdp_of_the_mlps_and_mlp_tile(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    for layer in model.model.layers:
+        fully_shard(layer.mlp, mesh=mesh)
+    sharded(mesh, model, model)
+    return model(**context_parallel(model, mesh, mlp_tile=3).shard(batch)).loss
+
+
+def ddp_and_mlp_tile(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
+    wrapper = DistributedDataParallel(model)
+    KEPT.append(wrapper)
+    return wrapper(**context_parallel(wrapper, mesh, mlp_tile=3).shard(batch)).loss
+
+
 def ddp_and_loss_chunk(model: Any, mesh: DeviceMesh, batch: Batch) -> Tensor:
     wrapper = DistributedDataParallel(model)
     KEPT.append(wrapper)
@@ -128,6 +154,25 @@ def lent(wrapper: nn.Module, model: Any, function: Callable[[Batch], Tensor], ba
     return wrapper(batch)
 
 
+class Gatherings(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d" and "allgather" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(layers: bool, mesh: DeviceMesh, batch: Batch, **levers: Any) -> int:
+    """How often parameters are gathered in a step of a model in activation checkpoints."""
+    model = tiny()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    _ = sharded(mesh, model, model) if layers else fully_shard(model, mesh=mesh)
+    cp = context_parallel(model, mesh, **levers)
+    with Gatherings() as seen:
+        model(**cp.shard(batch)).loss.backward()
+    return seen.count
+
+
 WAYS = (
     fsdp_first,
     ring_first,
@@ -136,6 +181,10 @@ WAYS = (
     fsdp_of_the_root_alone_first_and_loss_chunk,
     fsdp_that_reshards_and_loss_chunk,
     loss_chunk_and_fsdp_of_base_and_root,
+    every_lever_and_fsdp,
+    mlp_tile_and_fsdp,
+    fsdp_of_the_mlps_and_mlp_tile,
+    ddp_and_mlp_tile,
     ddp_and_loss_chunk,
     fsdp_around_chunks,
     fsdp_of_the_base_model,
@@ -163,6 +212,14 @@ def main() -> None:
             grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
             torch.testing.assert_close(grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
         print(f"{way.__name__}: as one process", flush=True)
+    for layers in (True, False):
+        usual = gathered(layers, mesh, batch)
+        assert usual > 0 and gathered(layers, mesh, batch, mlp_tile=3) == usual
+    model = tiny()
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.down_proj, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="LlamaMLP is in FSDP2 by itself, and would be gathered once a tile"):
+        mlp_tile_and_fsdp(model, mesh, batch)
     dist.destroy_process_group()
 
 

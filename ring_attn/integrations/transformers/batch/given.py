@@ -1,0 +1,49 @@
+"""What a model is given beside, or in the place of, what its ``cp.shard`` made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ring_attn.integrations.transformers.batch.entries import REFUSED
+from ring_attn.integrations.transformers.calls import Sharded
+from ring_attn.integrations.transformers.model.plan import Plan
+from ring_attn.sharding.marks import is_shard
+
+CHANGED = "Change the whole batch before cp.shard, which keeps positions and shifted labels in the order of the layout"
+_LABELS = ("labels", "shift_labels")  # which a caller may keep for cp.loss
+
+
+def check_given(plan: Plan, sharded: Sharded, options: dict[str, Any]) -> None:
+    """ValueError and NotImplementedError, by name of the entry."""
+    for name in REFUSED:
+        if name in options and not (options[name] is None or options[name] is False or name == plan.whole_encoder):
+            raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
+    mask: Any = None if plan.whole_encoder else options.get("attention_mask")
+    ours = not isinstance(mask, Tensor) or mask.ndim != 2 or is_shard(mask)
+    if not ours and bool(mask.ne(1).any()):
+        raise ValueError("the attention mask of a sharded batch was changed; give the whole mask to cp.shard")
+    missing = [name for name in sharded.entries if name not in _LABELS and options.get(name) is None]
+    if missing and missing[0] == "input_ids" and options.get("inputs_embeds") is not None:
+        raise ValueError(f"inputs_embeds took the place of input_ids in a sharded batch, as by PEFT's prompt tuning. {CHANGED}")
+    if missing:
+        raise ValueError(f"{missing[0]} was taken out of a sharded batch: the model would make its own of this rank's tokens")
+    check_labels(plan, sharded, options)
+
+
+def check_labels(plan: Plan, sharded: Sharded, given: Mapping[str, Any]) -> None:
+    """Labels beside a batch that was sharded without any: nobody knows whether they were shifted."""
+    unknown = "labels" not in sharded.entries and given.get("labels") is not None and given.get("shift_labels") is None
+    if unknown and plan.shifts_labels:
+        raise ValueError(
+            "labels were given beside a batch that was sharded without them: a token's label is the token after it, which may "
+            "be on another rank. Give the whole labels to cp.shard, which shifts them before it cuts them; or those that you "
+            "shifted before you cut them as shift_labels"
+        )
+
+
+def taken(sharded: Sharded, options: dict[str, Any]) -> tuple[Tensor | None, Any]:
+    """Takes the labels and their count out of a model's inputs, which the model would use by itself."""
+    items, shifted = options.pop("num_items_in_batch", None), options.pop("shift_labels", None)
+    labels = options.pop("labels", None)
+    return labels if shifted is None else shifted, sharded.items if items is None else items

@@ -1,0 +1,299 @@
+"""A module that computes each token by itself, in tiles of tokens: what it makes in between exists for one tile at a time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from ring_attn.functional import is_dtensor
+from ring_attn.training.partial_gradients import added, hooks_off, unknown_leaf
+
+TILE = 4096  # tokens: in 16 bits an MLP of 12,288 makes 0.3 GiB of them
+_FEW = 4  # tokens that are computed together and alone, once
+_NEAR = 0.02  # of the largest number: other shapes of a product may round otherwise in 16 bits
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def tiled(module: Module, tile_size: int = TILE) -> Module:
+    """``module`` itself, whose ``forward`` from now on computes ``tile_size`` tokens at a time: an MLP, dense or of experts, or
+    anything that computes each token by itself. Its class, hooks, parameters and state dict stay; ``del module.forward`` undoes it.
+
+    ```
+    layer.mlp = ring_attn.tiled(layer.mlp, 4096)
+    ```
+
+    Every tensor among its arguments has a row for each token, ``[..., tokens, width]`` or ``[batch * tokens, width]``, and so have
+    its results, a tensor or a tuple of them. All else is given to each tile as it is.
+
+    Until the backward its inputs alone are held. The backward computes each tile again and adds the parameters' gradients up in
+    float32 (float64 of float64). Results and gradients are the plain ones within rounding, with the plain ones' bits where the
+    tokens fit one tile, which is computed as ever. Inside of an activation checkpoint nothing is computed more often than without
+    tiles, unless the checkpoint is reentrant or what follows in it needs the result. FSDP2 around it gathers once.
+
+    Hooks of its own see all tokens, hooks of modules in it a tile at a time, in the backward again. Dropout is drawn a tile at a
+    time, and again alike. Autograd's inputs are changed by no tile, so the module must not change them in place either.
+
+    Raises ValueError for what is no module, a size that is no count and a module in tiles already; at the first call
+    NotImplementedError where a token's result depends on other tokens, where the module uses a tensor with a gradient that is none
+    of its parameters, and where a module in it is in FSDP2 by itself, which would gather once a tile; under ``torch.compile``, and
+    where gradients are to be differentiated again. Compile what is inside of the module instead.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"tiled must be given an nn.Module, got {type(module).__name__}")
+    if isinstance(vars(module).get("forward"), Tiles):
+        raise ValueError(f"this {type(module).__name__} is in tiles already; call del module.forward first")
+    module.forward = Tiles(module, tile_size)
+    return module
+
+
+def check_tile_size(size: object, name: str = "tile_size") -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name} must be a positive int, the tokens that are computed at a time; got {size!r}")
+
+
+class Tiles:
+    """In the place of a module's ``forward``."""
+
+    def __init__(self, module: nn.Module, size: int) -> None:
+        check_tile_size(size)
+        self.module, self.size, self.forward, self._tried = module, size, module.forward, False
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _refuse_compiled()
+        tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
+        tokens = _tokens(tensors[0]) if tensors else 0
+        if tokens <= self.size:
+            return self.forward(*arguments, **options)
+        self._check_inputs(tensors, tokens)
+        call, rows = _Call(self, arguments, options), [x.flatten(0, -2) for x in tensors]
+        parameters = self.parameters()
+        if _are_functorch_transforms_active():  # they have to see the operators
+            tiles = [call([x[part] for x in rows]) for part in self.parts(tokens)]
+            return call.whole([torch.cat(parts) for parts in zip(*tiles, strict=True)], tensors)
+        self._try(call, rows, parameters)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *parameters))):
+            with torch.no_grad():
+                return call.whole(_computed(call, rows), tensors)
+        held = _Held.apply(len(rows), *rows, *parameters[:1])
+        return call.whole(_InTiles.apply(call, held, len(rows), *rows, *parameters), tensors)
+
+    def parts(self, tokens: int) -> Iterator[slice]:
+        return (slice(start, start + self.size) for start in range(0, tokens, self.size))
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [x for x in self.module.parameters() if x.requires_grad]
+
+    def _check_inputs(self, tensors: Sequence[Tensor], tokens: int) -> None:
+        wrong = next((x for x in tensors if _tokens(x) != tokens), None)
+        if wrong is not None:
+            raise NotImplementedError(
+                f"{self._name} cannot be computed in tiles: it is given a tensor {list(wrong.shape)} that has no row for each of "
+                f"{tokens} tokens; leave it as it is"
+            )
+        if any(map(is_dtensor, tensors)):
+            raise NotImplementedError(
+                f"{self._name} cannot be computed in tiles of a DTensor; give it this rank's tokens, x.to_local()"
+            )
+
+    @property
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+    def _try(self, call: "_Call", rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Once: whether few tokens together and each by itself give the same, without what is drawn at random. Most of them must:
+        a token whose experts are nearly tied may get others by another rounding."""
+        if self._tried or torch.is_inference_mode_enabled():
+            return
+        self._check_modules()
+        few = [x[:_FEW].detach() for x in rows]
+        # A checkpoint around it counts what is saved, and this is not.
+        with _evaluating(self.module), saved_tensors_hooks(_itself, _itself), torch.enable_grad():
+            together = call(few)
+            leaf = unknown_leaf(together, parameters)
+            alone = [call([x[token : token + 1] for x in few]) for token in range(len(few[0]))]
+        if leaf is not None:
+            raise NotImplementedError(
+                f"{self._name} uses a tensor {list(leaf.shape)} that needs a gradient and is none of its parameters, so in tiles "
+                "it would get none: make it a parameter of the module, or give it as an argument with a row for each token"
+            )
+        apart = sum(_apart(x, torch.cat([each[at] for each in alone])) for at, x in enumerate(together) if x.is_floating_point())
+        if isinstance(apart, Tensor) and 2 * int((apart > 0).sum()) > len(few[0]):
+            raise NotImplementedError(
+                f"{self._name} cannot be computed in tiles: what it makes of a token depends on other tokens; leave it as it is"
+            )
+        self._tried = True
+
+    def _check_modules(self) -> None:
+        inside = ((name, x) for name, x in self.module.named_modules() if name)
+        name = next((name for name, x in inside if any(kind.__name__ == "FSDPModule" for kind in type(x).__mro__)), None)
+        if name is not None:
+            raise NotImplementedError(
+                f"{name} in {self._name} is in FSDP2 by itself, and would be gathered once a tile: call fully_shard of the layer "
+                f"or of {self._name}, and not of modules in it"
+            )
+
+
+class _Call:
+    """A call of a module, as a function of its tensors' rows ``[tokens, width]``. It holds none of them."""
+
+    def __init__(self, tiles: Tiles, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        self.tiles, self._positional, self._names = tiles, len(arguments), tuple(options)
+        values = [*arguments, *options.values()]
+        self._dims = {place: x.ndim for place, x in enumerate(values) if isinstance(x, Tensor)}
+        self._others = [None if isinstance(x, Tensor) else x for x in values]
+        self._single, self._made = False, list[int]()  # whether it returns one tensor; the dims of what it returns
+
+    def __call__(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        values = list(self._others)
+        for (place, dims), x in zip(self._dims.items(), rows, strict=True):
+            values[place] = x.view(*(1,) * (dims - 2), *x.shape)
+        named = dict(zip(self._names, values[self._positional :], strict=True))
+        made = self.tiles.forward(*values[: self._positional], **named)
+        self._single = isinstance(made, Tensor)
+        outputs = [made] if self._single else list(made) if isinstance(made, tuple) else []
+        if not outputs or not all(isinstance(x, Tensor) and x.ndim > 1 and _tokens(x) == len(rows[0]) for x in outputs):
+            raise NotImplementedError(
+                f"{type(self.tiles.module).__name__} cannot be computed in tiles: it does not return tensors with a row for each "
+                "token; leave it as it is"
+            )
+        self._made = [x.ndim for x in outputs]
+        return [x.flatten(0, -2) for x in outputs]
+
+    def whole(self, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """What the module returns of all tokens, with the leading dims of an argument of as many dims."""
+        lead = {x.ndim: x.shape[:-1] for x in reversed(tensors)}
+        found = [x.unflatten(0, lead[dims]) if dims in lead else x for x, dims in zip(rows, self._made, strict=True)]
+        return found[0] if self._single else tuple(found)
+
+
+class _Held(torch.autograd.Function):
+    """A node that holds the tiles' inputs, before theirs: a checkpoint's second run has all that it needs once they are there, and
+    computes no tile."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[:count])
+        ctx.set_materialize_grads(False)
+        return tensors[0].new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _InTiles(torch.autograd.Function):
+    """``count`` inputs and the parameters -> what the module makes of them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, held: Tensor, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+        rows = given[:count]
+        ctx.call, ctx.held, ctx.count, ctx.surroundings = call, held.grad_fn, count, _Surroundings(rows[0])
+        ctx.set_materialize_grads(False)
+        made = _computed(call, rows)
+        ctx.mark_non_differentiable(*(x for x in made if not x.is_floating_point()))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "the gradients of a module in tiles are not differentiable again (create_graph=True); leave the module as it is"
+            )
+        rows, parameters = ctx.held.saved_tensors, ctx.call.tiles.parameters()
+        needed = ctx.needs_input_grad[3 : 3 + ctx.count]
+        # Rows of which some tile makes no gradient get zeros, as a slice's backward gives.
+        of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needed, strict=True)]
+        sums: list[Tensor | None] = [None] * len(parameters)
+        with ctx.surroundings.again():
+            for part in ctx.call.tiles.parts(len(rows[0])):
+                inputs = [x[part].detach().requires_grad_(need) for x, need in zip(rows, needed, strict=True)]
+                wanted = [x for x in inputs if x.requires_grad]
+                gradients = _of_tile(ctx.call, inputs, [None if x is None else x[part] for x in cotangents], [*wanted, *parameters])
+                for whole in of_rows:
+                    if whole is not None and (gradient := gradients.pop(0)) is not None:
+                        whole[part] = gradient
+                sums = [added(total, gradient) for total, gradient in zip(sums, gradients, strict=True)]
+        of_parameters = [x if x is None else x.to(like.dtype) for x, like in zip(sums, parameters, strict=True)]
+        return None, None, None, *of_rows, *of_parameters
+
+
+def _of_tile(call: _Call, inputs: list[Tensor], cotangents: list[Tensor | None], wanted: list[Tensor]) -> list[Tensor | None]:
+    with torch.enable_grad():
+        made = call(inputs)
+    pairs = [(x, g) for x, g in zip(made, cotangents, strict=True) if g is not None and x.requires_grad]
+    if not pairs:
+        return [None] * len(wanted)
+    outputs, given = zip(*pairs, strict=True)
+    with hooks_off(wanted):
+        return list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+
+
+def _computed(call: _Call, rows: Sequence[Tensor]) -> list[Tensor]:
+    whole: list[Tensor] = []
+    for part in call.tiles.parts(len(rows[0])):
+        made = call([x[part] for x in rows])
+        whole = whole or [x.new_empty(len(rows[0]), x.shape[-1]) for x in made]
+        for x, of_part in zip(whole, made, strict=True):
+            x[part] = of_part
+    # Weights that autocast has cast here have no graph.
+    torch.clear_autocast_cache()
+    return whole
+
+
+class _Surroundings:
+    """What a run depends on beside its arguments: the generators of random numbers, and autocast."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._kind = x.device.type
+        self._autocast = torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
+        self._on_host, (self._devices, self._states) = torch.get_rng_state(), get_device_states(x)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        enabled, dtype = self._autocast
+        forked = torch.random.fork_rng(self._devices, device_type=self._kind if self._devices else "cuda")
+        with forked, torch.autocast(self._kind, dtype=dtype, enabled=enabled):
+            torch.set_rng_state(self._on_host)
+            set_device_states(self._devices, self._states, device_type=self._kind)
+            torch.clear_autocast_cache()
+            yield
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [x for x in module.modules() if x.training]
+    for x in training:
+        x.training = False
+    try:
+        yield
+    finally:
+        for x in training:
+            x.training = True
+
+
+def _tokens(x: Tensor) -> int:
+    return x.shape[:-1].numel() if x.ndim else 0
+
+
+def _apart(x: Tensor, other: Tensor) -> Tensor:
+    """1 for each row that is not near the other's."""
+    x, other = x.detach().float(), other.detach().float()
+    return ((x - other).abs().amax(-1) > _NEAR * x.abs().max()).int()
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+@torch.compiler.disable
+def _refuse_compiled() -> None:
+    raise NotImplementedError(
+        "a module in tiles cannot be in a graph of torch.compile, which would hold what all tiles make; compile what is inside of "
+        "the module (its children), or leave tiles out"
+    )
