@@ -2,6 +2,7 @@
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
 from jax_core.tiers import ExperimentalWarning
+from ring_attn import memory
 from ring_attn.explain import Explaining, explain
 from ring_attn.functional import ring_attention
 from ring_attn.module.attention import RingAttention
@@ -42,6 +43,7 @@ __all__ = [
     "cross_entropy",
     "explain",
     "keep_attention",
+    "memory",
     "pad",
     "positions",
     "replace_attention",

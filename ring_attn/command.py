@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from ring_attn.memory import plan
+from ring_attn.memory.numbers import count, gigabytes
+
 PROGRAM = "python -m ring_attn"
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
@@ -81,7 +84,33 @@ def _parsed() -> argparse.Namespace:
     )
     doctor.add_argument("--limit", type=float, default=300.0, help="seconds for each check that computes (default: 300)")
     doctor.set_defaults(run=_doctor)
+    planned = commands.add_parser(
+        "plan",
+        help="whether a length trains on your GPUs, and with which levers",
+        description="Predicted from sizes; nothing is run or downloaded. Exit code 1 if it does not fit.",
+    )
+    planned.add_argument("--model", required=True, help="a folder with a config.json, such a file, or a name like Qwen3-8B")
+    planned.add_argument("--tokens", required=True, type=count, help="of a row, over all GPUs: 131072, 128k, 1M")
+    planned.add_argument("--gpus", required=True, type=int, help="that share the weights (FSDP2)")
+    planned.add_argument("--memory", type=gigabytes, default=80.0, help="of a GPU, as it is sold: 80G (default), 141G")
+    planned.add_argument("--host", type=gigabytes, help="of the host, for each GPU (default: as much as is needed)")
+    planned.add_argument("--ring", type=int, help="how many of the GPUs share a row (default: all)")
+    planned.add_argument("--replicated", action="store_true", help="each GPU has all weights, in bfloat16")
+    planned.set_defaults(run=_plan)
     return parser.parse_args()
+
+
+def _plan(options: argparse.Namespace) -> int:
+    try:
+        sharded = not options.replicated
+        found = plan(
+            options.model, options.tokens, options.gpus, options.memory, ring=options.ring, sharded=sharded, host=options.host
+        )
+    except (ValueError, NotImplementedError) as error:
+        print(f"{PROGRAM} plan: {error}", file=sys.stderr)
+        return 2
+    print(found)
+    return 0 if found.ok else 1
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ LAYERS = (
 ROOMS = (("job",), ("backends", "runtime"), ("call",), ("attention",))
 # The floors of ring_attn.
 FACE = (
-    ("documents", "sharding", "version"),
+    ("documents", "memory", "sharding", "version"),
     ("arguments",),
     ("explain", "flash", "functional", "ring"),
     ("generation", "module", "packed", "parallel", "torch_sdpa", "training"),

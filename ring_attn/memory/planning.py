@@ -1,0 +1,191 @@
+"""``plan``: which levers a length needs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ring_attn.memory.formula import GIB, Levers, Peak, Setting, peak
+from ring_attn.memory.shapes import shapes_of
+
+LOSS_CHUNK, MLP_TILE, HEAD_GROUPS = 1024, 4096, (2, 4, 8)
+_SHARE = 0.9  # of what a process can have; from 16k tokens on the formula was up to 13 % low
+
+
+class Lever(NamedTuple):
+    """``settings``: of ``context_parallel``; ``costs``: in words."""
+
+    settings: dict[str, Any]
+    costs: str
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in self.settings.items()
+        )
+
+
+# The cheapest first.
+_LADDER = (
+    Lever({"loss_chunk": LOSS_CHUNK}, "nothing twice"),
+    Lever({"mlp_tile": MLP_TILE}, "nothing twice within activation checkpoints"),
+    *(Lever({"head_groups": groups}, "shorter kernels") for groups in HEAD_GROUPS),
+    Lever({"checkpoint": "offload"}, "copies to the host beside what computes"),
+    Lever({"offload_inputs": True}, "copies to the host beside what computes"),
+)
+_NAMES = tuple(dict.fromkeys(name for lever in _LADDER for name in lever.settings))
+
+
+class Row(NamedTuple):
+    levers: Levers
+    name: str  # of the last lever
+    peak: Peak
+    fits: bool
+
+
+class Plan(NamedTuple):
+    """``rows``: with no lever, then with one more in each, the cheapest first. ``levers``: the fewest of them with which the length
+    fits, as settings for ``context_parallel``, and ``peak`` what is taken then; None where none do. ``print`` it."""
+
+    model: str
+    parameters: int
+    tokens: int
+    gpus: int
+    ring: int
+    memory: float
+    rows: tuple[Row, ...]
+    levers: dict[str, Any] | None
+    peak: Peak | None
+
+    @property
+    def ok(self) -> bool:
+        return self.levers is not None
+
+    def __str__(self) -> str:
+        local = -(-self.tokens // self.ring)
+        head = (
+            f"{self.model}, {self.parameters / 1e9:.2f}B parameters: {self.tokens:,} tokens on {_gpus(self.gpus)} of "
+            f"{self.memory:g} GB, {local:,} on each"
+        )
+        lines = [[*_COLUMNS], *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[place]) for line in lines) for place in range(len(_COLUMNS))]
+        table = [
+            "  ".join(
+                [
+                    cell.rjust(width) if place else cell.ljust(width)
+                    for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+                ]
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([head, _PREDICTED, "", *table, "", self.advice])
+
+    @property
+    def advice(self) -> str:
+        if self.levers is None or self.peak is None:
+            return "does not fit: more GPUs, or fewer tokens"
+        given = "".join(f", {Lever({name: value}, '')}" for name, value in self.levers.items())
+        host = f", and {self.peak.host / GIB:.1f} of the host" if self.peak.host else ""
+        return f"fits with context_parallel(model, mesh{given}): {self.peak.device / GIB:.1f} GiB of each GPU{host}"
+
+
+_PREDICTED = "GiB a GPU, predicted from sizes: AdamW, activation checkpointing in every layer, one row of tokens. Nothing was run."
+_COLUMNS = ("levers, each added to those above", "states", "held", "work", "ring", "reserved", "device", "host", "")
+
+
+def _cells(row: Row) -> list[str]:
+    found = row.peak
+    sizes = (found.states, found.held, found.work, found.ring, found.reserved, found.device, found.host)
+    return [row.name, *(f"{size / GIB:.1f}" for size in sizes), "fits" if row.fits else ""]
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+def room(memory: float) -> float:
+    """Bytes that a step may take by the formula, of a GPU that is sold with ``memory`` GB."""
+    return _SHARE * (memory - 1) * GIB
+
+
+def plan(
+    model: Any,
+    tokens: int,
+    gpus: Any,
+    memory: float = 80,
+    *,
+    ring: int | None = None,
+    sharded: bool = True,
+    host: float | None = None,
+) -> Plan:
+    """Whether a row of ``tokens`` trains on ``gpus``, and the cheapest levers of ``context_parallel`` with which it does.
+
+    ```
+    print(ring_attn.memory.plan("Qwen3-8B", 2**20, gpus=8, memory=80))
+    ```
+
+    Args:
+        model: a transformers model, its configuration, the configuration's fields as a mapping, a folder with ``config.json``, the
+            name of one of ``ring_attn.memory.shapes.KNOWN``, or :class:`ring_attn.memory.Shapes`. Nothing is downloaded.
+        tokens: of the whole row. gpus: a number, a DeviceMesh or a :class:`ring_attn.Ring`; all share the weights.
+        memory: GB of a GPU, as it is sold. host: GiB of host memory for each GPU; None: as much as is needed.
+        ring: how many of the GPUs share a row; None: all.
+        sharded: by FSDP2, weights and AdamW in float32; False: each GPU has all of them, in bfloat16.
+
+    Predicted by :mod:`ring_attn.memory.formula`, which says what was measured of it; a tenth of the memory is left free. Raises
+    ValueError for a model whose sizes are not known, NotImplementedError for an attention whose memory is not.
+    """
+    name, shapes = shapes_of(model)
+    count = _count(gpus)
+    ring = count if ring is None else ring
+    _check(tokens, count, ring, memory)
+    local = -(-tokens // ring)
+
+    def row(levers: Levers, name: str) -> Row:
+        found = peak(shapes, Setting(count, sharded, levers=levers), local)
+        on_host = host is None or found.host <= host * GIB
+        return Row(levers, name, found, found.device <= room(memory) and on_host)
+
+    rows = [row(Levers(), "none"), *(row(levers, name) for levers, name in _rungs(shapes.kv_heads))]
+    first = next((each for each in rows if each.fits), None)
+    chosen = None if first is None else _without_needless(first, row)
+    settings = None if chosen is None else _settings(chosen.levers)
+    return Plan(
+        name, shapes.parameters, tokens, count, ring, memory, tuple(rows), settings, None if chosen is None else chosen.peak
+    )
+
+
+def _rungs(kv_heads: int) -> Iterator[tuple[Levers, str]]:
+    levers = Levers()
+    for lever in _LADDER:
+        if kv_heads % lever.settings.get("head_groups", 1) == 0:
+            levers = replace(levers, **lever.settings)
+            yield levers, str(lever)
+
+
+def _without_needless(first: Row, row: Callable[[Levers, str], Row]) -> Row:
+    """The first row that fits, without the levers that it fits without; the dearest are tried first."""
+    found = first
+    for name in reversed(_NAMES):
+        without = row(replace(found.levers, **{name: getattr(Levers(), name)}), "")
+        found = without if without.fits else found
+    return found
+
+
+def _settings(levers: Levers) -> dict[str, Any]:
+    return {name: value for name in _NAMES if (value := getattr(levers, name)) != getattr(Levers(), name)}
+
+
+def _count(gpus: Any) -> int:
+    if isinstance(gpus, int):
+        return gpus
+    size = getattr(gpus, "size", None)
+    found = size() if callable(size) else size
+    if not isinstance(found, int):
+        raise ValueError(f"gpus must be a number, a DeviceMesh or a Ring, got {type(gpus).__name__}")
+    return found
+
+
+def _check(tokens: int, gpus: int, ring: int, memory: float) -> None:
+    if min(tokens, gpus, ring) < 1 or memory <= 0:
+        raise ValueError(f"tokens, gpus, ring and memory must be positive, got {tokens}, {gpus}, {ring} and {memory}")
+    if gpus % ring:
+        raise ValueError(f"the ring must divide the {gpus} GPUs, got {ring}")
