@@ -42,7 +42,7 @@ class Explaining(TorchDispatchMode):
         self._requests: dict[str, tuple[str, Request]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is not torch.ops.ring_attn.forward.default:
+        if str(func) != "ring_attn.forward.default":  # which no process has before its first call
             return func(*args, **(kwargs or {}))
         from torch_bridge.call.explained import explain_request, requested
 

@@ -13,6 +13,7 @@ from jax_core.masks.layout import Layout
 from ring_attn.arguments.checks import check_integers, check_numbers, check_settings, check_tensors
 from ring_attn.arguments.documents import Packing, with_documents, with_positions
 from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
+from ring_attn.arguments.head_groups import Group, grouped, joined
 from ring_attn.arguments.names import OF_FUNCTION
 from ring_attn.arguments.shards import check_shards
 from ring_attn.sharding.padding import check_padding
@@ -70,6 +71,7 @@ class AttentionOptions(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | Tensor | None
     fused_backward: bool
+    head_groups: int
     deterministic: bool
     platform: str
     strategy: str
@@ -143,6 +145,7 @@ def ring_attention(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     fused_backward: bool = False,
+    head_groups: int = 1,
     deterministic: bool = False,
     platform: str = "auto",
     strategy: str = "auto",
@@ -195,6 +198,8 @@ def ring_attention(
             logarithm, float32 (float64 for float64 inputs), ``-inf`` where a row saw no key. Differentiable.
         fused_backward: True computes dQ, dK and dV in one sweep over the scores: faster if memory is slow, but with Triton no
             longer bit-reproducible.
+        head_groups: in how many groups of K/V heads attention is computed, one after another: what a call needs beside its
+            operands and results is then that of a group. The same numbers; without dropout, ``mask_builder`` and DTensors.
         deterministic: True gives the same bits in every run, as does ``torch.use_deterministic_algorithms(True)`` for all calls:
             "auto" then takes a kernel that can (flash-attn-4's, Triton's, XLA's), and a named one that cannot is refused (with
             torch's ``warn_only``, too).
@@ -242,6 +247,7 @@ def ring_attention(
         strategy=strategy,
         cfg=cfg,
         fused_backward=fused_backward,
+        head_groups=head_groups,
         deterministic=deterministic,
         lse_gradient=return_lse,
     )
@@ -257,9 +263,20 @@ def attention(
     dropout_seed: int | Tensor | None,
     qkv_format: str = "bshd",
     packing: Packing | None = None,
+    head_groups: int = 1,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``, with the core's argument names. ``names``: the caller's names for them, where they differ, used in errors."""
+    if head_groups != 1:
+        groups = grouped(head_groups, names, qkv, others, qkv_format, options)
+
+        def of_group(group: Group) -> tuple[Tensor, Tensor]:
+            own = {**options, "mask_mod": group.mask_mod}
+            return attention(
+                names, where, group.qkv, group.others, dropout_seed=None, qkv_format=qkv_format, packing=packing, **own
+            )
+
+        return joined(map(of_group, groups), qkv_format)
     key = None
     if packing is None or not packing.given:
         check_padding(qkv, others, qkv_format, options)

@@ -10,6 +10,7 @@ Every rank of a ring gets the same batch from the data loader, and the model tak
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import wraps
 from typing import Any
 
@@ -20,9 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
+from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.integrations.transformers import context_parallel
-from ring_attn.integrations.transformers.model.checkpointing import Checkpoint, check_checkpoint
+from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint
 from ring_attn.integrations.whole_batches import WholeBatches, told_of_sharded
+from ring_attn.memory import Levers
+from ring_attn.memory.formula import Checkpoint
 from ring_attn.ring import BUCKETS, Ring
 from ring_attn.training.chunked_loss import check_chunk_size
 from ring_attn.training.tiles import check_tile_size
@@ -33,9 +37,8 @@ class RingParallelism(ParallelismConfig):
 
     ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
     "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`).
-    ``checkpoint``: what becomes of attention under activation checkpointing; ``loss_chunk`` and ``mlp_tile``: of how many tokens
-    logits are made, and MLPs computed, at a time; all as for ``context_parallel``. Other arguments are those of
-    ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
+    ``checkpoint``, ``loss_chunk``, ``mlp_tile``, ``head_groups``, ``offload_inputs``: what takes less memory, as for
+    ``context_parallel``. Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
 
     Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
     included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
@@ -58,6 +61,8 @@ class RingParallelism(ParallelismConfig):
         checkpoint: Checkpoint = "attention",
         loss_chunk: int | None = None,
         mlp_tile: int | None = None,
+        head_groups: int = 1,
+        offload_inputs: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -74,14 +79,15 @@ class RingParallelism(ParallelismConfig):
         self.cp_backend = "ring_attn"
         ring = Ring(layout=layout, buckets=buckets)
         check_checkpoint(checkpoint)
+        check_head_groups(head_groups)
         if loss_chunk is not None:
             check_chunk_size(loss_chunk, "loss_chunk")
         if mlp_tile is not None:
             check_tile_size(mlp_tile, "mlp_tile")
         self.layout, self.buckets = ring.layout, ring.buckets
-        self.levers: dict[str, Any] = {"checkpoint": checkpoint, "loss_chunk": loss_chunk, "mlp_tile": mlp_tile}
+        self.levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
         for name in ("loss_chunk", "mlp_tile"):
-            if self.levers[name] is not None and self.cp_size == 1:
+            if getattr(self.levers, name) is not None and self.cp_size == 1:
                 raise ValueError(
                     f"{name} needs a ring, and with cp_size=1 the model stays as it is; leave it out, or call "
                     f'context_parallel(model, "local", {name}=...) in a loop of your own'
@@ -126,7 +132,7 @@ class RingParallelism(ParallelismConfig):
                 mesh["cp"],
                 layout=self.layout,
                 buckets=self.buckets,
-                **self.levers,
+                **asdict(self.levers),
             )
             self._whole_batches = WholeBatches(parallel)
         return mesh
@@ -137,7 +143,7 @@ class RingParallelism(ParallelismConfig):
             "cp_backend": "ring_attn",
             "layout": str(self.layout),
             "buckets": self.buckets,
-            **self.levers,
+            **asdict(self.levers),
         }
 
     def __getstate__(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class WholeBatches:
         for name, value in output.items():
             sharded = name not in answer and isinstance(value, Tensor | tuple)
             output[name] = StaysSharded(name) if sharded else answer.get(name, value)
-        if self._parallel.loss_chunk is not None and not call.fused:
+        if self._parallel.levers.loss_chunk is not None and not call.fused:
             output["logits"] = StaysSharded("logits")  # of which only a few existed at a time
         return output
 

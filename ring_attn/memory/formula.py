@@ -27,6 +27,7 @@ GIB = 2**30
 CONTEXTS = 2.5 * GIB
 RESERVED = 0.25  # by torch's allocator beyond tensors that come and go
 AROUND = 0.3 * GIB  # what no row of any length was without
+Checkpoint = Literal["attention", "offload"] | None
 POOL = 4 / 3  # JAX's, of what its buffers need
 
 
@@ -34,7 +35,7 @@ POOL = 4 / 3  # JAX's, of what its buffers need
 class Levers:
     """As for ``context_parallel``."""
 
-    checkpoint: Literal["attention", "offload"] | None = "attention"
+    checkpoint: Checkpoint = "attention"
     loss_chunk: int | None = None
     mlp_tile: int | None = None
     head_groups: int = 1

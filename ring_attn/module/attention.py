@@ -14,6 +14,7 @@ from jax_core.keywords import explains
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import make_mask
 from ring_attn.arguments.checks import check_dense, check_inputs, check_sizes
+from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.arguments.names import OF_FORWARD, OF_MODULE
 from ring_attn.functional import NAMES, attention
 from ring_attn.generation.cache import KVCache
@@ -50,7 +51,7 @@ class RingAttention(nn.MultiheadAttention):
     - ``ring``: a :class:`ring_attn.Ring`; or ``mesh``, ``mesh_dim``, ``layout``: the ring and how the sequence is laid out on it,
       as for :func:`ring_attn.ring_attention`. The ring's ``strategy`` holds where the module names none.
     - ``causal``, ``sliding_window``, ``chunk_size``, ``softcap``, ``scale``, ``mask_mod``, ``mask_builder``, ``fused_backward``,
-      ``deterministic``, ``platform``, ``strategy``, ``cfg``: as there.
+      ``head_groups``, ``deterministic``, ``platform``, ``strategy``, ``cfg``: as there. A cache's calls compute all heads at once.
     - ``alibi_slopes`` ``[num_heads]``: as there. An ``nn.Parameter`` is learned; any other tensor is a buffer, which moves with the
       module and is not in its state dict. (A bias on the logits is a float ``attn_mask``.)
     - ``sinks``: learned attention sinks, parameter ``sinks``: True for one per head ``[num_heads]``, n for ``[num_heads, n]``.
@@ -112,6 +113,7 @@ class RingAttention(nn.MultiheadAttention):
         mask_mod: Callable[..., object] | None = None,
         mask_builder: Callable[..., object] | None = None,
         fused_backward: bool = False,
+        head_groups: int = 1,
         deterministic: bool = False,
         platform: str = "auto",
         strategy: str = "auto",
@@ -122,6 +124,7 @@ class RingAttention(nn.MultiheadAttention):
         check_sizes(embed_dim, num_heads, num_kv_heads, dropout, sinks)
         place = one_ring(ring, mesh, mesh_dim, layout)
         make_mask(causal, sliding_window, chunk_size)
+        check_head_groups(head_groups)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.kdim = embed_dim if kdim is None else kdim
@@ -133,7 +136,7 @@ class RingAttention(nn.MultiheadAttention):
         self.causal, self.sliding_window, self.chunk_size = causal, sliding_window, chunk_size
         self.softcap, self.scale = softcap, scale
         self.mask_mod, self.mask_builder, self.fused_backward = mask_mod, mask_builder, fused_backward
-        self.deterministic, self.platform, self.cfg = deterministic, platform, cfg
+        self.head_groups, self.deterministic, self.platform, self.cfg = head_groups, deterministic, platform, cfg
         self.strategy = place.strategy if strategy == "auto" else strategy
         self._hold_slopes(alibi_slopes)
         self._make_parameters(bias, add_bias_kv, sinks, {"device": device, "dtype": dtype})
@@ -358,6 +361,7 @@ class RingAttention(nn.MultiheadAttention):
             strategy=self.strategy,
             cfg=self.cfg,
             fused_backward=self.fused_backward,
+            head_groups=self.head_groups,
             deterministic=self.deterministic,
             lse_gradient=self.bias_k is not None,
         )

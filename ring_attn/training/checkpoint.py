@@ -1,12 +1,17 @@
 """Activation checkpointing that keeps attention: a layer is recomputed in the backward, its ring calls are not."""
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import Tensor
 from torch._C import _autograd
+from torch.autograd.graph import saved_tensors_hooks
 
+from torch_bridge.call.host_copy import HostCopy
 from torch_bridge.call.kept_results import CheckpointedCalls
 
 
@@ -64,3 +69,40 @@ class KeepingAttention:
             # What holds this function, torch's reentrant checkpoint, may outlive the backward; what it keeps must not.
             if torch._C._current_graph_task_id() != -1 and not _autograd._get_current_graph_task_keep_graph():
                 self._calls.forget()
+
+
+class _OfThisThread(threading.local):
+    moved: "ref[_Moved] | None" = None
+
+
+_here = _OfThisThread()
+
+
+class _Moved:
+    """A checkpoint's input on the host. The checkpoint before it is the next whose turn comes in the backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy, self._earlier = HostCopy(tensor), _here.moved
+        _here.moved = ref(self)
+
+    def back(self) -> Tensor:
+        earlier = None if self._earlier is None else self._earlier()
+        tensor = self._copy.on_device()
+        if earlier is not None:
+            earlier._copy.fetch()
+        return tensor
+
+
+def _moves(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def moved_to_host(tensor: Tensor) -> AbstractContextManager[None]:
+    """Around a checkpoint of which ``tensor`` is an input: what is saved of it is in pinned host memory until its backward, on the
+    way while other layers compute. A CPU's stays where it is."""
+
+    def pack(saved: Tensor) -> Any:
+        is_it = saved.data_ptr() == tensor.data_ptr() and saved.shape == tensor.shape
+        return _Moved(saved) if is_it and _moves(saved) else saved
+
+    return saved_tensors_hooks(pack, lambda saved: saved.back() if isinstance(saved, _Moved) else saved)

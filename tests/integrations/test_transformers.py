@@ -379,14 +379,15 @@ def test_a_compiled_layer_that_goes_past_the_ring_is_told():
 
 @pytest.mark.filterwarnings(*OF_THE_COMPILER)
 @pytest.mark.skipif(not CHECKPOINT_IN_FORWARD, reason="the checkpoint is around the graph")
-def test_offload_within_a_graph_is_refused():
+@pytest.mark.parametrize("lever", [{"checkpoint": "offload"}, {"offload_inputs": True}], ids=str)
+def test_offload_within_a_graph_is_refused(lever):
     torch._dynamo.reset()
     model = llama().train()
     model.activation_checkpointing_enable()
     for layer in model.model.layers:
         layer.compile(backend="eager")
-    cp = context_parallel(model, "local", checkpoint="offload")
-    with pytest.raises(NotImplementedError, match="cannot keep attention in host memory"):
+    cp = context_parallel(model, "local", **lever)
+    with pytest.raises(NotImplementedError, match="cannot move what is kept to host memory"):
         model(**cp.shard(tiny.batch()))
 
 

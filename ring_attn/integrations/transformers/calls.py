@@ -41,8 +41,11 @@ class Call:
     """One forward of a model. ``sharded`` is None where its inputs are whole; ``part``: which half of an encoder-decoder runs;
     ``attended``: the attentions that ran on the ring, by part."""
 
-    def __init__(self, ring: Ring, previous: str, sharded: Sharded | None, whole_encoder: bool = False) -> None:
+    def __init__(
+        self, ring: Ring, previous: str, sharded: Sharded | None, whole_encoder: bool = False, head_groups: int = 1
+    ) -> None:
         self.ring, self.previous, self.sharded, self.whole_encoder = ring, previous, sharded, whole_encoder
+        self.head_groups = head_groups
         self.part, self.attended = "decoder", Counter[str]()
 
     def count(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from jax_core.masks.layout import Layout
+from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.integrations.transformers.batch.given import CHANGED, check_given, check_labels, taken
 from ring_attn.integrations.transformers.batch.head import Head, first_tokens
 from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, loss_of, with_loss
@@ -18,11 +19,13 @@ from ring_attn.integrations.transformers.batch.outputs import without_pooled
 from ring_attn.integrations.transformers.batch.sharding import MARK, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
 from ring_attn.integrations.transformers.layers.attention import NAME, register
-from ring_attn.integrations.transformers.model.checkpointing import Checkpoint, check_checkpoint, keep_in_checkpoints, keep_no_more
+from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint, keep_in_checkpoints, keep_no_more
 from ring_attn.integrations.transformers.model.patches import Patches
 from ring_attn.integrations.transformers.model.plan import plan_of, pretrained_model
 from ring_attn.integrations.transformers.model.tiles import check_tiles, tiles_of
 from ring_attn.integrations.transformers.verify.verification import Verdict, verify
+from ring_attn.memory import Levers
+from ring_attn.memory.formula import Checkpoint
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.marks import is_shard
 from ring_attn.training.chunked_loss import CHUNK
@@ -32,6 +35,8 @@ from ring_attn.training.shared_state import SharedState
 from torch_bridge.call.counting import ON_CALL
 from torch_bridge.call.programs import last_on
 from torch_bridge.job.mesh import MeshDim, MeshLike
+
+_NO_LEVERS = Levers()
 
 
 class _Entered(NamedTuple):
@@ -52,16 +57,15 @@ class ContextParallel:
         self,
         model: nn.Module,
         ring: Ring,
-        checkpoint: Checkpoint = "attention",
+        levers: Levers = _NO_LEVERS,
         overlap: bool = False,
-        loss_chunk: int | None = None,
-        mlp_tile: int | None = None,
     ) -> None:
-        check_checkpoint(checkpoint)
-        self.model, self.ring, self.checkpoint, self.overlap = pretrained_model(model), ring, checkpoint, overlap
-        self.plan, self.loss_chunk = plan_of(self.model), loss_chunk
-        self._head = None if loss_chunk is None else Head(self.plan, loss_chunk)
-        self._tiles = {} if mlp_tile is None else tiles_of(self.model, self.plan.config, mlp_tile)
+        check_checkpoint(levers.checkpoint)
+        check_head_groups(levers.head_groups)
+        self.model, self.ring, self.levers, self.overlap = pretrained_model(model), ring, levers, overlap
+        self.plan = plan_of(self.model)
+        self._head = None if levers.loss_chunk is None else Head(self.plan, levers.loss_chunk)
+        self._tiles = {} if levers.mlp_tile is None else tiles_of(self.model, self.plan.config, levers.mlp_tile)
         self.previous: str = self.plan.config._attn_implementation
         if self.previous == NAME:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
@@ -87,7 +91,7 @@ class ContextParallel:
                 f"layers      {layers}",
                 f"strategy    {self.ring.strategy}; ring_attn.Explaining tells which kernel each call takes",
                 f"kernel      {self._kernel()}",
-                f"checkpoint  {self.checkpoint}",
+                f"checkpoint  {self.levers.checkpoint}",
             ]
         )
 
@@ -254,21 +258,21 @@ class ContextParallel:
             if torch.is_grad_enabled():
                 self._reduced_by_ddp = reduced_by_ddp(self.ring)
                 _check_overlap(self.overlap)
-            if self.checkpoint is not None and torch.is_grad_enabled():
-                keep_in_checkpoints(self._outer, offload=self.checkpoint == "offload")
+                keep_in_checkpoints(self._outer, self.levers)
             check_tiles(self.model, self._tiles, options)
             labels, items = taken(sharded, options)
             self._shared.compare(sharded.whole, given, self.model, items)
-        call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None)
+        call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None, self.levers.head_groups)
         # Without the head, which is the caller's, there is no loss to be made.
         return _Entered(module, (call, CALL.set(call), ON_CALL.set(call.count)), labels if module is self.model else None, items)
 
-    def _check_attended(self, attended: Mapping[str, int]) -> None:
+    def _check_attended(self, call: Call) -> None:
         for part, layers in self.plan.layers.items():
-            if attended[part] < layers:
+            attended = call.attended[part] // call.head_groups
+            if attended < layers:
                 whose = ("" if len(self.plan.layers) == 1 else f"the {part} of ") + type(self.model).__name__
                 raise NotImplementedError(
-                    f"{attended[part]} attentions of {whose} went through the ring, but it has {layers} layers: the others "
+                    f"{attended} attentions of {whose} went through the ring, but it has {layers} layers: the others "
                     "attended to this rank's tokens alone, or carry a state along the sequence"
                 )
 
@@ -298,7 +302,7 @@ class ContextParallel:
         ON_CALL.reset(of_listener)
         if output is None or call.sharded is None:  # None: an error is on its way
             return None
-        self._check_attended(call.attended)
+        self._check_attended(call)
         if self.ring.size > 1:
             output = without_pooled(output, call.sharded.sequences)
         if labels is None:
@@ -339,6 +343,8 @@ def context_parallel(
     overlap: bool = False,
     loss_chunk: int | None = None,
     mlp_tile: int | None = None,
+    head_groups: int = 1,
+    offload_inputs: bool = False,
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -361,9 +367,12 @@ def context_parallel(
         loss_chunk: ``model(**batch).loss`` is made of this many tokens' logits at a time (1,024, say), which never exist as a
             whole: the outputs then have no logits. None: of all at once, which the outputs have.
         mlp_tile: MLPs, and experts, compute this many of a rank's tokens at a time (:func:`ring_attn.tiled`). None: all at once.
+        head_groups: attention is computed in so many groups of K/V heads, one after another, as in ``ring_attention``.
+        offload_inputs: under activation checkpointing the inputs of layers wait in pinned host memory, too.
 
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
     where = one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
-    return ContextParallel(model, where, checkpoint, overlap, loss_chunk, mlp_tile)
+    levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
+    return ContextParallel(model, where, levers, overlap)

@@ -52,6 +52,7 @@ CASES: dict[str, dict] = {
     "window, sinks, bias": dict(sliding_window=(20, 5), arrays=("sinks", "bias")),
     "chunk, segments, slopes": dict(chunk_size=13, arrays=("q_segment_ids", "alibi_slopes")),
     "mask, dropout": dict(dropout_p=0.3, dropout_seed=-7, arrays=("mask",)),
+    "head groups": dict(causal=True, head_groups=2, arrays=("sinks", "bias", "mask", "alibi_slopes", "q_segment_ids")),
     "positions, mask_mod": dict(causal=True, mask_mod=even_heads_look_back, arrays=("q_position_ids",)),
 }
 SEQUENCE_DIM = {"bias": 2, "mask": 2}

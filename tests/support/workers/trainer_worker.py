@@ -102,7 +102,8 @@ def trained(folder: str) -> dict[str, Any]:
     """Padded batches of 3, and what is saved of the model at the end."""
     model = tiny_mistral()
     more = dict(per_device_train_batch_size=3, gradient_accumulation_steps=ACCUMULATED, per_device_eval_batch_size=2)
-    parallel = RingParallelism(model, RING, dp_shard_size=RANKS // RING, loss_chunk=7 if RING > 1 else None)
+    levers: dict[str, Any] = dict(loss_chunk=7, mlp_tile=5, head_groups=2) if RING > 1 else {}
+    parallel = RingParallelism(model, RING, dp_shard_size=RANKS // RING, **levers)
     args = TrainingArguments(**arguments(folder, **more), parallelism_config=parallel)
     data = dict(train_dataset=documents(STEPS * 4 * 3), eval_dataset=documents(10, seed=2))
     trainer = Trainer(model, args, data_collator=collator(), **data)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 def test_every_feature_on_a_ring_of_two():
     printed = torchrun("attention_worker.py", 2, "cpu", "1")
-    assert printed.count("ok ") == 8, printed
+    assert printed.count("ok ") == 9, printed
 
 
 def test_ring_of_four():

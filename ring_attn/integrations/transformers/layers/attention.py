@@ -224,6 +224,7 @@ def _on_ring(
         dropout_p=dropout,
         bias=bias_of_all_keys(module, position_bias, mask.keys),
         deterministic=bool(deterministic),
+        head_groups=mask.call.head_groups,
         **mask.options,
     )
     if mask.averaging is None or s_aux is not None:  # a sink takes all the weight where nothing is seen

@@ -1,15 +1,16 @@
-"""Attention kept in the activation checkpoints of a context-parallel model, whoever makes them."""
+"""Attention kept in the activation checkpoints of a context-parallel model, whoever makes them, and their inputs on the host."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from contextlib import nullcontext
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ring_attn.training.checkpoint import KeepingAttention
+from ring_attn.memory import Levers
+from ring_attn.training.checkpoint import KeepingAttention, moved_to_host
 
-Checkpoint = Literal["attention", "offload"] | None
 # By which layers of transformers, and modules in torch's ``checkpoint_wrapper`` (FSDP's activation checkpointing), run a function
 # under a checkpoint.
 _NAMES = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -23,13 +24,16 @@ def check_checkpoint(checkpoint: object) -> None:
         )
 
 
-def keep_in_checkpoints(model: nn.Module, offload: bool) -> None:
+def keep_in_checkpoints(model: nn.Module, levers: Levers) -> None:
     """Checkpointing may be turned on at any time, so this is asked with each forward."""
     for module in model.modules():
         for name in _NAMES:
             function = vars(module).get(name)
-            if function is not None and not isinstance(function, _Keeping) and not _has_contexts(function):
-                setattr(module, name, _Keeping(function, offload))
+            if function is None or isinstance(function, _Keeping):
+                continue
+            keeps = levers.checkpoint is not None and not _has_contexts(function)
+            if keeps or levers.offload_inputs:
+                setattr(module, name, _Keeping(function, keeps, levers))
 
 
 def keep_no_more(model: nn.Module) -> None:
@@ -41,18 +45,22 @@ def keep_no_more(model: nn.Module) -> None:
 
 
 class _Keeping:
-    """A checkpointing function, whose functions' ring calls are kept."""
+    """A checkpointing function; ``keeps``: whether its functions' ring calls are kept."""
 
-    def __init__(self, checkpoint: Callable[..., Any], offload: bool) -> None:
-        self.checkpoint, self._offload = checkpoint, offload
+    def __init__(self, checkpoint: Callable[..., Any], keeps: bool, levers: Levers) -> None:
+        self.checkpoint, self._keeps, self._levers = checkpoint, keeps, levers
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return self.checkpoint(KeepingAttention(function, self._offload), *arguments, **options)
-        if self._offload:
-            _refuse_offload()
-        # Newer transformers make the checkpoint in the layer's forward, so that the graph of a compiled layer has it.
-        return self.checkpoint(function, *arguments, **options, use_reentrant=False, context_fn=_keeping_the_operator)
+        offload = self._keeps and self._levers.checkpoint == "offload"
+        if torch.compiler.is_compiling():
+            if offload or self._levers.offload_inputs:
+                _refuse_offload()
+            # Newer transformers make the checkpoint in the layer's forward, so that the graph of a compiled layer has it.
+            return self.checkpoint(function, *arguments, **options, use_reentrant=False, context_fn=_keeping_the_operator)
+        function = KeepingAttention(function, offload) if self._keeps else function
+        moves = self._levers.offload_inputs and arguments and isinstance(arguments[0], Tensor)
+        with moved_to_host(arguments[0]) if moves else nullcontext():
+            return self.checkpoint(function, *arguments, **options)
 
 
 def _keeping_the_operator() -> Any:
@@ -62,8 +70,8 @@ def _keeping_the_operator() -> Any:
 @torch.compiler.disable
 def _refuse_offload() -> None:
     raise NotImplementedError(
-        'checkpoint="offload" cannot keep attention in host memory where torch.compile has the checkpoint in its graph, as that of '
-        'layers of this transformers; use checkpoint="attention", or do not compile the layers'
+        'checkpoint="offload" and offload_inputs cannot move what is kept to host memory where torch.compile has the checkpoint in '
+        'its graph, as that of layers of this transformers; use checkpoint="attention" alone, or do not compile the layers'
     )
 
 
