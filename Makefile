@@ -129,7 +129,7 @@ examples: $(STAMP)
 	$(BIN)/python examples/train_lm.py --context 1022 --steps 3 --output demo_output/small
 
 examples-integrations: $(INTEGRATIONS_VENV)/.installed
-	for example in finetune_transformers packed_sft; do \
+	for example in finetune_transformers packed_sft long_context; do \
 		OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 			examples/$$example.py --context 255 --steps 2 || exit 1; \
 	done

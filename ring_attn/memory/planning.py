@@ -11,27 +11,15 @@ LOSS_CHUNK, MLP_TILE, HEAD_GROUPS = 1024, 4096, (2, 4, 8)
 _SHARE = 0.9  # of what a process can have; from 16k tokens on the formula was up to 13 % low
 
 
-class Lever(NamedTuple):
-    """``settings``: of ``context_parallel``; ``costs``: in words."""
-
-    settings: dict[str, Any]
-    costs: str
-
-    def __str__(self) -> str:
-        return ", ".join(
-            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in self.settings.items()
-        )
-
-
-# The cheapest first.
-_LADDER = (
-    Lever({"loss_chunk": LOSS_CHUNK}, "nothing twice"),
-    Lever({"mlp_tile": MLP_TILE}, "nothing twice within activation checkpoints"),
-    *(Lever({"head_groups": groups}, "shorter kernels") for groups in HEAD_GROUPS),
-    Lever({"checkpoint": "offload"}, "copies to the host beside what computes"),
-    Lever({"offload_inputs": True}, "copies to the host beside what computes"),
+# The cheapest first: nothing is computed twice for the first two, kernels get shorter, copies go to the host and back.
+_LADDER: tuple[tuple[str, Any], ...] = (
+    ("loss_chunk", LOSS_CHUNK),
+    ("mlp_tile", MLP_TILE),
+    *(("head_groups", groups) for groups in HEAD_GROUPS),
+    ("checkpoint", "offload"),
+    ("offload_inputs", True),
 )
-_NAMES = tuple(dict.fromkeys(name for lever in _LADDER for name in lever.settings))
+_NAMES = tuple(dict(_LADDER))
 
 
 class Row(NamedTuple):
@@ -65,24 +53,13 @@ class Plan(NamedTuple):
             f"{self.model}, {self.parameters / 1e9:.2f}B parameters: {self.tokens:,} tokens on {_gpus(self.gpus)} of "
             f"{self.memory:g} GB, {local:,} on each"
         )
-        lines = [[*_COLUMNS], *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[place]) for line in lines) for place in range(len(_COLUMNS))]
-        table = [
-            "  ".join(
-                [
-                    cell.rjust(width) if place else cell.ljust(width)
-                    for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-                ]
-            ).rstrip()
-            for line in lines
-        ]
-        return "\n".join([head, _PREDICTED, "", *table, "", self.advice])
+        return "\n".join([head, _PREDICTED, "", *_aligned([_COLUMNS, *map(_cells, self.rows)]), "", self.advice])
 
     @property
     def advice(self) -> str:
         if self.levers is None or self.peak is None:
             return "does not fit: more GPUs, or fewer tokens"
-        given = "".join(f", {Lever({name: value}, '')}" for name, value in self.levers.items())
+        given = "".join(f", {_written(name, value)}" for name, value in self.levers.items())
         host = f", and {self.peak.host / GIB:.1f} of the host" if self.peak.host else ""
         return f"fits with context_parallel(model, mesh{given}): {self.peak.device / GIB:.1f} GiB of each GPU{host}"
 
@@ -91,10 +68,20 @@ _PREDICTED = "GiB a GPU, predicted from sizes: AdamW, activation checkpointing i
 _COLUMNS = ("levers, each added to those above", "states", "held", "work", "ring", "reserved", "device", "host", "")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> tuple[str, ...]:
     found = row.peak
     sizes = (found.states, found.held, found.work, found.ring, found.reserved, found.device, found.host)
-    return [row.name, *(f"{size / GIB:.1f}" for size in sizes), "fits" if row.fits else ""]
+    return (row.name, *(f"{size / GIB:.1f}" for size in sizes), "fits" if row.fits else "")
+
+
+def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
+    """The first column to the left, the others to the right."""
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip() for name, *cells in lines]
+
+
+def _written(name: str, value: Any) -> str:
+    return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
 
 
 def _gpus(count: int) -> str:
@@ -126,7 +113,8 @@ def plan(
         model: a transformers model, its configuration, the configuration's fields as a mapping, a folder with ``config.json``, the
             name of one of ``ring_attn.memory.shapes.KNOWN``, or :class:`ring_attn.memory.Shapes`. Nothing is downloaded.
         tokens: of the whole row. gpus: a number, a DeviceMesh or a :class:`ring_attn.Ring`; all share the weights.
-        memory: GB of a GPU, as it is sold. host: GiB of host memory for each GPU; None: as much as is needed.
+        memory: GB of a GPU, as it is sold. host: GiB of host memory for each GPU; None: as much as is needed. Where it is too
+            little, attention computed again (``checkpoint=None``), which takes the most time, is the last lever.
         ring: how many of the GPUs share a row; None: all.
         sharded: by FSDP2, weights and AdamW in float32; False: each GPU has all of them, in bfloat16.
 
@@ -144,7 +132,7 @@ def plan(
         on_host = host is None or found.host <= host * GIB
         return Row(levers, name, found, found.device <= room(memory) and on_host)
 
-    rows = [row(Levers(), "none"), *(row(levers, name) for levers, name in _rungs(shapes.kv_heads))]
+    rows = [row(Levers(), "none"), *(row(levers, name) for levers, name in _rungs(shapes.kv_heads, host))]
     first = next((each for each in rows if each.fits), None)
     chosen = None if first is None else _without_needless(first, row)
     settings = None if chosen is None else _settings(chosen.levers)
@@ -153,12 +141,12 @@ def plan(
     )
 
 
-def _rungs(kv_heads: int) -> Iterator[tuple[Levers, str]]:
-    levers = Levers()
-    for lever in _LADDER:
-        if kv_heads % lever.settings.get("head_groups", 1) == 0:
-            levers = replace(levers, **lever.settings)
-            yield levers, str(lever)
+def _rungs(kv_heads: int, host: float | None) -> Iterator[tuple[Levers, str]]:
+    levers, dearest = Levers(), () if host is None else (("checkpoint", None),)
+    for name, value in (*_LADDER, *dearest):
+        if name != "head_groups" or kv_heads % value == 0:
+            levers = replace(levers, **{name: value})
+            yield levers, _written(name, value)
 
 
 def _without_needless(first: Row, row: Callable[[Levers, str], Row]) -> Row:

@@ -84,7 +84,10 @@ def test_the_cheapest_levers_that_fit():
     assert not plan("Qwen3-8B", 2**20, 2).ok
     assert "does not fit" in str(plan("Qwen3-8B", 2**20, 2))
     needed = plan("Qwen3-8B", 2**20, 8).peak.host / GIB
-    assert not plan("Qwen3-8B", 2**20, 8, host=needed - 1).ok and plan("Qwen3-8B", 2**20, 8, host=needed + 1).ok
+    assert plan("Qwen3-8B", 2**20, 8, host=needed + 1).levers["checkpoint"] == "offload"
+    short = plan("Qwen3-8B", 2**20, 8, host=needed - 1)
+    assert short.levers["checkpoint"] is None and short.peak.host < (needed - 1) * GIB
+    assert not plan("Qwen3-8B", 2**20, 8, host=1).ok
 
 
 def test_a_ring_of_some_of_the_gpus():
