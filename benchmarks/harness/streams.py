@@ -46,7 +46,7 @@ class Event(NamedTuple):
     @property
     def is_attention(self) -> bool:
         """By the names of cuDNN's, flash-attn's and our Triton kernels; not those that only prepare or convert."""
-        found = re.search(r"sdpa|flash|^(forward|keys|queries)_kernel", self.name)
+        found = re.search(r"sdpa|flash|^(forward|keys|queries)_kernel", self.name, re.IGNORECASE)
         return bool(found) and not re.search(r"process|dot_do_o|convert", self.name, re.IGNORECASE)
 
     @property

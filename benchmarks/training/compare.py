@@ -1,6 +1,7 @@
 """A whole model in training: this library beside torch's context parallelism and accelerate's, on equal terms.
 
     python -m benchmarks.training.compare [--gpus 2] [--systems ...] [--settings ...] [--rows ...] [--layers 36] [--time 900]
+    python -m benchmarks.training.compare --wide --settings FSDP2 --rows 256k 512k --systems "ring-attn, and inputs"
 
 Qwen3 (random, of transformers): 12 layers, hidden 2048, 32 query heads on 8 K/V heads of 128, a vocabulary of 32,000, AdamW.
 Rows are numbers of tokens in all; "lengths": twelve steps of lengths never met before, then the same again; "16 documents in 64k":
@@ -24,7 +25,7 @@ import torch
 from benchmarks.harness import jobs
 from benchmarks.harness.report import Report, default_folder
 from benchmarks.training.job import ROWS, SAID
-from benchmarks.training.systems import SYSTEMS
+from benchmarks.training.systems import LEVERS, SYSTEMS
 
 # By name: whether FSDP2 shards the weights, whether activations are checkpointed, and whether torch compiles each layer.
 SETTINGS = {
@@ -40,7 +41,8 @@ OURS, PEER, ALONE = "ring-attn", "context_parallel, allgather", "SDPA on one GPU
 
 def job(report: Report, options: argparse.Namespace, setting: str, system: str, seconds: float) -> None:
     """Adds the rows of one job as they come; those that did not come are told as failed, with the last that the job said."""
-    settings = [*SETTINGS[setting], "--layers", str(options.layers), *["--small"] * options.small, "--rows", *options.rows]
+    sizes = ["--layers", str(options.layers), *["--small"] * options.small, *["--wide"] * options.wide]
+    settings = [*SETTINGS[setting], *sizes, "--rows", *options.rows]
     gpus = 1 if system == ALONE else options.gpus
     process = jobs.begin(gpus, "benchmarks.training.job", system, *settings, out=subprocess.PIPE, OMP_NUM_THREADS="4")
     limit = threading.Timer(seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
@@ -100,11 +102,14 @@ def _ratio(report: Report, case: str, figure: str, peer: str, of_case: str = "",
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=[x for x in SYSTEMS if x.removeprefix("ring-attn, ") not in LEVERS]
+    )
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[row for row in ROWS if row != "256k"])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[row for row in ROWS if row not in ("256k", "512k", "1M")])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--time", type=float, default=900, help="seconds that a job may take")
+    parser.add_argument("--wide", action="store_true", help="Qwen3-8B's shapes, of so many layers")
     parser.add_argument("--small", action="store_true", help="two small layers and a 64th of the tokens, to see that it runs")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

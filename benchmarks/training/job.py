@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.harness.streams import Event, recorded, split
 from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import reason
-from benchmarks.training.systems import SYSTEMS, VOCABULARY, Batch, Setting, Step, cudnn
+from benchmarks.training.systems import SYSTEMS, VOCABULARY, Batch, Setting, Step, cudnn, predicted
 from torch_bridge.job.jax_memory import default_pool, trim_jax_memory
 
 SAID = '{"row": '
@@ -48,6 +48,8 @@ ROWS = {
     "64k": Row(2**16, 3, warm=1),
     "128k": Row(2**17, 2, warm=1),
     "256k": Row(2**18, 1, warm=1),
+    "512k": Row(2**19, 1, warm=1),
+    "1M": Row(2**20, 1, warm=1),
     "16 documents in 64k": Row(2**16, 3, documents=16),  # the last: who cannot take it has trained for fewer steps from there on
 }
 
@@ -172,11 +174,13 @@ def main() -> None:
     parser.add_argument("--no-checkpointing", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--wide", action="store_true", help="Qwen3-8B's shapes")
     parser.add_argument("--small", action="store_true", help="two small layers and a 64th of the tokens, to see that it runs")
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     team = Team(timeout=300)
-    setting = Setting(options.sharded, not options.no_checkpointing, options.compiled, options.layers, options.small)
+    checkpointing = not options.no_checkpointing
+    setting = Setting(options.sharded, checkpointing, options.compiled, options.layers, options.small, options.wide)
     mesh = init_device_mesh(team.device.type, (team.size,), mesh_dim_names=("cp",))
     with cudnn(ON_GPU):
         step = None
@@ -184,6 +188,8 @@ def main() -> None:
             try:
                 step = step or SYSTEMS[options.system](setting, mesh)
                 found = measured(team, step, name, 64 if options.small else 1)
+                if ON_GPU and name != "lengths":
+                    found |= predicted(options.system, setting, team.size, ROWS[name].tokens // team.size)
             except Exception as error:
                 found = {"failed": reason(error)}
             team.say(json.dumps({"row": name, "found": found}))

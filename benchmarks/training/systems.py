@@ -6,8 +6,9 @@ torch's context parallelism takes as many K/V heads as query heads, and a causal
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from ring_attn import memory
 from ring_attn.integrations.transformers import context_parallel
+from ring_attn.memory import Levers, Shapes, peak
+from ring_attn.memory.formula import GIB
+from ring_attn.memory.shapes import KNOWN
 
 VOCABULARY = 32000
 
@@ -32,17 +37,26 @@ class Setting:
     compiled: bool = False
     layers: int = 12
     small: bool = False
+    wide: bool = False
+
+    @property
+    def shapes(self) -> Shapes:
+        """``wide``: those of Qwen3-8B."""
+        if self.wide:
+            return replace(KNOWN["Qwen3-8B"], layers=self.layers)
+        sizes = (2, 64, 128, 4, 2, 16) if self.small else (self.layers, 2048, 6144, 32, 8, 128)
+        return Shapes(*sizes, VOCABULARY)
 
     def model(self, mesh: DeviceMesh) -> Qwen3ForCausalLM:
-        hidden, intermediate, heads, kv_heads, dim = (64, 128, 4, 2, 16) if self.small else (2048, 6144, 32, 8, 128)
+        shapes = self.shapes
         config = Qwen3Config(
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=2 if self.small else self.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=dim,
-            vocab_size=VOCABULARY,
+            hidden_size=shapes.hidden,
+            intermediate_size=shapes.intermediate,
+            num_hidden_layers=shapes.layers,
+            num_attention_heads=shapes.heads,
+            num_key_value_heads=shapes.kv_heads,
+            head_dim=shapes.dim,
+            vocab_size=shapes.vocabulary,
             max_position_embeddings=2**20,
             attn_implementation="sdpa",
             use_cache=False,
@@ -83,16 +97,17 @@ def _optimizer(model: torch.nn.Module, mesh: DeviceMesh) -> torch.optim.Optimize
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=mesh.device_type == "cuda")
 
 
-def ours(checkpoint: Any, setting: Setting, mesh: DeviceMesh, overlap: bool = False) -> Step:
-    """``checkpoint``: what becomes of attention in activation checkpoints. ``overlap``: gradients are summed in the backward."""
+def ours(levers: Levers, setting: Setting, mesh: DeviceMesh, overlap: bool = False) -> Step:
+    """``overlap``: gradients are summed in the backward."""
     if overlap and setting.sharded:
         raise NotImplementedError("FSDP2 reduces gradients by itself, while the backward runs")
-    if checkpoint != "attention" and not setting.checkpointing:
+    if levers.checkpoint != "attention" and not setting.checkpointing:
         raise NotImplementedError("without activation checkpointing nothing is computed again")
     model = setting.model(mesh)
     if setting.sharded:
         _shard(model, mesh)
-    cp = context_parallel(model, mesh, checkpoint=checkpoint, overlap=overlap)
+    levers = replace(levers, head_groups=gcd(levers.head_groups, setting.shapes.kv_heads))  # small models have two heads
+    cp = context_parallel(model, mesh, **asdict(levers), overlap=overlap)
     optimizer = _optimizer(model, mesh)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -210,11 +225,35 @@ def cudnn(on_gpu: bool) -> Iterator[None]:
         yield
 
 
+_FIRST = Levers(loss_chunk=1024)
+# One more in each, and the last computes all of a layer again.
+LEVERS = {
+    "loss chunk": _FIRST,
+    "MLP tile": (tile := replace(_FIRST, mlp_tile=4096)),
+    "head groups": (groups := replace(tile, head_groups=4)),
+    "and offload": (offload := replace(groups, checkpoint="offload")),
+    "and inputs": replace(offload, offload_inputs=True),
+    "loss chunk, attention again": replace(_FIRST, checkpoint=None),
+}
+OURS = {
+    "ring-attn": Levers(),
+    "ring-attn, offload": Levers("offload"),
+    "ring-attn, attention again": Levers(None),
+    **{f"ring-attn, {name}": levers for name, levers in LEVERS.items()},
+}
+
+
+def predicted(system: str, setting: Setting, gpus: int, tokens: int) -> dict[str, float]:
+    """GiB, by ``ring_attn.memory``, with ``tokens`` on each GPU."""
+    if system not in OURS:
+        return {}
+    found = peak(setting.shapes, memory.Setting(gpus, setting.sharded, setting.checkpointing, OURS[system]), tokens)
+    return {"tensors by the plan, GiB": found.tensors / GIB, "device by the plan, GiB": found.device / GIB}
+
+
 SYSTEMS: dict[str, Callable[[Setting, DeviceMesh], Step]] = {
-    "ring-attn": partial(ours, "attention"),
-    "ring-attn, overlapped sums": partial(ours, "attention", overlap=True),
-    "ring-attn, offload": partial(ours, "offload"),
-    "ring-attn, attention again": partial(ours, None),
+    **{name: partial(ours, levers) for name, levers in OURS.items()},
+    "ring-attn, overlapped sums": partial(ours, Levers(), overlap=True),
     "context_parallel, allgather": lambda *where: context_parallel_of_torch("allgather", *where),
     "context_parallel, alltoall": lambda *where: context_parallel_of_torch("alltoall", *where),
     "accelerate, cp_size": accelerate,

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.harness.streams import Event, split
 from benchmarks.harness.team import Team
-from benchmarks.training import job
+from benchmarks.training import job, systems
 
 
 def test_documents_restart_positions_and_have_no_label_across_their_end():
@@ -55,3 +55,12 @@ def test_a_moment_of_a_step_is_counted_once():
     events = [Event(stream, name, 1000.0 * start, 1000.0 * length) for stream, name, start, length in names + beside]
     found = split([*events, Event("7", "add", 13_000.0, 1000.0)], job.kind, job.KINDS)
     assert list(found.values()) == [4, 3, 1, 2, 1, 2, 1] and list(found) == [f"{kind} ms" for kind in job.KINDS]
+
+
+def test_each_system_is_made_with_one_more_lever():
+    """And what the plan says of it falls."""
+    setting = systems.Setting(sharded=True, wide=True)
+    devices = [systems.predicted(f"ring-attn, {name}", setting, 2, 2**17)["device by the plan, GiB"] for name in systems.LEVERS]
+    assert devices[:5] == sorted(devices[:5], reverse=True) and len({*devices}) == len(devices)
+    assert systems.predicted("SDPA on one GPU", setting, 2, 2**17) == {}
+    assert round(setting.shapes.parameters / 1e9, 1) == 3.6
