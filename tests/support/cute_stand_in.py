@@ -27,7 +27,7 @@ def call(name: str, settings: Any, inputs, in_place, results) -> tuple[Array, ..
     wanted = [x.array for x in (*in_place, *results)]
     made: tuple[Array, ...]
     if name == "convert":
-        made = (_converted(settings, *arrays, shape=wanted[0].shape),)
+        made = (_converted(settings, *arrays, *changed, shape=wanted[0].shape),)
     else:
         made = (_forward if name == "forward" else _backward)(settings, *arrays, changed=changed)
     assert [x.shape for x in made] == [x.shape for x in wanted], (name, made, wanted)
@@ -45,13 +45,14 @@ class _Rows(NamedTuple):
         """``[rows, ...] -> [batch, longest, ...]``"""
         return x if self.first is None else x.at[self._index()].get(mode="fill", fill_value=0)
 
-    def written(self, x: Array, total: int) -> Array:
-        """``[batch, longest, ...] -> [rows, ...]``, NaN where no entry is."""
+    def written(self, x: Array, total: int, over: Array | None = None) -> Array:
+        """``[batch, longest, ...] -> [rows, ...]``, as it was before (``over``) where no entry is: NaN."""
         if self.first is None:
             return x
         there = jnp.arange(self.longest) < self.lengths[:, None]
         index = jnp.where(there, self._index(), total)
-        return jnp.full((total, *x.shape[2:]), jnp.nan, x.dtype).at[index].set(x, mode="drop")
+        before = jnp.full((total, *x.shape[2:]), jnp.nan, x.dtype) if over is None else over.astype(x.dtype)
+        return before.at[index].set(x, mode="drop")
 
     def padded(self, tile: int) -> Array:
         """Of each entry, its first row among rows in whole tiles."""
@@ -66,11 +67,11 @@ class _Rows(NamedTuple):
 def _rows(x: Array | jax.ShapeDtypeStruct, ends: Array | None, used: Array | None) -> _Rows:
     if ends is None:
         return _Rows(None, jnp.full(x.shape[0], x.shape[1]), x.shape[1])
-    return _Rows(ends[:-1], ends[1:] - ends[:-1] if used is None else used, x.shape[0] // (len(ends) - 1))
+    return _Rows(ends[:-1], ends[1:] - ends[:-1] if used is None else used, x.shape[0])
 
 
 def _forward(settings, q, k, v, where, lists, arrays, *, changed):
-    assert not changed and not settings.deterministic
+    assert len(changed) <= 1 and not settings.deterministic
     q_rows, k_rows = _rows(q, *where[:2]), _rows(k, *where[2:])
     _, logits, seen = _logits(settings, q_rows.entries(q), k_rows.entries(k), q_rows, k_rows, lists, arrays, False)
     lse = jax.nn.logsumexp(jnp.where(seen, logits, -jnp.inf), axis=-1)
@@ -79,12 +80,13 @@ def _forward(settings, q, k, v, where, lists, arrays, *, changed):
     if q_rows.first is None:
         return out, lse
     total = q.shape[0]
-    return q_rows.written(out, total), q_rows.written(jnp.swapaxes(lse, 1, 2), total).T
+    return q_rows.written(out, total, *changed), q_rows.written(jnp.swapaxes(lse, 1, 2), total).T
 
 
 def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, changed):
-    sums, locks = (3, 2) if settings.group > 1 else (1, 1)  # dK's and dV's locks are one array
-    assert len(changed) == sums + locks * settings.deterministic
+    locks = (2 if settings.group > 1 else 1) * settings.deterministic  # dK's and dV's locks are one array
+    given = changed[locks:]
+    assert len(given) in ((3,) if settings.group > 1 else (1, 3))
     q_rows, k_rows = _rows(q, *where[:2]), _rows(k, *where[2:])
     query, key, value, dout = q_rows.entries(q), k_rows.entries(k), k_rows.entries(v), q_rows.entries(dout)
     capped, logits, seen = _logits(settings, query, key, q_rows, k_rows, lists, arrays, True)
@@ -97,14 +99,15 @@ def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, chan
     dk = _per_key_head(jnp.einsum("bhqs,bqhd->bshd", dlogits, query.astype(jnp.float32)), settings.group)
     dv = _per_key_head(jnp.einsum("bhqs,bqhd->bshd", weights, dout), settings.group)
     if settings.group == 1:
-        sums = _added(changed[-1], dq, q_rows, settings.tile, "query")
-        return *changed[:-1], sums, k_rows.written(settings.scale * dk, k.shape[0]), k_rows.written(dv, k.shape[0])
+        sums, (of_dk, of_dv) = _added(given[0], dq, q_rows, settings.tile, "query"), given[1:] or (None, None)
+        written = k_rows.written(settings.scale * dk, k.shape[0], of_dk), k_rows.written(dv, k.shape[0], of_dv)
+        return *changed[:locks], sums, *written
     grads = (dq, q_rows, "query"), (dk, k_rows, "key"), (dv, k_rows, "key")
     sums = (_added(before, x, rows, settings.tile, of) for before, (x, rows, of) in zip(changed[-3:], grads, strict=True))
     return *changed[:-3], *sums
 
 
-def _converted(settings, sums, where, *, shape) -> Array:
+def _converted(settings, sums, where, over=None, *, shape) -> Array:
     rows, dim = settings.tile.tile_m if settings.of == "query" else settings.tile.tile_n, settings.tile.padded(settings.dim)
     plain = sums.reshape(*sums.shape[:-1], -1, rows * dim)[..., jnp.argsort(_order(rows, dim, settings.of))]
     plain = settings.scale * plain.reshape(*sums.shape[:-1], -1, dim)[..., : settings.dim]
@@ -112,7 +115,7 @@ def _converted(settings, sums, where, *, shape) -> Array:
         return jnp.swapaxes(plain, 1, 2)[:, : shape[1]]
     entries = _rows(jax.ShapeDtypeStruct(shape, plain.dtype), *where)
     index = entries.padded(rows)[:, None] + jnp.arange(entries.longest)
-    return entries.written(jnp.swapaxes(plain, 0, 1)[index], shape[0])
+    return entries.written(jnp.swapaxes(plain, 0, 1).at[index].get(mode="fill", fill_value=0), shape[0], over)
 
 
 # --------------------------------------------------------------------------------------------------------------- scores
