@@ -3,17 +3,18 @@ flash-attn-4's programs, which a stand-in in plain JAX replaces here (cute_stand
 
 import ast
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cute_stand_in
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packed_rows
 import pytest
 from attention_cases import (
     CAUSAL,
@@ -37,15 +38,12 @@ from jax_core.kernels.contract import Extras, Pair, Problem, Scores
 from jax_core.kernels.cute import calls, kernel, pairs, sums
 from jax_core.kernels.cute.lists import make_lists
 from jax_core.kernels.cute.tiles import TILES
-from jax_core.masks.layout import permutation, runs
+from jax_core.masks.layout import runs
 from jax_core.masks.plan import Plan
 from jax_core.masks.static import make_mask, visible
-from jax_core.operands import Operands
-from jax_core.options import ALONE, Options, Placement
 from jax_core.request.dispatch import KERNELS
 from jax_core.request.features import refusal
 from jax_core.request.preferences import ON_GPUS
-from jax_core.request.spec import make_spec
 
 FULL, WINDOW, CHUNKS = Scores(make_mask(), 0.2), Scores(make_mask(True, 37), 0.2), Scores(make_mask(True, None, 50), 0.2)
 PROBLEM = Problem(Scores(make_mask(True), 0.125), "bfloat16", 2, 256, 256, 8, 2, 128, 128, backend="gpu")
@@ -166,73 +164,15 @@ def test_ring_over_a_stand_in(case: Case):
     assert_ring_is_like_the_oracle(case)
 
 
-class Packed(NamedTuple):
-    """``bounds``: of the documents of each batch entry, in the whole sequence."""
-
-    bounds: Sequence[Sequence[int]]
-    ring: int = 1
-    layout: str = "contiguous"
-    length: int = 128
-    kv_heads: int = 1
-    options: Mapping[str, Any] = CAUSAL
-
-    @property
-    def ids(self) -> np.ndarray:
-        places, table = np.arange(self.ring * self.length), np.asarray(self.bounds)[:, :, None]
-        ids = (table <= places).sum(1) - 1
-        return np.where((ids >= 0) & (places < table[:, -1]), ids, -1).astype(np.int32)
-
-
-TWO_ROWS = (0, 70, 71, 300, 301, 512, 512, 512), (3, 128, 256, 384, 400, 401, 402, 480)
-PACKED_CASES = {
-    "alone": Packed([[0, 5, 60, 61, 128]]),
-    "alone, padded, own heads, two rows": Packed([[0, 9, 9, 77, 77], [4, 40, 64, 65, 127]], kv_heads=2),
-    "alone, all visible": Packed([[0, 31, 32, 96]], options={}),
-    "alone, window, soft cap": Packed([[0, 50, 128]], options=CAUSAL | {"sliding_window": 20, "logits_soft_cap": 2.0}),
-    "alone, deterministic": Packed([[0, 50, 128]], options=CAUSAL | {"deterministic": True}),
-    "contiguous of four": Packed(TWO_ROWS[:1], ring=4),
-    "contiguous of four, own heads, two rows": Packed(TWO_ROWS, ring=4, kv_heads=2),
-    "zigzag of four": Packed(TWO_ROWS, ring=4, layout="zigzag", options=CAUSAL | {"deterministic": True}),
-    "zigzag of two, one row, own heads": Packed([[7, 30, 31, 200, 250]], ring=2, layout="zigzag", kv_heads=2),
-    "zigzag of two, one document": Packed([[0, 256, 256]], ring=2, layout="zigzag"),
-    "zigzag of four, padding after most": Packed([[0, 20, 40, 90]], ring=4, layout="zigzag"),
-}
-
-
-def _computed(packed: Packed, platform: str) -> tuple:
-    """Out, LSE, and the gradients of query, key and value, of whole sequences in the layout's order."""
-    batch, length = len(packed.bounds), packed.length
-    order = np.asarray(permutation(packed.layout, packed.ring, packed.ring * length))
-    random = (
-        np.random.default_rng(0).normal(size=(batch, packed.ring * length, heads, 72)) for heads in (2, *[packed.kv_heads] * 2, 2)
-    )
-    q, k, v, dout = (jnp.asarray(x, jnp.float32) for x in random)
-    options = Options(platform=platform, strategy="ring", layout=packed.layout, lse_gradient=False, **packed.options)
-    ids, table, rows = jnp.asarray(packed.ids[:, order]), jnp.asarray(packed.bounds, jnp.int32), P(None, "ring")
-
-    def local(q, k, v, dout, ids, table):
-        operands = Operands(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, documents=table)
-        place = Placement("ring", packed.ring) if packed.ring > 1 else ALONE
-        spec, operands = make_spec(options, operands, place)
-        out, lse = spec.strategy.forward(spec, operands)
-        gradients = spec.strategy.backward(spec, operands, out, lse, dout)
-        return out, jnp.swapaxes(lse, 1, 2), *gradients[:3]
-
-    if packed.ring == 1:
-        return jax.jit(local)(q, k, v, dout, ids, table)
-    specs = (rows,) * 5 + (P(),)
-    return jax.jit(jax.shard_map(local, mesh=ring_mesh(packed.ring), in_specs=specs, out_specs=rows))(q, k, v, dout, ids, table)
-
-
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.wide
-@pytest.mark.parametrize("name", PACKED_CASES)
+@pytest.mark.parametrize("name", packed_rows.CASES)
 def test_documents_as_rectangles(monkeypatch, name: str):
     """Nothing is judged pair by pair, and all is what the segment ids say by another kernel."""
-    packed = PACKED_CASES[name]
+    packed = packed_rows.CASES[name]
     monkeypatch.setattr(kernel, "make_lists", None)
     names = "out", "lse", "dq", "dk", "dv"
-    for what, found, wanted in zip(names, _computed(packed, "cute"), _computed(packed, "xla"), strict=True):
+    for what, found, wanted in zip(names, packed_rows.computed(packed, "cute"), packed_rows.computed(packed, "xla"), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4, err_msg=what)
 
 
