@@ -27,7 +27,7 @@ def call(name: str, settings: Any, inputs, in_place, results) -> tuple[Array, ..
     wanted = [x.array for x in (*in_place, *results)]
     made: tuple[Array, ...]
     if name == "convert":
-        made = (_converted(settings, *arrays, *changed, shape=wanted[0].shape),)
+        made = (_converted(settings, *arrays, shape=wanted[0].shape),)
     else:
         made = (_forward if name == "forward" else _backward)(settings, *arrays, changed=changed)
     assert [x.shape for x in made] == [x.shape for x in wanted], (name, made, wanted)
@@ -86,7 +86,7 @@ def _forward(settings, q, k, v, where, lists, arrays, *, changed):
 def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, changed):
     locks = (2 if settings.group > 1 else 1) * settings.deterministic  # dK's and dV's locks are one array
     given = changed[locks:]
-    assert len(given) in ((3,) if settings.group > 1 else (1, 3))
+    assert len(given) == (3 if settings.group > 1 else 1)
     q_rows, k_rows = _rows(q, *where[:2]), _rows(k, *where[2:])
     query, key, value, dout = q_rows.entries(q), k_rows.entries(k), k_rows.entries(v), q_rows.entries(dout)
     capped, logits, seen = _logits(settings, query, key, q_rows, k_rows, lists, arrays, True)
@@ -99,15 +99,14 @@ def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, chan
     dk = _per_key_head(jnp.einsum("bhqs,bqhd->bshd", dlogits, query.astype(jnp.float32)), settings.group)
     dv = _per_key_head(jnp.einsum("bhqs,bqhd->bshd", weights, dout), settings.group)
     if settings.group == 1:
-        sums, (of_dk, of_dv) = _added(given[0], dq, q_rows, settings.tile, "query"), given[1:] or (None, None)
-        written = k_rows.written(settings.scale * dk, k.shape[0], of_dk), k_rows.written(dv, k.shape[0], of_dv)
-        return *changed[:locks], sums, *written
+        sums = _added(given[0], dq, q_rows, settings.tile, "query")
+        return *changed[:locks], sums, k_rows.written(settings.scale * dk, k.shape[0]), k_rows.written(dv, k.shape[0])
     grads = (dq, q_rows, "query"), (dk, k_rows, "key"), (dv, k_rows, "key")
     sums = (_added(before, x, rows, settings.tile, of) for before, (x, rows, of) in zip(changed[-3:], grads, strict=True))
     return *changed[:-3], *sums
 
 
-def _converted(settings, sums, where, over=None, *, shape) -> Array:
+def _converted(settings, sums, where, *, shape) -> Array:
     rows, dim = settings.tile.tile_m if settings.of == "query" else settings.tile.tile_n, settings.tile.padded(settings.dim)
     plain = sums.reshape(*sums.shape[:-1], -1, rows * dim)[..., jnp.argsort(_order(rows, dim, settings.of))]
     plain = settings.scale * plain.reshape(*sums.shape[:-1], -1, dim)[..., : settings.dim]
@@ -115,7 +114,7 @@ def _converted(settings, sums, where, over=None, *, shape) -> Array:
         return jnp.swapaxes(plain, 1, 2)[:, : shape[1]]
     entries = _rows(jax.ShapeDtypeStruct(shape, plain.dtype), *where)
     index = entries.padded(rows)[:, None] + jnp.arange(entries.longest)
-    return entries.written(jnp.swapaxes(plain, 0, 1).at[index].get(mode="fill", fill_value=0), shape[0], over)
+    return entries.written(jnp.swapaxes(plain, 0, 1).at[index].get(mode="fill", fill_value=0), shape[0])
 
 
 # --------------------------------------------------------------------------------------------------------------- scores

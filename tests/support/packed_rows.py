@@ -27,6 +27,10 @@ class Packed(NamedTuple):
     dim: int = 72
 
     @property
+    def order(self) -> list[int]:
+        return permutation(self.layout, self.ring, self.ring * self.length)
+
+    @property
     def ids(self) -> np.ndarray:
         places, table = np.arange(self.ring * self.length), np.asarray(self.bounds)[:, :, None]
         ids = (table <= places).sum(1) - 1
@@ -51,15 +55,11 @@ CASES = {
 
 def computed(packed: Packed, platform: str, dtype: str = "float32") -> tuple:
     """Out, LSE, and the gradients of query, key and value, of whole sequences in the layout's order."""
-    batch, length = len(packed.bounds), packed.length
-    order = np.asarray(permutation(packed.layout, packed.ring, packed.ring * length))
-    random = (
-        np.random.default_rng(0).normal(size=(batch, packed.ring * length, heads, packed.dim))
-        for heads in (2, *[packed.kv_heads] * 2, 2)
-    )
+    sizes = [(len(packed.bounds), packed.ring * packed.length, heads, packed.dim) for heads in (2, *[packed.kv_heads] * 2, 2)]
+    random = map(np.random.default_rng(0).normal, [0.0] * 4, [1.0] * 4, sizes)
     q, k, v, dout = (jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in random)
     options = Options(platform=platform, strategy="ring", layout=packed.layout, lse_gradient=False, **packed.options)
-    ids, table, rows = jnp.asarray(packed.ids[:, order]), jnp.asarray(packed.bounds, jnp.int32), P(None, "ring")
+    ids, table, rows = jnp.asarray(packed.ids[:, packed.order]), jnp.asarray(packed.bounds, jnp.int32), P(None, "ring")
 
     def local(q, k, v, dout, ids, table):
         operands = Operands(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, documents=table)

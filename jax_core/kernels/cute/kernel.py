@@ -41,14 +41,15 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
     del out_dtype, config
     (q, k, v), listed = pair.shards, _listed(pair)
     tile = TILES[calls.capability()].forward(q.shape[3], v.shape[3], pair.diagonal and pair.scores.mask != Mask(), listed)
-    plan = _make_plan(pair, tile, listed)
+    plan = _make_plan(pair, tile, listed, padding=False)
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
     lse = jax.ShapeDtypeStruct((heads, batch * length) if plan.packed else (batch, heads, length), jnp.float32)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
     inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), *plan.extras]
     results = [plan.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
-    there = [_zeros(results.pop(0))] if plan.sequences and pairs.is_static(pair.q_runs) else []  # padding is of no document
+    # Padding is of no document, and where no other pair is joined with this one its output is 0.
+    there = [_zeros(results.pop(0))] if plan.sequences and pairs.is_static(pair.q_runs) else []
     made, sums = call("forward", plan.settings, inputs, there, results)
     if plan.packed:
         sums = jnp.swapaxes(sums.reshape(heads, batch, length), 0, 1)
@@ -62,7 +63,7 @@ def backward(pair: Pair, residuals: Residuals, dq: Any, config: BwdParams, *, fu
     q, k, v = pair.shards
     listed, group = _listed(pair), q.shape[2] // k.shape[2]
     tile = TILES[calls.capability()].backward(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
-    plan, sequences = _make_plan(pair, tile, listed), q.shape[0] if pairs.packs(pair, listed) else 0
+    plan, sequences = _make_plan(pair, tile, listed, padding=True), q.shape[0] if pairs.packs(pair, listed) else 0
     if plan.by_document:
         return _by_document(pair, residuals, dq, plan, sequences, deterministic)
     sums = [zeros(q, "query", tile, sequences) if dq is None else dq]
@@ -92,7 +93,7 @@ def _by_document(pair: Pair, residuals: Residuals, dq: Joined | None, plan: "_Pl
     else:
         dk, dv = (values.reshape(x.shape) for values, x in zip(found[1:], (k, v), strict=True))
     if not alone:  # which are added to those of other pairs
-        dk, dv = (x.astype(jnp.float32) for x in (dk, dv))
+        dk, dv = (_covered(x, plan) for x in (dk, dv))
     total = first.filled(found[0])
     if own is None:
         assert dq is not None
@@ -118,13 +119,11 @@ def _differentiated(pair: Pair, residuals: Residuals, plan: "_Plan", sums: list[
     in_place = _locks(q, k, tile, plan.sequences) if deterministic else []
     in_place += [x.shaped(plan.packed, group if x is sums[0] else 1) for x in sums]
     results = [] if len(sums) > 1 else [plan.rows(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)]
-    if plan.by_document:  # rows that no document has; of two equal arrays XLA makes one (``_locks``)
-        in_place, results = [*in_place, *map(_zeros, results, (0.0, -0.0))], []
     return call("backward", settings, [*inputs, *plan.extras], in_place, results)[-3:]
 
 
-def _zeros(result: Shaped, zero: float = 0.0) -> Shaped:
-    return result._replace(array=jnp.full(result.array.shape, zero, result.array.dtype))
+def _zeros(result: Shaped) -> Shaped:
+    return result._replace(array=jnp.zeros(result.array.shape, result.array.dtype))
 
 
 def finish(operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores) -> tuple[Array, Array, Array]:
@@ -166,7 +165,8 @@ class _Plan(NamedTuple):
         return where, *((None, None) if self.lists is None else (self.lists.blocks, self.lists.arrays))
 
 
-def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool) -> _Plan:
+def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, padding: bool) -> _Plan:
+    """``padding``: whether a rank's own rows of no document are computed, too. (In a backward they give zeros.)"""
     (q, k, v), scores = pair.shards, pair.scores
     settings = Settings(
         capability=calls.capability(),
@@ -183,9 +183,10 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool) -> _P
         return _Plan(False, pairs.WHOLE, None, None, lists, replace(settings, listed=lists.listed))
     by_document = _has_documents(pair)
     if by_document and (pair.diagonal or pairs.is_static(pair.q_runs)):
-        bounds = pairs.bounds_of(pair, pair.q_runs)
-        covered, number = pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1]), bounds.shape[0] * (bounds.shape[1] - 1)
-        return _Plan(True, pairs.squares(pair), covered, covered, None, _with_mask(settings, scores.mask), number, by_document)
+        bounds, where = pairs.bounds_of(pair, pair.q_runs), pairs.squares(pair, padding)
+        covered = None if padding else pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
+        number = 0 if where[0] is None else where[0].shape[0] - 1
+        return _Plan(True, where, covered, covered, None, _with_mask(settings, scores.mask), number, by_document)
     if pairs.is_within(scores.mask):
         return _of_area(pairs.within(pair), pair, _with_mask(settings, scores.mask))
     if not pair.diagonal and scores.mask.causal:

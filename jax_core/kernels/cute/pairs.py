@@ -25,6 +25,7 @@ from jax_core.operands import MOST_DOCUMENTS
 
 Where = tuple[Array | None, Array | None, Array | None, Array | None]  # offsets and lengths of queries, offsets and lengths of keys
 WHOLE: Where = (None, None, None, None)
+_PIECE = 4096  # rows of padding that may attend to one another: what that costs is lost
 
 
 class Rectangle(NamedTuple):
@@ -84,13 +85,17 @@ def are_rectangles(scores: Scores, documents: int, others: bool, alone: bool, sa
     return plain and (alone or (mask.causal and mask.left is None and mask.right is None))
 
 
-def squares(pair: Pair) -> Where:
-    """Each document's rows of a shard, as sequences."""
+def squares(pair: Pair, padding: bool) -> Where:
+    """Each document's rows of a shard, as sequences; with ``padding`` also the rows of none, in pieces."""
     bounds, (batch, length) = bounds_of(pair, pair.q_runs), pair.q.shape[:2]
-    if batch == 1:
+    if padding:
+        further = bounds[:, -1:] + _PIECE * jnp.arange(1, -(-length // _PIECE) + 1, dtype=jnp.int32)
+        bounds = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), bounds, jnp.minimum(further, length)], axis=1)
+    elif batch == 1:
         return bounds[0], None, bounds[0], None
     starts = bounds[:, :-1] + length * jnp.arange(batch, dtype=jnp.int32)[:, None]
-    offsets, lengths = jnp.append(starts.reshape(-1), jnp.int32(batch * length)), jnp.diff(bounds).reshape(-1)
+    offsets = jnp.append(starts.reshape(-1), jnp.int32(batch * length))
+    lengths = None if padding else jnp.diff(bounds).reshape(-1)
     return offsets, lengths, offsets, lengths
 
 
@@ -144,9 +149,9 @@ def in_tiles(offsets: Array, lengths: Array, rows: int, tile: int) -> tuple[Arra
     number = lengths.shape[0]
     numbers = jnp.arange(number, dtype=jnp.int32)
     begins = (offsets[:number] + numbers * tile) // tile * tile
-    places = (rows + (number + 1) * tile - 1) // tile * tile
-    at = jnp.cumsum(jnp.zeros(places, jnp.int32).at[begins].add(1)) - 1  # which sequence; -1 before the first
-    within = jnp.arange(places, dtype=jnp.int32) - begins[at]
+    places = jnp.arange((rows + (number + 1) * tile - 1) // tile * tile, dtype=jnp.int32)
+    at = (begins <= places[:, None]).sum(1, dtype=jnp.int32) - 1  # which sequence; -1 before the first
+    within = places - begins[at]
     there = (at >= 0) & (within < lengths[at])
     return jnp.where(there, offsets[at] + within, 0), there
 

@@ -62,14 +62,13 @@ def zeros(x: Array, of: str, tile: BackwardTile, sequences: int, after: Sums | N
 
 def converted(sums: Sums, operand: Array, factor: float, where: tuple[Array | None, Array | None] | None = None) -> Array:
     """The gradient of ``operand``: ``factor`` times the sums, in its dtype. ``where``: offsets and lengths of the sequences of
-    packed sums, if they are not the batch entries; other rows are 0."""
+    packed sums, if they are not the batch entries; other rows may hold anything."""
     batch, length, _, dim = operand.shape
     settings = ConvertSettings(calls.capability(), sums.of, str(operand.dtype), dim, factor, sums.tile)
     offsets, lengths = where or (pairs.offsets(batch, length) if sums.packed else None, None)
     places = tuple(None if x is None else Shaped(x, (1,)) for x in (offsets, lengths))
     result = rows_of(jax.ShapeDtypeStruct(operand.shape, operand.dtype), 1, sums.packed)
-    there = [] if where is None else [result._replace(array=jnp.zeros(result.array.shape, result.array.dtype))]
-    (made,) = call("convert", settings, [sums.shaped(sums.packed, 1), places], there, [] if there else [result])
+    (made,) = call("convert", settings, [sums.shaped(sums.packed, 1), places], [], [result])
     return made.reshape(operand.shape)
 
 
