@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, runs
-from jax_core.operands import MOST_DOCUMENTS
 from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
+from ring_attn.documents.table import of_cumulative
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
@@ -17,7 +17,6 @@ from torch_bridge.job.ring import tensors_per_sequence
 Where = tuple[MeshLike, MeshDim]
 Tensors = dict[str, Tensor]
 Others = dict[str, Tensor | None]
-_LEAST = 16  # places for documents
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 
 
@@ -67,7 +66,7 @@ def with_documents(
     options, q_index = {**options, "bottom_right": False}, _index(where, options["layout"], query)
     q_document = documents_of(q_index, cu_q)
     ids = dict(q_segment_ids=or_padding(q_document, cu_q))
-    if same and (table := table_of(cu_q)) is not None:
+    if same and (table := of_cumulative(cu_q)) is not None:
         ids["documents"] = table
     relative = options["chunk_size"] is not None or options["mask_mod"] is not None
     if same and not relative:
@@ -136,16 +135,6 @@ def _held(where: Where, device: torch.device) -> tuple[tuple[int, ...], int]:
     """The ring ranks whose shards this process's tensor holds, and the size of the ring."""
     ring = backend_of(device).resolve(*where)
     return tuple(ring.held), ring.size
-
-
-def table_of(cu_seqlens: Tensor) -> Tensor | None:
-    """int32 ``[1, places + 1]``: the documents as kernels take them (``jax_core.operands``), in a number of places that grows by
-    doubling, for each is a program of its own. None where they are too many, or on a device whose programs do not take them."""
-    count = cu_seqlens.shape[0] - 1
-    places = max(_LEAST, 1 << max(count - 1, 0).bit_length())
-    if places > MOST_DOCUMENTS or cu_seqlens.device.type not in ("cpu", "cuda"):
-        return None
-    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(places - count)]).to(torch.int32)[None]
 
 
 def _index(where: Where, layout: Layout, x: Tensor) -> Tensor:
