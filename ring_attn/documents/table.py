@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jax_core.operands import MOST_DOCUMENTS
+from jax_core import operands
 
 _LEAST = 16
 _DEVICES = ("cpu", "cuda")  # whose programs take them
@@ -16,7 +16,7 @@ def of_cumulative(cu_seqlens: Tensor) -> Tensor | None:
     """Of ``cu_seqlens [documents + 1]``, as one row; None where there are too many."""
     count = cu_seqlens.shape[0] - 1
     places = _places(count)
-    if places > MOST_DOCUMENTS or cu_seqlens.device.type not in _DEVICES:
+    if places > operands.MOST_DOCUMENTS or cu_seqlens.device.type not in _DEVICES:
         return None
     return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(places - count)]).to(torch.int32)[None]
 
@@ -24,14 +24,14 @@ def of_cumulative(cu_seqlens: Tensor) -> Tensor | None:
 def of_numbers(numbers: Tensor) -> Tensor | None:
     """Of the documents' numbers ``[rows, seq]`` of whole sequences, negative on padding. None where a document is no interval,
     where padding is between tokens, and where there are too many."""
-    if not numbers.numel() or numbers.device.type not in _DEVICES:
+    if not operands.MOST_DOCUMENTS or not numbers.numel() or numbers.device.type not in _DEVICES:
         return None
     before, real = F.pad(numbers[:, :-1], (1, 0), value=-1), numbers >= 0
     begins = real & (numbers != before)
     blocks, falls = (real & (before < 0)).sum(1).max(), (real & (numbers < before)).any()
     most_blocks, any_falls, count = torch.stack([blocks, falls.long(), begins.sum(1).max()]).tolist()
     places = _places(count)
-    if most_blocks > 1 or any_falls or places > MOST_DOCUMENTS:
+    if most_blocks > 1 or any_falls or places > operands.MOST_DOCUMENTS:
         return None
     index = torch.arange(numbers.shape[1], dtype=torch.int32, device=numbers.device).expand(numbers.shape)
     end = torch.where(real, index + 1, 0).amax(1, keepdim=True)

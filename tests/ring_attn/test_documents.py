@@ -7,6 +7,7 @@ import pytest
 import torch
 from document_cases import CASES, Case, same
 
+from jax_core import operands
 from ring_attn import ring_attention, shard_batch, shard_packed
 from ring_attn.arguments import documents, local_lengths
 from ring_attn.arguments.local_lengths import doubt_local_lengths
@@ -162,6 +163,12 @@ ROWS = {
 NO_INTERVALS = ("padding within", "padding between", "one that comes back")
 
 
+@pytest.fixture
+def most(monkeypatch):
+    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
+
+
+@pytest.mark.usefixtures("most")
 @pytest.mark.parametrize("names", [*([name] for name in ROWS), ["two documents", "padding at both ends", "padding alone"]], ids=str)
 def test_a_table_says_what_the_numbers_say(names):
     numbers = torch.tensor([ROWS[name] for name in names])
@@ -176,12 +183,14 @@ def test_a_table_says_what_the_numbers_say(names):
     assert torch.equal(same, (numbers[:, :, None] == numbers[:, None]) & (numbers >= 0)[:, :, None])
 
 
+@pytest.mark.usefixtures("most")
 def test_a_table_has_places_for_twice_as_many_or_none():
     assert of_numbers(torch.arange(17)[None]).shape == (1, 33)
     assert of_numbers(torch.arange(5000)[None]) is None
     assert torch.equal(of_cumulative(torch.tensor([0, 2, 5])), of_numbers(torch.tensor([[0, 0, 1, 1, 1]])))
 
 
+@pytest.mark.usefixtures("most")
 @pytest.mark.parametrize("compiles", [False, True])
 def test_kernels_are_told_the_documents_of_a_sharded_batch(monkeypatch, compiles):
     """In compiled functions, too; not those of ids that were changed."""

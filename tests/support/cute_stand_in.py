@@ -1,7 +1,8 @@
 """What flash-attn-4's programs (kernels/cute/programs.py) do, in plain JAX: in place of ``calls.call``, with the same operands.
 
-Rows that a program does not cover are NaN in what it returns; masks are aligned to the last query and key of each batch entry; sums
-are in an order of elements that only ``convert`` undoes. In any dtype: in float32 nothing is rounded. Locks stay as they are.
+Rows that a program does not cover are NaN in what it returns; masks are aligned to the last query and key of each batch entry; the
+backward takes whole tiles of queries, whose statistics alone say which there are; sums are in an order of elements that only
+``convert`` undoes. In any dtype: in float32 nothing is rounded. Locks stay as they are.
 """
 
 from typing import Any, NamedTuple
@@ -70,6 +71,11 @@ def _rows(x: Array | jax.ShapeDtypeStruct, ends: Array | None, used: Array | Non
     return _Rows(ends[:-1], ends[1:] - ends[:-1] if used is None else used, x.shape[0])
 
 
+def _in_tiles(rows: _Rows, tile: int) -> _Rows:
+    """With all rows of the last tile of each entry, which may be another's."""
+    return rows if rows.first is None else rows._replace(lengths=-(-rows.lengths // tile) * tile)
+
+
 def _forward(settings, q, k, v, where, lists, arrays, *, changed):
     assert len(changed) <= 1 and not settings.deterministic
     q_rows, k_rows = _rows(q, *where[:2]), _rows(k, *where[2:])
@@ -89,7 +95,8 @@ def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, chan
     assert len(given) == (3 if settings.group > 1 else 1)
     q_rows, k_rows = _rows(q, *where[:2]), _rows(k, *where[2:])
     query, key, value, dout = q_rows.entries(q), k_rows.entries(k), k_rows.entries(v), q_rows.entries(dout)
-    capped, logits, seen = _logits(settings, query, key, q_rows, k_rows, lists, arrays, True)
+    of_tiles = _in_tiles(q_rows, settings.tile.tile_m)
+    capped, logits, seen = _logits(settings, query, key, q_rows, k_rows, lists, arrays, True, of_tiles)
     lse, delta = (_statistics(x, q_rows, settings.tile.tile_m)[..., None] for x in (lse, delta))
     weights = jnp.where(seen, jnp.exp2(logits * jnp.log2(jnp.e) - lse), 0)
     dout = dout.astype(jnp.float32)
@@ -99,9 +106,9 @@ def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, chan
     dk = _per_key_head(jnp.einsum("bhqs,bqhd->bshd", dlogits, query.astype(jnp.float32)), settings.group)
     dv = _per_key_head(jnp.einsum("bhqs,bqhd->bshd", weights, dout), settings.group)
     if settings.group == 1:
-        sums = _added(given[0], dq, q_rows, settings.tile, "query")
+        sums = _added(given[0], dq, of_tiles, settings.tile, "query")
         return *changed[:locks], sums, k_rows.written(settings.scale * dk, k.shape[0]), k_rows.written(dv, k.shape[0])
-    grads = (dq, q_rows, "query"), (dk, k_rows, "key"), (dv, k_rows, "key")
+    grads = (dq, of_tiles, "query"), (dk, k_rows, "key"), (dv, k_rows, "key")
     sums = (_added(before, x, rows, settings.tile, of) for before, (x, rows, of) in zip(changed[-3:], grads, strict=True))
     return *changed[:-3], *sums
 
@@ -120,10 +127,10 @@ def _converted(settings, sums, where, *, shape) -> Array:
 # --------------------------------------------------------------------------------------------------------------- scores
 
 
-def _logits(settings: Settings, q, k, q_rows, k_rows, lists, arrays, of_queries):
+def _logits(settings: Settings, q, k, q_rows, k_rows, lists, arrays, of_queries, of_tiles=None):
     """``[batch, heads, queries, keys]``: the soft cap's derivative, the logits, and which are visible."""
     x = settings.scale * jnp.einsum("bqhd,bshd->bhqs", q.astype(jnp.float32), _per_query_head(k, settings.group))
-    seen = _by_place(settings, q_rows, k_rows)[:, None]
+    seen = _by_place(settings, q_rows, k_rows, of_tiles or q_rows)[:, None]
     if settings.listed is not None:
         seen = seen & _by_lists(settings.listed, settings.tile.tile_n, lists, arrays, x.shape, of_queries)
     if settings.softcap is None:
@@ -132,11 +139,11 @@ def _logits(settings: Settings, q, k, q_rows, k_rows, lists, arrays, of_queries)
     return 1 - tanh**2, settings.softcap * tanh, seen
 
 
-def _by_place(settings: Settings, q_rows: _Rows, k_rows: _Rows) -> Array:
+def _by_place(settings: Settings, q_rows: _Rows, k_rows: _Rows, of_tiles: _Rows) -> Array:
     """``[batch, queries, keys]``"""
-    q_lengths, k_lengths = (x.lengths[:, None, None] for x in (q_rows, k_rows))
+    q_lengths, k_lengths, whole = (x.lengths[:, None, None] for x in (q_rows, k_rows, of_tiles))
     i, j = jnp.arange(q_rows.longest)[:, None], jnp.arange(k_rows.longest)
-    seen, ahead = (i < q_lengths) & (j < k_lengths), j - (i + k_lengths - q_lengths)
+    seen, ahead = (i < whole) & (j < k_lengths), j - (i + k_lengths - q_lengths)
     assert not (settings.causal and settings.local)
     if settings.causal:
         seen = seen & (ahead <= 0)

@@ -236,6 +236,8 @@ def _statistics(x: Array, fill: float, tile_m: int, group: int, plan: _Plan) -> 
         rows, there = pairs.in_tiles(offsets, jnp.diff(offsets) if lengths is None else lengths, batch * length, tile_m)
         x = jnp.where(there, jnp.swapaxes(x, 0, 1).reshape(heads, -1)[:, rows], fill)
         return Shaped(x, (group, tile_m))
+    if plan.by_document and plan.queries is not None:  # a tile may reach into rows of another document
+        x = jnp.where(plan.queries[:, None], x, fill)
     padding = -length % tile_m if batch == 1 or not plan.packed else tile_m
     x = jnp.pad(x, [(0, 0), (0, 0), (0, padding)], constant_values=fill)
     if plan.packed:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jax_core import operands
 from jax_core.kernels.contract import Pair, Runs, Scores
 from jax_core.masks.static import Mask
-from jax_core.operands import MOST_DOCUMENTS
 
 Where = tuple[Array | None, Array | None, Array | None, Array | None]  # offsets and lengths of queries, offsets and lengths of keys
 WHOLE: Where = (None, None, None, None)
@@ -79,7 +79,7 @@ def are_rectangles(scores: Scores, documents: int, others: bool, alone: bool, sa
     """Are the segment ids documents that are computed as rectangles? ``documents``: how many there may be; ``others``: data beside
     the segment ids. ``in_order``: the rows of a shard ascend without gaps but one, in the middle."""
     mask = scores.mask
-    if not (0 < documents <= MOST_DOCUMENTS and same_length and in_order) or others or scores.predicates:
+    if not (0 < documents <= operands.MOST_DOCUMENTS and same_length and in_order) or others or scores.predicates:
         return False
     plain = mask.chunk is None and not mask.any_position and mask.keys is None
     return plain and (alone or (mask.causal and mask.left is None and mask.right is None))

@@ -30,6 +30,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_core import operands
 from jax_core.kernels.cudnn import calls
 from jax_core.kernels.cute import calls as cute_calls
 from jax_core.kernels.triton import launch
@@ -288,8 +289,9 @@ def short_shards() -> Iterator:
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
 @pytest.mark.parametrize("size", [1, 4])
 @BOTH
-def test_documents_are_rectangles(backward, size, kv_heads):
+def test_documents_are_rectangles(monkeypatch, backward, size, kv_heads):
     """flash-attn-4's programs compile for them, and nothing is sorted: there are no lists of blocks."""
+    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
     program = compiled(backward, size=size, platform="cute", heads=(HEADS, kv_heads), documents=16)
     text = program.as_text()
     assert "sort" not in text and text.count("CuteDSLRT_NvJaxCutlassCall_v2") >= size > 0
