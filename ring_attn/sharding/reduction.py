@@ -54,7 +54,8 @@ def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
 def _sum_of_halves(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Each rank sums a part of all tensors in float32. What travels is 16 bits wide: half of an all-reduce in float32."""
     size, flat = group.size(), tensor.reshape(-1)
-    given = F.pad(flat, (0, -flat.numel() % size)).contiguous()
+    missing = -flat.numel() % size
+    given = F.pad(flat, (0, missing)) if missing else flat
     parts = torch.empty_like(given)
     dist.all_to_all_single(parts, given, group=group)
     own = parts.view(size, -1).sum(0, dtype=torch.float32).to(tensor.dtype)

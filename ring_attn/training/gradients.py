@@ -20,7 +20,7 @@ from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.mesh import Ring as ProcessRing
 from torch_bridge.job.watchdog import known_to_all
 
-_BUCKET = 128 * 2**20  # bytes that are flattened and sent at a time
+_BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time
 _MUST_AGREE = (
     "sync_gradients needs the same parameters in the same order, with gradients of the same shapes and dtypes, "
     "on every rank of the ring"
