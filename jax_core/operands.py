@@ -4,6 +4,9 @@ torch's tensors, too.
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
+# Documents a sequence that kernels are told of; each costs a tile of padding in a backward's sums, and a step of a tile scheduler.
+# 0, so they go by segment ids alone: to be 4096 once tests/gpu/test_kernels.py's documents have passed on one and on two GPUs.
+MOST_DOCUMENTS = 0
 A = TypeVar("A")  # the kind of array
 
 
@@ -23,8 +26,10 @@ class Operands(NamedTuple, Generic[A]):
     ``value [batch, k_length, kv_heads, value_dim]``; ``softmax_aux [heads] | [sinks] | [heads, sinks]``; ``bias`` (float) and
     ``mask`` (bool) broadcast to ``[batch, heads, q_length, keys of the whole sequence]``, rows in shard order and columns in
     sequence order; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
-    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``rank`` int32 ``[1]``, this device's rank in the
-    ring (None: ``lax.axis_index`` gives it); ``predicate_arrays`` as in :class:`Extras`.
+    ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``documents`` int32 ``[batch|1, most + 1]``, the
+    same on all ranks: where each document begins in the whole sequence, ascending, and where the last one ends, for all places that
+    are left. The segment ids say the same then, and kernels that know no documents go by them. ``rank`` int32 ``[1]``, this
+    device's rank in the ring (None: ``lax.axis_index`` gives it); ``predicate_arrays`` as in :class:`Extras`.
     """
 
     query: A
@@ -40,6 +45,7 @@ class Operands(NamedTuple, Generic[A]):
     alibi_slopes: A | None = None
     dropout_seed: A | None = None
     origin: A | None = None
+    documents: A | None = None
     rank: A | None = None
     predicate_arrays: tuple[tuple[Any, ...], ...] = ()
 

@@ -16,6 +16,7 @@ from ring_attn.arguments.formats import as_given, batch_first, check_format, dim
 from ring_attn.arguments.head_groups import Group, grouped, joined
 from ring_attn.arguments.names import OF_FUNCTION
 from ring_attn.arguments.shards import check_shards
+from ring_attn.sharding.marks import bounds_of
 from ring_attn.sharding.padding import check_padding
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagates_errors
@@ -280,6 +281,7 @@ def attention(
     key = None
     if packing is None or not packing.given:
         check_padding(qkv, others, qkv_format, options)
+        others = {**others, "documents": bounds_of(others["q_segment_ids"], others["kv_segment_ids"])}
     if not torch.compiler.is_compiling():
         check_shards(where, names, qkv, others, qkv_format, packing, options)
         key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)

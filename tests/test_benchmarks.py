@@ -15,14 +15,13 @@ from jax.sharding import Mesh
 
 from benchmarks.harness import timing
 from benchmarks.harness.report import Report, short
-from benchmarks.harness.streams import Event
+from benchmarks.harness.streams import Event, events_of, split
 from benchmarks.harness.systems import Case, difference, make_inputs, ours
 from benchmarks.harness.team import Team
 from benchmarks.one_gpu import choice
 from benchmarks.one_gpu import systems as one_gpu_systems
 from benchmarks.one_gpu.bench import Bench
 from benchmarks.ring import alone, flash_attn_of_torch, generation, memory, overlap, profile
-from benchmarks.ring.profile import COPY, REST, ROTATION
 from ring_attn import ring_attention
 
 ROOT = Path(__file__).parents[1]
@@ -177,11 +176,16 @@ def test_the_time_beside_kernels_is_read_from_a_trace():
     ]
     keys = ("cat", "name", "stream", "ts", "dur")
     trace = [dict(zip(keys, event, strict=True)) for event in found]
-    events = profile.events_of({"traceEvents": [{**event, "args": {"stream": event["stream"]}} for event in trace]})
+    events = events_of({"traceEvents": [{**event, "args": {"stream": event["stream"]}} for event in trace]})
     assert [event.start for event in events] == [0, 10, 40, 50]
-    assert [event.kind for event in events] == [REST, ROTATION, ROTATION, COPY]
+    assert [(event.is_kernel, event.is_rotation, event.is_copy) for event in events] == [
+        (True, False, False),
+        (False, True, False),
+        (False, True, False),
+        (False, False, True),
+    ]
     assert [event.is_attention for event in events] == [True, False, False, False]
-    told = profile.split(events)
+    told = split(events, profile.kind, profile.KINDS)
     assert told == {
         "attention ms": 0.05, "other kernels ms": 0.0, "copies ms": 0.005, "rotation alone ms": 0.005, "nothing ms": 0.0
     }  # fmt: skip

@@ -38,7 +38,7 @@ CASES = {
     "softcap": (Case("softcap-causal", 16384, softcap=30.0), Case("softcap-full", 16384, causal=False, softcap=30.0)),
 }
 DENSE = ("flash-attn-4", "cuDNN (SDPA)", "cute", "cute, in JAX", "cuda", "cuda, in JAX", "triton", "triton, in JAX")
-SPARSE = ("triton", "cute", "flash-attn-4", "FlexAttention")
+SPARSE = ("triton", "cute", "cute, segment ids", "flash-attn-4", "FlexAttention")
 USUAL = {"dense": DENSE, "packed": SPARSE, "softcap": SPARSE}
 PHASES = {"dense": ("forward", "backward"), "packed": ("forward", "both"), "softcap": ("forward", "both")}
 PROPORTION_LIMIT = 1.3  # of a sparse call's time over that of its share of the whole

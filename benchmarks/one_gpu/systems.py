@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import ring_attn
 from benchmarks.harness import systems
 from benchmarks.harness.systems import Case, Inputs, Prepared, through_jax, through_torch
 
@@ -21,9 +22,17 @@ def ours(platform: str, case: Case, inputs: Inputs, **more: Any) -> Prepared:
     options: dict[str, Any] = dict(causal=case.causal, mesh="local", softcap=case.softcap, **more)
     if case.window is not None:
         options["sliding_window"] = (case.window - 1, 0)  # the token itself and those before it
-    if case.documents:
-        options["q_segment_ids"] = document_numbers(case, inputs)[None]
-    return systems.ours(platform, inputs, **options)
+    if not case.documents:
+        return systems.ours(platform, inputs, **options)
+    options |= dict(qkv_format="thd", cu_seqlens_q=starts(case, inputs), max_seqlen_q=max(case.documents), platform=platform)
+    return through_torch(lambda *qkv: ring_attn.ring_attention(*(x[0] for x in qkv), **options)[None], inputs)
+
+
+def by_segment_ids(platform: str, case: Case, inputs: Inputs) -> Prepared:
+    """Documents as any segments: blocks are visited by lists."""
+    if not case.documents:
+        raise NotImplementedError("without documents nothing differs")
+    return systems.ours(platform, inputs, causal=case.causal, mesh="local", q_segment_ids=document_numbers(case, inputs)[None])
 
 
 def ours_in_jax(platform: str, case: Case, inputs: Inputs) -> Prepared:
@@ -31,6 +40,11 @@ def ours_in_jax(platform: str, case: Case, inputs: Inputs) -> Prepared:
 
     only_plain(case)
     return through_jax(partial(jax_core.ring_attention, causal=case.causal, platform=platform), inputs)
+
+
+def starts(case: Case, inputs: Inputs) -> torch.Tensor:
+    """``cu_seqlens``"""
+    return F.pad(torch.tensor(case.documents, device=inputs.query.device).cumsum(0), (1, 0)).to(torch.int32)
 
 
 def document_numbers(case: Case, inputs: Inputs) -> torch.Tensor:
@@ -61,8 +75,8 @@ def flash_attn_4(case: Case, inputs: Inputs) -> Prepared:
         options["window_size"] = (case.window - 1, 0)
     if not case.documents:
         return through_torch(lambda *qkv: alone(interface.flash_attn_func(*qkv, **options)), inputs)
-    starts = F.pad(torch.tensor(case.documents, device=inputs.query.device).cumsum(0), (1, 0)).to(torch.int32)
-    options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=max(case.documents), max_seqlen_k=max(case.documents))
+    bounds = starts(case, inputs)
+    options |= dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=max(case.documents), max_seqlen_k=max(case.documents))
 
     def packed(*qkv: torch.Tensor) -> torch.Tensor:
         return alone(interface.flash_attn_varlen_func(*(x[0] for x in qkv), **options))[None]
@@ -124,6 +138,7 @@ SYSTEMS: dict[str, Callable[[Case, Inputs], Prepared]] = {
     **{name: partial(ours, name) for name in PLATFORMS},
     **{f"{name}, in JAX": partial(ours_in_jax, name) for name in PLATFORMS},
     "auto": partial(ours, "auto"),
+    "cute, segment ids": partial(by_segment_ids, "cute"),
     "cute, deterministic": partial(ours, "cute", deterministic=True),
     "xla": partial(ours, "xla"),
     "FlexAttention": flex,

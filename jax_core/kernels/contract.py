@@ -67,7 +67,8 @@ class Problem:
 
     Lengths are those of a shard; ``sizes``: of each axis of a ring of ``size`` ranks. ``features``: what is asked for beyond plain
     attention (``request.features``). ``backend``: the devices that the arrays are on, "cpu", "gpu" or "tpu".
-    ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's.
+    ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's. ``documents``: how
+    many a sequence may have, where the segment ids are those of documents; 0 where nothing is known of them.
     """
 
     scores: Scores
@@ -85,6 +86,7 @@ class Problem:
     features: frozenset[str] = frozenset()
     backend: str = "cpu"
     capability: int = 0
+    documents: int = 0
 
 
 class Extras(NamedTuple):
@@ -92,7 +94,8 @@ class Extras(NamedTuple):
 
     ``bias`` float, ``mask`` bool: ``[batch|1, heads|1, q_length|1, k_length]``; ids int32 ``[batch|1, length]``; ``alibi_slopes``
     ``[batch|1, heads]``; ``dropout_seed`` uint32 ``[2]``; ``origin`` int32 ``[2]``, the global indices of the first batch entry and
-    the first head held here; ``predicate_arrays``: a tuple of arrays for each predicate.
+    the first head held here; ``documents`` as in ``operands.Operands``: what the segment ids say, once more; ``predicate_arrays``:
+    a tuple of arrays for each predicate.
     """
 
     bias: Array | None = None
@@ -104,6 +107,7 @@ class Extras(NamedTuple):
     alibi_slopes: Array | None = None
     dropout_seed: Array | None = None
     origin: Array | None = None
+    documents: Array | None = None
     predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...] = ()
 
 

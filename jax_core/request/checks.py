@@ -31,9 +31,20 @@ def _check_others(operands: Operands, size: int, rows: str) -> None:
         for kind in ("segment", "position"):
             name = f"{side}_{kind}_ids"
             _check_shape(name, getattr(operands, name), [(length,), (1, length), (batch, length)], _INTS)
+    _check_documents(operands)
     _check_shape("alibi_slopes", operands.alibi_slopes, [(heads,), (1, heads), (batch, heads)], _FLOATS)
     _check_sinks(operands.softmax_aux, heads)
     _refuse_bias_as_sinks(operands.softmax_aux, whole)
+
+
+def _check_documents(operands: Operands) -> None:
+    documents, batch = operands.documents, operands.query.shape[0]
+    if documents is None:
+        return
+    _check_dtype("documents", documents, ("int32",))
+    shape = tuple(documents.shape)
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] < 2 or operands.q_segment_ids is None:
+        raise ValueError(f"documents must be [1 or {batch}, documents + 1], beside the segment ids of the same; got shape {shape}")
 
 
 def _check_qkv(operands: Operands) -> None:

@@ -19,7 +19,7 @@ _TURNED = frozenset(
     "mask_mod mask_builder predicates layout platform strategy cfg".split()
 )
 # Arrays that are not features: the three that every call has, and those that the library itself adds.
-_ALWAYS = ("query", "key", "value", "rank", "predicate_arrays")
+_ALWAYS = ("query", "key", "value", "rank", "documents", "predicate_arrays")
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -89,6 +89,7 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         features=features(options, scores, operands),
         backend=backend,
         capability=capability() if backend == "gpu" == jax.default_backend() else 0,
+        documents=0 if operands.documents is None else operands.documents.shape[-1] - 1,
     )
 
 

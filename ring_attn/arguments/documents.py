@@ -9,6 +9,7 @@ from torch import Tensor
 from jax_core.masks.layout import Layout, runs
 from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
+from ring_attn.documents.table import of_cumulative
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
@@ -65,6 +66,8 @@ def with_documents(
     options, q_index = {**options, "bottom_right": False}, _index(where, options["layout"], query)
     q_document = documents_of(q_index, cu_q)
     ids = dict(q_segment_ids=or_padding(q_document, cu_q))
+    if same and (table := of_cumulative(cu_q)) is not None:
+        ids["documents"] = table
     relative = options["chunk_size"] is not None or options["mask_mod"] is not None
     if same and not relative:
         return {**others, **ids}, options  # which serve both sides

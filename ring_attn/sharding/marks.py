@@ -15,7 +15,7 @@ from jax_core.masks.layout import Layout
 from torch_bridge.job.ring import Ring
 from torch_bridge.job.sanity_checks import note_batch
 
-_MARK, _SUMS, _DOCUMENTS = "ring_attn_shard", "ring_attn_whole", "ring_attn_documents"
+_MARK, _SUMS, _DOCUMENTS, _BOUNDS = "ring_attn_shard", "ring_attn_whole", "ring_attn_documents", "ring_attn_bounds"
 IDS = "input_ids"
 
 
@@ -90,6 +90,20 @@ def mark_documents(labels: Tensor) -> None:
 def has_documents(labels: Tensor) -> bool:
     """Whether that was noted."""
     return getattr(labels, _DOCUMENTS, False)
+
+
+def mark_bounds(segment_ids: Tensor, table: Tensor | None) -> Tensor:
+    """These ids, as documents of the ``table`` of the whole (:mod:`ring_attn.documents.table`), if there is one."""
+    if table is not None:
+        setattr(segment_ids, _BOUNDS, table)
+    return segment_ids
+
+
+def bounds_of(q_segment_ids: Tensor | None, kv_segment_ids: Tensor | None) -> Tensor | None:
+    """The table of the documents that both are ids of, if that is known."""
+    table: Tensor | None = getattr(q_segment_ids, _BOUNDS, None)
+    both = kv_segment_ids is None or getattr(kv_segment_ids, _BOUNDS, None) is table
+    return table if both else None
 
 
 def ranks_of(ring: Ring) -> tuple[int, ...]:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length, check_whole_length, padded_length, runs
 from ring_attn.documents.reading import read_documents
-from ring_attn.sharding.marks import Shard, mark_batch, mark_documents, mark_shard, ranks_of, refuse_other_layout, refuse_shard
+from ring_attn.documents.table import of_numbers
+from ring_attn.sharding import marks
+from ring_attn.sharding.marks import Shard, mark_shard, ranks_of, refuse_other_layout, refuse_shard
 from ring_attn.sharding.padding import carry_padding, note_padding
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
@@ -250,15 +252,14 @@ def shard_batch(
     else:
         own_positions = local(position_ids.expand(input_ids.shape), 0)
     num_labels = (labels != ignore_index).sum()
-    batch = ShardedBatch(
-        local(input_ids, pad_id), local(labels, ignore_index), own_positions, local(segments, -1), length, num_labels
-    )
+    own_segments = marks.mark_bounds(local(segments, -1), of_numbers(segments))
+    batch = ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), own_positions, own_segments, length, num_labels)
     if not torch.compiler.is_compiling():
-        mark_batch(
+        marks.mark_batch(
             batch.input_ids, batch.labels, (input_ids, labels, position_ids, segments), _ring(mesh, mesh_dim, input_ids.device)
         )
         if documents.told_by is not None and bool((documents.begins.sum(1) > 1).any()):
-            mark_documents(batch.labels)
+            marks.mark_documents(batch.labels)
     return batch
 
 

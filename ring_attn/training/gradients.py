@@ -141,8 +141,8 @@ def _sum_now(gradients: list[Tensor], ring: ProcessRing, call: str) -> None:
     pieces = (piece for gradient in gradients for piece in _pieces(gradient))
     for bucket in in_buckets(pieces, _BUCKET, lambda piece: (piece.dtype, piece.device, piece.nbytes)):
         total = sum_over_ring(torch.cat([gradient.reshape(-1) for gradient in bucket]), ring, "sync_gradients", call)
-        for gradient, part in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(part.view(gradient.shape))
+        parts = total.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [part.view(gradient.shape) for gradient, part in zip(bucket, parts, strict=True)])
 
 
 def _call(trained: list[Tensor]) -> str:
@@ -176,22 +176,27 @@ def _check_story(summed: bool, added_to: bool) -> None:
 def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:
     """Rows of a gradient, about a bucket at a time: an embedding's is larger, and is copied three times on its way. Its shape alone
     says where it is cut, since ranks may have it in other strides."""
-    if gradient.dim() == 0 or gradient.numel() == 0:
+    if gradient.dim() == 0 or gradient.nbytes <= _BUCKET:
         return (gradient,)
     return gradient.split(max(1, _BUCKET * len(gradient) // gradient.nbytes))
 
 
 def _check_gradients(trained: list[Tensor], ring: ProcessRing) -> None:
     for number, parameter in enumerate(trained):
-        shown = f"parameter {number}, {list(parameter.shape)},"
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
-                f"sync_gradients sums dense gradients; {shown} has one of layout {parameter.grad.layout} (an embedding with "
-                "sparse=True makes such): make it dense"
+                f"sync_gradients sums dense gradients; {_shown(number, parameter)} has one of layout {parameter.grad.layout} (an "
+                "embedding with sparse=True makes such): make it dense"
             )
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and _others(mesh.mesh.flatten().tolist(), ring):
-            raise ValueError(f"{shown} is a DTensor on a mesh with other ranks of the {ring}: FSDP {_COUNTED_TWICE}")
+            raise ValueError(
+                f"{_shown(number, parameter)} is a DTensor on a mesh with other ranks of the {ring}: FSDP {_COUNTED_TWICE}"
+            )
+
+
+def _shown(number: int, parameter: Tensor) -> str:
+    return f"parameter {number}, {list(parameter.shape)},"
 
 
 def _check_wrappers(parameters: nn.Module | Iterable[Tensor], ring: ProcessRing, overlap: bool) -> None:

@@ -5,12 +5,14 @@ from functools import partial
 
 import jax
 import numpy as np
+import packed_rows
 import pytest
 from attention_cases import CASES, Case
 from oracle_assertions import assert_ring_is_like_the_oracle
 from pairs import ShardPair, check
 
 import jax_core
+from jax_core import operands
 from jax_core.kernels import cute, triton
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.kernels.cute import calls as cute_calls
@@ -72,6 +74,28 @@ def test_triton_with_its_own_blocks(dims, dtype):
 def defaults(pair: ShardPair):
     sizes = pair.batch, pair.queries, pair.keys, pair.heads, pair.kv_heads, pair.dim, pair.value_dim or pair.dim
     return triton.default_params(Problem(pair.scores, pair.dtype, *sizes))
+
+
+@pytest.mark.parametrize("dims", [64, 128])
+@pytest.mark.parametrize("name", packed_rows.CASES)
+def test_cute_documents_as_rectangles(monkeypatch, name, dims):
+    """bfloat16 beside XLA's kernel in float32, of the same numbers; 16 times as long."""
+    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
+    packed = packed_rows.CASES[name]
+    if packed.ring > jax.local_device_count():
+        pytest.skip(f"needs {packed.ring} GPUs")
+    bounds = np.asarray(packed.bounds)
+    ends = np.where((bounds > 0) & (bounds < packed.ring * packed.length), 5, 0)  # most tiles have rows of two documents
+    packed = packed._replace(bounds=16 * bounds + ends, length=16 * packed.length, dim=dims)
+    names, real = ("out", "lse", "dq", "dk", "dv"), packed.ids[:, packed.order] >= 0
+    found, wanted = packed_rows.computed(packed, "cute", "bfloat16"), packed_rows.computed(packed, "xla", "float32")
+    for what, x, y in zip(names, found, wanted, strict=True):
+        x, y = (np.asarray(each, np.float32) for each in (x, y))
+        assert (np.isneginf(x) == np.isneginf(y)).all(), what
+        x, y = (np.where(np.isneginf(each), 0, each) for each in (x, y))
+        if what != "lse":
+            assert not x[~real].any(), what
+        assert np.linalg.norm(x - y) <= 0.01 * np.linalg.norm(y), (what, np.linalg.norm(x - y) / np.linalg.norm(y))
 
 
 # What flash-attn-4 lacks, in the words of the refusals.

@@ -47,8 +47,8 @@ def test_a_row_is_timed_without_its_first_steps(monkeypatch):
 def test_a_moment_of_a_step_is_counted_once():
     """As attention where it runs beside another stream's kernel, as a collective only where nothing else runs."""
     names = [
-        ("7", "flash_fwd_FlashAttentionForwardSm90", 0, 4),
-        ("7", "FlashAttentionBackwardSm90", 4, 3),
+        ("7", "flash_fwd_sm90FlashAttentionForwardSm90", 0, 4),
+        ("7", "flash_bwd_sm90FlashAttentionBackwardSm90", 4, 3),
         ("7", "nvjet", 8, 1),
     ]
     beside = [("9", "add", 2, 6.5), ("13", "ncclDevKernel_SendRecv", 1, 10), ("7", "Memcpy DtoD", 11, 1)]

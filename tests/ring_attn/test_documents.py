@@ -7,13 +7,17 @@ import pytest
 import torch
 from document_cases import CASES, Case, same
 
-from ring_attn import shard_batch, shard_packed
+from jax_core import operands
+from ring_attn import ring_attention, shard_batch, shard_packed
 from ring_attn.arguments import documents, local_lengths
 from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative
 from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import read_documents
+from ring_attn.documents.table import of_cumulative, of_numbers
 from ring_attn.flash import flash_attn_varlen_func
+from torch_bridge.attention.operation import OPERANDS
+from torch_bridge.call import autograd
 from torch_bridge.job import sanity_checks
 
 
@@ -145,3 +149,68 @@ def test_a_packed_call_doubts_them():
         for ends in (torch.tensor([0, 5, 12]), torch.tensor([0, 5, 12])):
             flash_attn_varlen_func(*[torch.randn(12, 2, 8)] * 3, ends, ends, 7, 7, group="local")
     assert [(name, shard, total) for name, _, shard, total in called] == [("cu_seqlens_q", 12, 12)] * 2
+
+
+ROWS = {
+    "two documents": [0, 0, 1, 1, 1],
+    "padding at both ends": [-1, 4, 4, 7, -1],
+    "padding alone": [-1, -1, -1, -1, -1],
+    "padding within": [0, -1, 0, 1, 1],
+    "padding between": [0, 0, -1, 1, 1],
+    "one that comes back": [0, 1, 1, 0, 0],
+    "one": [3, 3, 3, 3, 3],
+}
+NO_INTERVALS = ("padding within", "padding between", "one that comes back")
+
+
+@pytest.fixture
+def most(monkeypatch):
+    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
+
+
+@pytest.mark.usefixtures("most")
+@pytest.mark.parametrize("names", [*([name] for name in ROWS), ["two documents", "padding at both ends", "padding alone"]], ids=str)
+def test_a_table_says_what_the_numbers_say(names):
+    numbers = torch.tensor([ROWS[name] for name in names])
+    table = of_numbers(numbers)
+    assert (table is None) == any(name in NO_INTERVALS for name in names)
+    if table is None:
+        return
+    assert table.dtype == torch.int32 and table.shape == (len(names), 17)
+    index = torch.arange(numbers.shape[1])
+    inside = (table[:, :-1, None] <= index) & (index < table[:, 1:, None])  # [rows, documents, seq]
+    same = (inside[:, :, :, None] & inside[:, :, None]).any(1)
+    assert torch.equal(same, (numbers[:, :, None] == numbers[:, None]) & (numbers >= 0)[:, :, None])
+
+
+@pytest.mark.usefixtures("most")
+def test_a_table_has_places_for_twice_as_many_or_none():
+    assert of_numbers(torch.arange(17)[None]).shape == (1, 33)
+    assert of_numbers(torch.arange(5000)[None]) is None
+    assert torch.equal(of_cumulative(torch.tensor([0, 2, 5])), of_numbers(torch.tensor([[0, 0, 1, 1, 1]])))
+
+
+@pytest.mark.usefixtures("most")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_kernels_are_told_the_documents_of_a_sharded_batch(monkeypatch, compiles):
+    """In compiled functions, too; not those of ids that were changed."""
+    told, apply = [], autograd.apply
+
+    def noting(key, operands):
+        told.append(operands[OPERANDS.index("documents")])
+        return apply(key, operands)
+
+    monkeypatch.setattr(autograd, "apply", noting)
+    ids = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2]])
+    batch = shard_batch(ids, segment_ids=ids, mesh="local")
+    q = torch.randn(1, 8, 2, 8)
+
+    def attend(x, segments):
+        return ring_attention(x, x, x, causal=True, mesh="local", q_segment_ids=segments)
+
+    run = torch.compile(attend, backend="eager", fullgraph=True) if compiles else attend
+    out = run(q, batch.segment_ids)
+    assert told[-1][0].tolist() == [0, 2, 6, *[8] * 14]
+    changed = attend(q, batch.segment_ids + 1)
+    assert told[-1] is None
+    torch.testing.assert_close(out, changed)

@@ -1,7 +1,8 @@
 """What flash-attn-4's programs (kernels/cute/programs.py) do, in plain JAX: in place of ``calls.call``, with the same operands.
 
-Rows that a program does not cover are NaN in what it returns; masks are aligned to the last query and key of each batch entry; sums
-are in an order of elements that only ``convert`` undoes. In any dtype: in float32 nothing is rounded. Locks stay as they are.
+Rows that a program does not cover are NaN in what it returns; masks are aligned to the last query and key of each batch entry; the
+backward takes whole tiles of queries, whose statistics alone say which there are; sums are in an order of elements that only
+``convert`` undoes. In any dtype: in float32 nothing is rounded. Locks stay as they are.
 """
 
 from typing import Any, NamedTuple
@@ -45,13 +46,14 @@ class _Rows(NamedTuple):
         """``[rows, ...] -> [batch, longest, ...]``"""
         return x if self.first is None else x.at[self._index()].get(mode="fill", fill_value=0)
 
-    def written(self, x: Array, total: int) -> Array:
-        """``[batch, longest, ...] -> [rows, ...]``, NaN where no entry is."""
+    def written(self, x: Array, total: int, over: Array | None = None) -> Array:
+        """``[batch, longest, ...] -> [rows, ...]``, as it was before (``over``) where no entry is: NaN."""
         if self.first is None:
             return x
         there = jnp.arange(self.longest) < self.lengths[:, None]
         index = jnp.where(there, self._index(), total)
-        return jnp.full((total, *x.shape[2:]), jnp.nan, x.dtype).at[index].set(x, mode="drop")
+        before = jnp.full((total, *x.shape[2:]), jnp.nan, x.dtype) if over is None else over.astype(x.dtype)
+        return before.at[index].set(x, mode="drop")
 
     def padded(self, tile: int) -> Array:
         """Of each entry, its first row among rows in whole tiles."""
@@ -66,11 +68,16 @@ class _Rows(NamedTuple):
 def _rows(x: Array | jax.ShapeDtypeStruct, ends: Array | None, used: Array | None) -> _Rows:
     if ends is None:
         return _Rows(None, jnp.full(x.shape[0], x.shape[1]), x.shape[1])
-    return _Rows(ends[:-1], ends[1:] - ends[:-1] if used is None else used, x.shape[0] // (len(ends) - 1))
+    return _Rows(ends[:-1], ends[1:] - ends[:-1] if used is None else used, x.shape[0])
+
+
+def _in_tiles(rows: _Rows, tile: int) -> _Rows:
+    """With all rows of the last tile of each entry, which may be another's."""
+    return rows if rows.first is None else rows._replace(lengths=-(-rows.lengths // tile) * tile)
 
 
 def _forward(settings, q, k, v, where, lists, arrays, *, changed):
-    assert not changed and not settings.deterministic
+    assert len(changed) <= 1 and not settings.deterministic
     q_rows, k_rows = _rows(q, *where[:2]), _rows(k, *where[2:])
     _, logits, seen = _logits(settings, q_rows.entries(q), k_rows.entries(k), q_rows, k_rows, lists, arrays, False)
     lse = jax.nn.logsumexp(jnp.where(seen, logits, -jnp.inf), axis=-1)
@@ -79,15 +86,17 @@ def _forward(settings, q, k, v, where, lists, arrays, *, changed):
     if q_rows.first is None:
         return out, lse
     total = q.shape[0]
-    return q_rows.written(out, total), q_rows.written(jnp.swapaxes(lse, 1, 2), total).T
+    return q_rows.written(out, total, *changed), q_rows.written(jnp.swapaxes(lse, 1, 2), total).T
 
 
 def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, changed):
-    sums, locks = (3, 2) if settings.group > 1 else (1, 1)  # dK's and dV's locks are one array
-    assert len(changed) == sums + locks * settings.deterministic
+    locks = (2 if settings.group > 1 else 1) * settings.deterministic  # dK's and dV's locks are one array
+    given = changed[locks:]
+    assert len(given) == (3 if settings.group > 1 else 1)
     q_rows, k_rows = _rows(q, *where[:2]), _rows(k, *where[2:])
     query, key, value, dout = q_rows.entries(q), k_rows.entries(k), k_rows.entries(v), q_rows.entries(dout)
-    capped, logits, seen = _logits(settings, query, key, q_rows, k_rows, lists, arrays, True)
+    of_tiles = _in_tiles(q_rows, settings.tile.tile_m)
+    capped, logits, seen = _logits(settings, query, key, q_rows, k_rows, lists, arrays, True, of_tiles)
     lse, delta = (_statistics(x, q_rows, settings.tile.tile_m)[..., None] for x in (lse, delta))
     weights = jnp.where(seen, jnp.exp2(logits * jnp.log2(jnp.e) - lse), 0)
     dout = dout.astype(jnp.float32)
@@ -97,9 +106,9 @@ def _backward(settings, q, k, v, dout, lse, delta, where, lists, arrays, *, chan
     dk = _per_key_head(jnp.einsum("bhqs,bqhd->bshd", dlogits, query.astype(jnp.float32)), settings.group)
     dv = _per_key_head(jnp.einsum("bhqs,bqhd->bshd", weights, dout), settings.group)
     if settings.group == 1:
-        sums = _added(changed[-1], dq, q_rows, settings.tile, "query")
-        return *changed[:-1], sums, k_rows.written(settings.scale * dk, k.shape[0]), k_rows.written(dv, k.shape[0])
-    grads = (dq, q_rows, "query"), (dk, k_rows, "key"), (dv, k_rows, "key")
+        sums = _added(given[0], dq, of_tiles, settings.tile, "query")
+        return *changed[:locks], sums, k_rows.written(settings.scale * dk, k.shape[0]), k_rows.written(dv, k.shape[0])
+    grads = (dq, of_tiles, "query"), (dk, k_rows, "key"), (dv, k_rows, "key")
     sums = (_added(before, x, rows, settings.tile, of) for before, (x, rows, of) in zip(changed[-3:], grads, strict=True))
     return *changed[:-3], *sums
 
@@ -112,16 +121,16 @@ def _converted(settings, sums, where, *, shape) -> Array:
         return jnp.swapaxes(plain, 1, 2)[:, : shape[1]]
     entries = _rows(jax.ShapeDtypeStruct(shape, plain.dtype), *where)
     index = entries.padded(rows)[:, None] + jnp.arange(entries.longest)
-    return entries.written(jnp.swapaxes(plain, 0, 1)[index], shape[0])
+    return entries.written(jnp.swapaxes(plain, 0, 1).at[index].get(mode="fill", fill_value=0), shape[0])
 
 
 # --------------------------------------------------------------------------------------------------------------- scores
 
 
-def _logits(settings: Settings, q, k, q_rows, k_rows, lists, arrays, of_queries):
+def _logits(settings: Settings, q, k, q_rows, k_rows, lists, arrays, of_queries, of_tiles=None):
     """``[batch, heads, queries, keys]``: the soft cap's derivative, the logits, and which are visible."""
     x = settings.scale * jnp.einsum("bqhd,bshd->bhqs", q.astype(jnp.float32), _per_query_head(k, settings.group))
-    seen = _by_place(settings, q_rows, k_rows)[:, None]
+    seen = _by_place(settings, q_rows, k_rows, of_tiles or q_rows)[:, None]
     if settings.listed is not None:
         seen = seen & _by_lists(settings.listed, settings.tile.tile_n, lists, arrays, x.shape, of_queries)
     if settings.softcap is None:
@@ -130,11 +139,11 @@ def _logits(settings: Settings, q, k, q_rows, k_rows, lists, arrays, of_queries)
     return 1 - tanh**2, settings.softcap * tanh, seen
 
 
-def _by_place(settings: Settings, q_rows: _Rows, k_rows: _Rows) -> Array:
+def _by_place(settings: Settings, q_rows: _Rows, k_rows: _Rows, of_tiles: _Rows) -> Array:
     """``[batch, queries, keys]``"""
-    q_lengths, k_lengths = (x.lengths[:, None, None] for x in (q_rows, k_rows))
+    q_lengths, k_lengths, whole = (x.lengths[:, None, None] for x in (q_rows, k_rows, of_tiles))
     i, j = jnp.arange(q_rows.longest)[:, None], jnp.arange(k_rows.longest)
-    seen, ahead = (i < q_lengths) & (j < k_lengths), j - (i + k_lengths - q_lengths)
+    seen, ahead = (i < whole) & (j < k_lengths), j - (i + k_lengths - q_lengths)
     assert not (settings.causal and settings.local)
     if settings.causal:
         seen = seen & (ahead <= 0)

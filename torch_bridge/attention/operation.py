@@ -26,7 +26,7 @@ OPERANDS = Operands._fields[: Operands._fields.index("rank")]  # those that torc
 QKV = (0, 1, 2)
 VALUE, SINKS, ORIGIN = (OPERANDS.index(name) for name in ("value", "softmax_aux", "origin"))
 # The dimensions of an operand that has a batch, which is its first.
-_DIMS = {"query": 4, "key": 4, "value": 4, "bias": 4, "mask": 4, "alibi_slopes": 2}
+_DIMS = {"query": 4, "key": 4, "value": 4, "bias": 4, "mask": 4, "alibi_slopes": 2, "documents": 2}
 _DIMS_OF = {OPERANDS.index(name): _DIMS.get(name, 2) for name in OPERANDS if name in _DIMS or name.endswith("_ids")}
 
 

@@ -1,9 +1,11 @@
 """flash-attn-4's kernels for Hopper under the kernel contract (Dao et al., github.com/Dao-AILab/flash-attention, flash_attn/cute).
 
-A pair of shards is one call: dense; or a rectangle of packed rows (pairs.py); or with lists of blocks (lists.py). Partial outputs
-are in 16 bits, and the ring joins several at once in one pass. In the backward dQ is accumulated in float32 by the kernel itself,
-in its own order of elements, from the first pair to the last; where heads share K/V, so are dK and dV, and those sums are what the
-ring sends. ``finish`` converts them once. Without shared heads dK and dV are rounded once for each pair of shards.
+A pair of shards is one call: dense; or a rectangle of packed rows, or one for each document (pairs.py); or with lists of blocks
+(lists.py). Partial outputs are in 16 bits, and the ring joins several at once in one pass. In the backward dQ is accumulated in
+float32 by the kernel itself, in its own order of elements, from the first pair to the last; where heads share K/V, so are dK and
+dV, and those sums are what the ring sends. ``finish`` converts them once. Without shared heads dK and dV are rounded once for each
+pair of shards; with documents in any case, and dQ of a rank's own documents once more: their sums lie in tiles of their own, to
+which no other pair can add.
 """
 
 import math
@@ -21,7 +23,7 @@ from jax_core.kernels.cute import calls, pairs
 from jax_core.kernels.cute.calls import Shaped, call
 from jax_core.kernels.cute.lists import Lists, make_lists
 from jax_core.kernels.cute.settings import Settings
-from jax_core.kernels.cute.sums import Sums, converted, rows_of, zeros
+from jax_core.kernels.cute.sums import Joined, Sums, converted, rows_of, zeros
 from jax_core.kernels.cute.tiles import TILES, BackwardTile, ForwardTile
 from jax_core.masks.static import Mask
 
@@ -39,39 +41,34 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
     del out_dtype, config
     (q, k, v), listed = pair.shards, _listed(pair)
     tile = TILES[calls.capability()].forward(q.shape[3], v.shape[3], pair.diagonal and pair.scores.mask != Mask(), listed)
-    plan = _make_plan(pair, tile, listed)
+    plan = _make_plan(pair, tile, listed, padding=False)
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
     lse = jax.ShapeDtypeStruct((heads, batch * length) if plan.packed else (batch, heads, length), jnp.float32)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
     inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), *plan.extras]
     results = [plan.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
-    made, sums = call("forward", plan.settings, inputs, [], results)
+    # Padding is of no document, and where no other pair is joined with this one its output is 0.
+    there = [_zeros(results.pop(0))] if plan.sequences and pairs.is_static(pair.q_runs) else []
+    made, sums = call("forward", plan.settings, inputs, there, results)
     if plan.packed:
         sums = jnp.swapaxes(sums.reshape(heads, batch, length), 0, 1)
-    if plan.area is not None:
-        sums = jnp.where(jnp.arange(length) >= plan.area.q_first, sums, -jnp.inf)
+    if plan.queries is not None:
+        sums = jnp.where(plan.queries[:, None], sums, -jnp.inf)
     return Partial(made.reshape(out.shape), sums)
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Sums | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Any, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
     del fused, config  # one sweep in any case
-    (q, k, v), listed = pair.shards, _listed(pair)
+    q, k, v = pair.shards
+    listed, group = _listed(pair), q.shape[2] // k.shape[2]
     tile = TILES[calls.capability()].backward(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
-    plan = _make_plan(pair, tile, listed)
-    settings, group = replace(plan.settings, deterministic=deterministic), q.shape[2] // k.shape[2]
-    statistics = [(residuals.lse / math.log(2), math.inf), (residuals.delta, 0)]
-    inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), plan.rows(residuals.dout.astype(q.dtype), group)]
-    inputs += [_statistics(x, fill, tile.tile_m, group, plan) for x, fill in statistics]
-    packed = pairs.packs(pair, listed)
-    sums = [zeros(q, "query", tile, packed) if dq is None else dq]
-    if group > 1:
-        # Two equal arrays that a call changes would become one in XLA (``_locks``): dV starts from negative zeros.
-        sums += [zeros(x, "key", tile, packed, after=dq, zero=zero) for x, zero in ((k, 0.0), (v, -0.0))]
-    in_place = _locks(q, k, tile) if deterministic else []
-    in_place += [x.shaped(plan.packed, group if x is sums[0] else 1) for x in sums]
-    results = [] if group > 1 else [plan.rows(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)]
-    found = call("backward", settings, [*inputs, *plan.extras], in_place, results)[-3:]
+    plan, sequences = _make_plan(pair, tile, listed, padding=True), q.shape[0] if pairs.packs(pair, listed) else 0
+    if plan.by_document:
+        return _by_document(pair, residuals, dq, plan, sequences, deterministic)
+    sums = [zeros(q, "query", tile, sequences) if dq is None else dq]
+    sums += _key_sums(k, v, tile, sequences, dq) if group > 1 else []
+    found = _differentiated(pair, residuals, plan, sums, deterministic)
     if group > 1:
         made = [x.filled(values) for x, values in zip(sums, found, strict=True)]
         return Grads(made[0], made[1], made[2], None, None)
@@ -79,26 +76,83 @@ def backward(pair: Pair, residuals: Residuals, dq: Sums | None, config: BwdParam
     return Grads(sums[0].filled(found[0]), dk, dv, None, None)
 
 
+def _by_document(pair: Pair, residuals: Residuals, dq: Joined | None, plan: "_Plan", sequences: int, deterministic: bool) -> Grads:
+    """``sequences``: those of the sums of pairs other than the diagonal's. All is converted at once but for these."""
+    (q, k, v), scale, alone = pair.shards, pair.scores.scale, pairs.is_static(pair.q_runs)
+    tile: Any = plan.settings.tile
+    own = zeros(q, "query", tile, plan.sequences) if plan.sequences else None
+    assert own is not None or dq is not None  # a ring begins with the diagonal
+    first = dq.others if own is None and dq is not None else own
+    assert first is not None
+    keys = _key_sums(k, v, tile, plan.sequences or q.shape[0], first) if q.shape[2] > k.shape[2] else []
+    found = _differentiated(pair, residuals, plan, [first, *keys], deterministic)
+    if keys:
+        filled = [x.filled(values) for x, values in zip(keys, found[1:], strict=True)]
+        factors = zip(filled, (k, v), (scale, 1.0), strict=True)
+        dk, dv = (converted(x, operand, factor, plan.where[2:]) for x, operand, factor in factors)
+    else:
+        dk, dv = (values.reshape(x.shape) for values, x in zip(found[1:], (k, v), strict=True))
+    if not alone:  # which are added to those of other pairs
+        dk, dv = (_covered(x, plan) for x in (dk, dv))
+    total = first.filled(found[0])
+    if own is None:
+        assert dq is not None
+        return Grads(Joined(dq.own, total), dk, dv, None, None)
+    made = converted(total, q, scale, plan.where[:2])
+    others = None if alone else Joined(made, zeros(q, "query", tile, sequences, after=total))
+    return Grads(made if others is None else others, dk, dv, None, None)
+
+
+def _key_sums(k: Array, v: Array, tile: BackwardTile, sequences: int, after: Sums | None) -> list[Sums]:
+    """Two equal arrays that a call changes would become one in XLA (``_locks``): dV's start from negative zeros."""
+    return [zeros(x, "key", tile, sequences, after=after, zero=zero) for x, zero in ((k, 0.0), (v, -0.0))]
+
+
+def _differentiated(pair: Pair, residuals: Residuals, plan: "_Plan", sums: list[Sums], deterministic: bool) -> tuple[Array, ...]:
+    """dQ, dK and dV as the program leaves them: in ``sums``, of queries alone or of all three."""
+    q, k, v = pair.shards
+    tile: Any = plan.settings.tile
+    settings, group = replace(plan.settings, deterministic=deterministic), q.shape[2] // k.shape[2]
+    statistics = [(residuals.lse / math.log(2), math.inf), (residuals.delta, 0)]
+    inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), plan.rows(residuals.dout.astype(q.dtype), group)]
+    inputs += [_statistics(x, fill, tile.tile_m, group, plan) for x, fill in statistics]
+    in_place = _locks(q, k, tile, plan.sequences) if deterministic else []
+    in_place += [x.shaped(plan.packed, group if x is sums[0] else 1) for x in sums]
+    results = [] if len(sums) > 1 else [plan.rows(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)]
+    return call("backward", settings, [*inputs, *plan.extras], in_place, results)[-3:]
+
+
+def _zeros(result: Shaped) -> Shaped:
+    return result._replace(array=jnp.zeros(result.array.shape, result.array.dtype))
+
+
 def finish(operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores) -> tuple[Array, Array, Array]:
     """The sums over all pairs as gradients in their operands' dtype."""
     factors = scores.scale, scores.scale, 1.0
-    made = (
-        converted(x, operand, factor) if isinstance(x, Sums) else x.astype(operand.dtype)
-        for x, operand, factor in zip(grads, operands, factors, strict=True)
-    )
-    dq, dk, dv = made
+    dq, dk, dv = (_finished(x, operand, factor) for x, operand, factor in zip(grads, operands, factors, strict=True))
     return dq, dk, dv
+
+
+def _finished(x: Any, operand: Array, factor: float) -> Array:
+    if isinstance(x, Joined):
+        total: Array = x.own.astype(jnp.float32) + converted(x.others, operand, factor).astype(jnp.float32)
+        return total.astype(operand.dtype)
+    return converted(x, operand, factor) if isinstance(x, Sums) else x.astype(operand.dtype)
 
 
 class _Plan(NamedTuple):
     """How a pair of shards is computed. ``packed``: batch entries follow one another, and ``where`` says which rows are covered
-    (``area``: the same as numbers; None: all)."""
+    (``queries``, ``keys``: the same as bool ``[batch|1, length]``; None: all). ``sequences``: how many ``where`` has, if they are a
+    rank's own documents; ``by_document``: whether it is cut by documents."""
 
     packed: bool
     where: pairs.Where
-    area: pairs.Rectangle | None
+    queries: Array | None
+    keys: Array | None
     lists: Lists | None
     settings: Settings
+    sequences: int = 0
+    by_document: bool = False
 
     def rows(self, x: Any, group: int = 1) -> Shaped:
         """An operand or result ``[batch, length, heads, dim]``, of whose heads the program knows that ``group`` divides them."""
@@ -111,7 +165,8 @@ class _Plan(NamedTuple):
         return where, *((None, None) if self.lists is None else (self.lists.blocks, self.lists.arrays))
 
 
-def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool) -> _Plan:
+def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, padding: bool) -> _Plan:
+    """``padding``: whether a rank's own rows of no document are computed, too. (In a backward they give zeros.)"""
     (q, k, v), scores = pair.shards, pair.scores
     settings = Settings(
         capability=calls.capability(),
@@ -125,18 +180,30 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool) -> _P
     )
     if listed:
         lists = make_lists(pair, tile.tile_n, isinstance(tile, BackwardTile))
-        return _Plan(False, pairs.WHOLE, None, lists, replace(settings, listed=lists.listed))
+        return _Plan(False, pairs.WHOLE, None, None, lists, replace(settings, listed=lists.listed))
+    by_document = _has_documents(pair)
+    if by_document and (pair.diagonal or pairs.is_static(pair.q_runs)):
+        bounds, where = pairs.bounds_of(pair, pair.q_runs), pairs.squares(pair, padding)
+        covered = None if padding else pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
+        number = 0 if where[0] is None else where[0].shape[0] - 1
+        return _Plan(True, where, covered, covered, None, _with_mask(settings, scores.mask), number, by_document)
     if pairs.is_within(scores.mask):
-        area = pairs.within(pair)
-        return _Plan(True, pairs.where_of(area, pair), area, None, _with_mask(settings, scores.mask))
+        return _of_area(pairs.within(pair), pair, _with_mask(settings, scores.mask))
     if not pair.diagonal and scores.mask.causal:
-        area = pairs.rectangle(pair)
-        return _Plan(True, pairs.where_of(area, pair), area, None, settings)
+        area = pairs.of_one_document(pair) if by_document else pairs.rectangle(pair)
+        return _of_area(area, pair, settings, by_document)
     settings = _with_mask(settings, scores.mask)
     if pairs.packs(pair, listed):
         where = pairs.offsets(q.shape[0], q.shape[1]), None, pairs.offsets(k.shape[0], k.shape[1]), None
-        return _Plan(True, where, None, None, settings)
-    return _Plan(False, pairs.WHOLE, None, None, settings)
+        return _Plan(True, where, None, None, None, settings)
+    return _Plan(False, pairs.WHOLE, None, None, None, settings)
+
+
+def _of_area(area: pairs.Rectangle, pair: Pair, settings: Settings, by_document: bool = False) -> _Plan:
+    q_length, k_length = pair.q.shape[1], pair.k.shape[1]
+    queries = pairs.between(area.q_first, q_length if area.q_end is None else area.q_end, q_length)
+    keys = pairs.between(area.k_first, area.k_end, k_length)
+    return _Plan(True, pairs.where_of(area, pair), queries, keys, None, settings, by_document=by_document)
 
 
 def _with_mask(settings: Settings, mask: Mask) -> Settings:
@@ -146,8 +213,16 @@ def _with_mask(settings: Settings, mask: Mask) -> Settings:
     return replace(settings, local=True, left=mask.left, right=0 if mask.causal else mask.right)
 
 
+def _has_documents(pair: Pair) -> bool:
+    documents, others = pair.extras.documents, pair.extras.mask is not None or pair.extras.q_position_ids is not None
+    number, same_length = 0 if documents is None else documents.shape[1] - 1, pair.q.shape[1] == pair.k.shape[1]
+    in_order = len(pair.q_runs) <= 2 and pair.q_runs[0].stride == 1
+    return pairs.are_rectangles(pair.scores, number, others, pairs.is_static(pair.q_runs), same_length, in_order)
+
+
 def _listed(pair: Pair) -> bool:
     has_data = any(x is not None for x in (pair.extras.mask, pair.extras.q_segment_ids, pair.extras.q_position_ids))
+    has_data = has_data and not _has_documents(pair)
     scattered, same_length = max(len(pair.q_runs), len(pair.k_runs)) > 2, pair.q.shape[1] == pair.k.shape[1]
     return pairs.needs_lists(pair.scores, has_data, pairs.is_static(pair.q_runs), same_length, scattered)
 
@@ -155,6 +230,14 @@ def _listed(pair: Pair) -> bool:
 def _statistics(x: Array, fill: float, tile_m: int, group: int, plan: _Plan) -> Shaped:
     """``[batch, heads, length]`` as the backward reads it: rows in whole tiles, between packed batch entries a tile of padding."""
     batch, heads, length = x.shape
+    if plan.sequences:
+        offsets, lengths = plan.where[:2]
+        assert offsets is not None
+        rows, there = pairs.in_tiles(offsets, jnp.diff(offsets) if lengths is None else lengths, batch * length, tile_m)
+        x = jnp.where(there, jnp.swapaxes(x, 0, 1).reshape(heads, -1)[:, rows], fill)
+        return Shaped(x, (group, tile_m))
+    if plan.by_document and plan.queries is not None:  # a tile may reach into rows of another document
+        x = jnp.where(plan.queries[:, None], x, fill)
     padding = -length % tile_m if batch == 1 or not plan.packed else tile_m
     x = jnp.pad(x, [(0, 0), (0, 0), (0, padding)], constant_values=fill)
     if plan.packed:
@@ -162,13 +245,15 @@ def _statistics(x: Array, fill: float, tile_m: int, group: int, plan: _Plan) -> 
     return Shaped(x, (*(1,) * (x.ndim - 2), group, tile_m))
 
 
-def _locks(q: Array, k: Array, tile: BackwardTile) -> list[Shaped]:
-    """Zeros: one counter for each query block, and where heads share K/V two for each key block, dK's and dV's.
+def _locks(q: Array, k: Array, tile: BackwardTile, sequences: int = 0) -> list[Shaped]:
+    """Zeros: one counter for each query block, and where heads share K/V two for each key block, dK's and dV's. ``sequences``: how
+    many have blocks of their own, if these are not the batch entries.
 
     Those two are one array: of equal arrays XLA makes one, which a fusion of the call with slices of its operands (jax 0.11.1 and
     later) has once, and results that are aliased to it share its memory. With one counter for both every block waits for itself.
     """
     batch, length, heads, _ = q.shape
+    batch = sequences or batch
     shapes = [(batch, heads, -(-length // tile.tile_m), 1)]
     if heads != k.shape[2]:
         shapes.append((batch, k.shape[2], -(-k.shape[1] // tile.tile_n), 2))
@@ -178,8 +263,4 @@ def _locks(q: Array, k: Array, tile: BackwardTile) -> list[Shaped]:
 def _covered(gradient: Array, plan: _Plan) -> Array:
     """In float32, 0 in the rows that the call left as they were."""
     gradient = gradient.astype(jnp.float32)
-    if plan.area is None:
-        return gradient
-    rows = jnp.arange(gradient.shape[1])
-    covered = (rows >= plan.area.k_first) & (rows < plan.area.k_end)
-    return jnp.where(covered[:, None, None], gradient, 0)
+    return gradient if plan.keys is None else jnp.where(plan.keys[:, :, None, None], gradient, 0)

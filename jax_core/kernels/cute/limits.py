@@ -6,7 +6,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 from jax_core.kernels.cute import calls
 from jax_core.kernels.cute.lists import QUERY_BLOCK
-from jax_core.kernels.cute.pairs import is_within, needs_lists
+from jax_core.kernels.cute.pairs import are_rectangles, is_within, needs_lists
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import run_length
 
@@ -15,6 +15,7 @@ CAPABILITIES = frozenset(
     "kv_position_ids plan origin lse_gradient fused_backward deterministic float16 bfloat16".split()
 )
 _DATA = frozenset("mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids".split())
+_SEGMENTS = frozenset(("q_segment_ids", "kv_segment_ids"))
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
@@ -25,7 +26,10 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
 
 
 def listed(problem: Problem) -> bool:
-    has_data = bool(problem.features & _DATA)
+    alone, same_length = problem.size == 1, problem.q_length == problem.k_length
+    others, in_order = bool(problem.features & (_DATA - _SEGMENTS)), alone or problem.layout in ("contiguous", "zigzag")
+    rectangles = are_rectangles(problem.scores, problem.documents, others, alone, same_length, in_order)
+    has_data = bool(problem.features & _DATA) and not rectangles
     return needs_lists(problem.scores, has_data, problem.size == 1, problem.q_length == problem.k_length, _scattered(problem))
 
 

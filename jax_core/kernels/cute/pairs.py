@@ -9,6 +9,9 @@ The layout decides which:
 - contiguous: keys of a lower rank are seen by all queries, those of a higher one by none;
 - zigzag: keys of a lower rank are seen by all queries, but of these keys only the early half; those of a higher one, both halves,
   by the late half of the queries.
+
+Documents cut these further. A document is one interval of a shard's rows, so on the diagonal each is a sequence of its own. Of two
+ranks' shards at most one document has rows in both that see each other: the one that covers all that is between them.
 """
 
 from typing import Any, NamedTuple
@@ -16,19 +19,23 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jax_core import operands
 from jax_core.kernels.contract import Pair, Runs, Scores
 from jax_core.masks.static import Mask
 
 Where = tuple[Array | None, Array | None, Array | None, Array | None]  # offsets and lengths of queries, offsets and lengths of keys
 WHOLE: Where = (None, None, None, None)
+_PIECE = 4096  # rows of padding that may attend to one another: what that costs is lost
 
 
 class Rectangle(NamedTuple):
-    """Query rows from ``q_first`` on, key rows ``k_first`` up to ``k_end``, numbers on the device."""
+    """Query rows from ``q_first`` on, to ``q_end`` (None: all that follow), key rows ``k_first`` up to ``k_end``: numbers on the
+    device, or one for each batch entry."""
 
     q_first: Any
     k_end: Any
     k_first: Any = 0
+    q_end: Any = None
 
 
 def rectangle(pair: Pair) -> Rectangle:
@@ -55,21 +62,98 @@ def within(pair: Pair) -> Rectangle:
 def where_of(area: Rectangle, pair: Pair) -> Where:
     """As flash-attn-4 reads it, for operands whose batch entries follow one another: ``[batch * length, heads, dim]``."""
     batch, q_length, k_length = *pair.q.shape[:2], pair.k.shape[1]
+    q_end = q_length if area.q_end is None else area.q_end
+    return *_rows(area.q_first, q_end, batch, q_length), *_rows(area.k_first, area.k_end, batch, k_length)
+
+
+def _rows(first: Any, end: Any, batch: int, length: int) -> tuple[Array, Array | None]:
+    """Offsets of one sequence in each batch entry; and their lengths, where they do not follow from those."""
+    first, end = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), batch) for x in (first, end))
     if batch == 1:
-        ends = jnp.stack([area.q_first, q_length]), jnp.stack([area.k_first, area.k_end])
-        return ends[0].astype(jnp.int32), None, ends[1].astype(jnp.int32), None
-    entries, ones = jnp.arange(batch + 1, dtype=jnp.int32), jnp.ones(batch, jnp.int32)
-    return (
-        entries * q_length + area.q_first.astype(jnp.int32),
-        ones * (q_length - area.q_first).astype(jnp.int32),
-        entries * k_length + jnp.asarray(area.k_first, jnp.int32),
-        ones * (area.k_end - area.k_first).astype(jnp.int32),
-    )
+        return jnp.concatenate([first, end]), None
+    offsets = jnp.arange(batch, dtype=jnp.int32) * length + first
+    return jnp.append(offsets, jnp.int32(batch * length)), end - first
+
+
+def are_rectangles(scores: Scores, documents: int, others: bool, alone: bool, same_length: bool, in_order: bool) -> bool:
+    """Are the segment ids documents that are computed as rectangles? ``documents``: how many there may be; ``others``: data beside
+    the segment ids. ``in_order``: the rows of a shard ascend without gaps but one, in the middle."""
+    mask = scores.mask
+    if not (0 < documents <= operands.MOST_DOCUMENTS and same_length and in_order) or others or scores.predicates:
+        return False
+    plain = mask.chunk is None and not mask.any_position and mask.keys is None
+    return plain and (alone or (mask.causal and mask.left is None and mask.right is None))
+
+
+def squares(pair: Pair, padding: bool) -> Where:
+    """Each document's rows of a shard, as sequences; with ``padding`` also the rows of none, in pieces."""
+    bounds, (batch, length) = bounds_of(pair, pair.q_runs), pair.q.shape[:2]
+    if padding:
+        further = bounds[:, -1:] + _PIECE * jnp.arange(1, -(-length // _PIECE) + 1, dtype=jnp.int32)
+        bounds = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), bounds, jnp.minimum(further, length)], axis=1)
+    elif batch == 1:
+        return bounds[0], None, bounds[0], None
+    starts = bounds[:, :-1] + length * jnp.arange(batch, dtype=jnp.int32)[:, None]
+    offsets = jnp.append(starts.reshape(-1), jnp.int32(batch * length))
+    lengths = None if padding else jnp.diff(bounds).reshape(-1)
+    return offsets, lengths, offsets, lengths
+
+
+def bounds_of(pair: Pair, runs: Runs) -> Array:
+    """``[batch, documents + 1]``: the rows at which documents begin in a shard, and at which the last one ends."""
+    assert pair.extras.documents is not None
+    bounds = jnp.broadcast_to(pair.extras.documents, (pair.q.shape[0], pair.extras.documents.shape[1]))
+    return _rows_before(bounds, runs)
+
+
+def _rows_before(positions: Array, runs: Runs) -> Array:
+    """How many rows of a shard are before each of these positions."""
+    return sum((jnp.clip(positions - run.start, 0, run.length) for run in runs), jnp.zeros_like(positions))
+
+
+def of_one_document(pair: Pair) -> Rectangle:
+    """What is left of a causal ring's rectangle (:func:`rectangle`): of each batch entry the rows of the document that the first of
+    its query rows is in."""
+    assert pair.extras.documents is not None
+    whole, runs = rectangle(pair), pair.q_runs
+    first = runs[0].start if len(runs) == 1 else jnp.where(whole.q_first == 0, runs[0].start, runs[1].start)
+    bounds = jnp.broadcast_to(pair.extras.documents, (pair.q.shape[0], pair.extras.documents.shape[1]))
+    number = (bounds <= first).sum(1, dtype=jnp.int32) - 1  # of the document; before the first and after the last there is none
+    start, end = (_at(bounds, number + step) for step in (0, 1))
+    k_first, q_end = _rows_before(start, pair.k_runs), _rows_before(end, runs)
+    there = (number >= 0) & (number < bounds.shape[1] - 1) & (k_first < whole.k_end) & (q_end > whole.q_first)
+    return Rectangle(whole.q_first, whole.k_end, jnp.where(there, k_first, whole.k_end), jnp.where(there, q_end, whole.q_first))
+
+
+def _at(table: Array, columns: Array) -> Array:
+    """One column of each row; of those beside the table the nearest."""
+    columns = jnp.clip(columns, 0, table.shape[1] - 1)
+    return jnp.take_along_axis(table, columns[:, None], axis=1)[:, 0]
 
 
 def offsets(batch: int, length: int) -> Array:
     """Those of whole batch entries."""
     return jnp.arange(batch + 1, dtype=jnp.int32) * length
+
+
+def between(first: Any, end: Any, length: int) -> Array:
+    """bool ``[batch|1, length]``: the rows from ``first`` up to ``end``, numbers or one for each batch entry."""
+    first, end = (jnp.reshape(jnp.asarray(x, jnp.int32), (-1, 1)) for x in (first, end))
+    rows = jnp.arange(length, dtype=jnp.int32)
+    return (rows >= first) & (rows < end)
+
+
+def in_tiles(offsets: Array, lengths: Array, rows: int, tile: int) -> tuple[Array, Array]:
+    """Where flash-attn-4 has the rows of several sequences that each begin with a tile: for each of its places the row that is
+    there, and whether there is one. ``offsets`` of sequences among ``rows``, in front of all further ones."""
+    number = lengths.shape[0]
+    numbers = jnp.arange(number, dtype=jnp.int32)
+    begins = (offsets[:number] + numbers * tile) // tile * tile
+    places = jnp.arange((rows + (number + 1) * tile - 1) // tile * tile, dtype=jnp.int32)
+    at = (begins <= places[:, None]).sum(1, dtype=jnp.int32) - 1  # which sequence; -1 before the first
+    within = places - begins[at]
+    there = (at >= 0) & (within < lengths[at])
+    return jnp.where(there, offsets[at] + within, 0), there
 
 
 def is_static(runs: Runs) -> bool:

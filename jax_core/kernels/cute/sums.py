@@ -18,8 +18,8 @@ from jax_core.varying import vary, varying_axes
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tile", "of", "packed"])
 @dataclass(frozen=True)
 class Sums:
-    """``values``: ``[batch, heads, rows * padded dim]``, or, if ``packed``, ``[heads, all rows * padded dim]``, which with one
-    batch entry is the same. ``of``: whose gradient, "query" or "key" (or value)."""
+    """``values``: ``[batch, heads, rows * padded dim]``, or, if ``packed``, ``[heads, all rows * padded dim]``, in which each
+    sequence begins with a tile. ``of``: whose gradient, "query" or "key" (or value)."""
 
     values: Array
     tile: BackwardTile
@@ -37,12 +37,21 @@ class Sums:
         return replace(self, values=values.reshape(self.values.shape))
 
 
-def zeros(x: Array, of: str, tile: BackwardTile, packed: bool, after: Sums | None = None, zero: float = 0.0) -> Sums:
+@partial(jax.tree_util.register_dataclass, data_fields=["own", "others"], meta_fields=[])
+@dataclass(frozen=True)
+class Joined:
+    """A gradient in two parts: ``own``, like its operand and with its factor, of a rank's own documents; and sums of all others."""
+
+    own: Array
+    others: Sums
+
+
+def zeros(x: Array, of: str, tile: BackwardTile, sequences: int, after: Sums | None = None, zero: float = 0.0) -> Sums:
     """For the gradient of ``x [batch, length, heads, dim]``; filled when ``after`` has its values, or XLA would fill those of all
-    steps of a ring at once."""
+    steps of a ring at once. ``sequences``: how many lie in it, if it is packed."""
     batch, length, heads, dim = x.shape
-    rows = _tile_rows(tile, of)
-    length = (batch * length + (batch + 1) * rows - 1) // rows * rows if packed else -(-length // rows) * rows
+    rows, packed = _tile_rows(tile, of), sequences > 0
+    length = (batch * length + (sequences + 1) * rows - 1) // rows * rows if packed else -(-length // rows) * rows
     shape = (heads, length * tile.padded(dim))
     fill = jnp.float32(zero)
     if after is not None:
@@ -51,13 +60,15 @@ def zeros(x: Array, of: str, tile: BackwardTile, packed: bool, after: Sums | Non
     return Sums(vary(values, varying_axes(x)), tile, of, packed)
 
 
-def converted(sums: Sums, operand: Array, factor: float) -> Array:
-    """The gradient of ``operand``: ``factor`` times the sums, in its dtype."""
+def converted(sums: Sums, operand: Array, factor: float, where: tuple[Array | None, Array | None] | None = None) -> Array:
+    """The gradient of ``operand``: ``factor`` times the sums, in its dtype. ``where``: offsets and lengths of the sequences of
+    packed sums, if they are not the batch entries; other rows may hold anything."""
     batch, length, _, dim = operand.shape
     settings = ConvertSettings(calls.capability(), sums.of, str(operand.dtype), dim, factor, sums.tile)
-    where = (Shaped(pairs.offsets(batch, length), (1,)) if sums.packed else None, None)
+    offsets, lengths = where or (pairs.offsets(batch, length) if sums.packed else None, None)
+    places = tuple(None if x is None else Shaped(x, (1,)) for x in (offsets, lengths))
     result = rows_of(jax.ShapeDtypeStruct(operand.shape, operand.dtype), 1, sums.packed)
-    (made,) = call("convert", settings, [sums.shaped(sums.packed, 1), where], [], [result])
+    (made,) = call("convert", settings, [sums.shaped(sums.packed, 1), places], [], [result])
     return made.reshape(operand.shape)
 
 

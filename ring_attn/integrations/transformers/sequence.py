@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attn.documents.table import of_numbers
 from ring_attn.ring import Ring
+from ring_attn.sharding.marks import mark_bounds
 
 IGNORED = -100
 
@@ -21,6 +23,7 @@ class Sequence:
     none. ``unfounded``: ``[batch, padded]``, that padding where a label is to be predicted from it, else None. ``position_ids``:
     of this rank's tokens, ``[batch, local]`` where the model makes them itself; ``positions``: the same, if transformers counts
     windows from the start of the documents that they tell, else None. ``highest``: the highest position id of the whole.
+    ``bounds``: the documents as kernels take them (:mod:`ring_attn.documents.table`), where they can be told so.
     """
 
     ring: Ring
@@ -36,6 +39,7 @@ class Sequence:
     position_ids: Tensor | None = None
     positions: Tensor | None = None
     highest: int = 0
+    bounds: Tensor | None = None
 
     def segments_with(self, keys: "Sequence", causal: bool) -> tuple[Tensor | None, Tensor | None]:
         """Segment ids of this rank's queries, and of its part of the keys; None where all see all. Padding is seen by nothing, but
@@ -46,7 +50,9 @@ class Sequence:
         own, others = (x.documents if x.documents is not None else x.zeros() for x in (self, keys))
         unseen = torch.arange(keys.padded, device=keys.device) >= keys.length
         unseen = unseen if keys.hidden is None else unseen | keys.hidden
-        return self.ring.shard(own), self.ring.shard(others.masked_fill(unseen, -1))
+        bounds = self.bounds if self is keys else None
+        parts = self.ring.shard(own), self.ring.shard(others.masked_fill(unseen, -1))
+        return mark_bounds(parts[0], bounds), mark_bounds(parts[1], bounds)
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.batch, self.padded, dtype=torch.int32, device=self.device)
@@ -65,7 +71,7 @@ def describe(
     sequence = Sequence(ring, batch, length, padded, padded // ring.size, tokens.device)
     highest = length - 1 if positions is None or not positions.numel() else int(positions.max())
     whole = None if documents is None else ring.pad(documents.to(torch.int32), value=-1)
-    sequence = replace(sequence, documents=whole, highest=highest)
+    sequence = replace(sequence, documents=whole, highest=highest, bounds=None if documents is None else of_numbers(documents))
     return sequence if mask is None or bool((mask != 0).all()) else replace(sequence, **_padding(sequence, mask, labels))
 
 

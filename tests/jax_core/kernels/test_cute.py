@@ -14,6 +14,7 @@ import cute_stand_in
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packed_rows
 import pytest
 from attention_cases import (
     CAUSAL,
@@ -30,6 +31,7 @@ from oracle_assertions import assert_ring_is_like_the_oracle
 from pairs import ShardPair, check
 
 import jax_core
+from jax_core import operands
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import cute
 from jax_core.kernels.blocks import index
@@ -161,6 +163,19 @@ CASES = (
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in CASES])
 def test_ring_over_a_stand_in(case: Case):
     assert_ring_is_like_the_oracle(case)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.wide
+@pytest.mark.parametrize("name", packed_rows.CASES)
+def test_documents_as_rectangles(monkeypatch, name: str):
+    """Nothing is judged pair by pair, and all is what the segment ids say by another kernel."""
+    packed = packed_rows.CASES[name]
+    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
+    monkeypatch.setattr(kernel, "make_lists", None)
+    names = "out", "lse", "dq", "dk", "dv"
+    for what, found, wanted in zip(names, packed_rows.computed(packed, "cute"), packed_rows.computed(packed, "xla"), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4, err_msg=what)
 
 
 @pytest.mark.usefixtures("stand_in")

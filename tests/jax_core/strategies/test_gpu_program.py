@@ -30,6 +30,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_core import operands
 from jax_core.kernels.cudnn import calls
 from jax_core.kernels.cute import calls as cute_calls
 from jax_core.kernels.triton import launch
@@ -75,9 +76,10 @@ def lowered(
     causal: bool = True,
     heads: tuple[int, int] = (HEADS, KV_HEADS),
     deterministic: bool = False,
+    documents: int = 0,
 ):
     """The forward or the backward alone, for ``size`` GPUs of ``tokens`` tokens each. ``hosts``: more than one makes it a mesh of
-    two axes, and "auto" the hierarchical ring. ``heads``: of queries and of keys."""
+    two axes, and "auto" the hierarchical ring. ``heads``: of queries and of keys. ``documents``: how many a row may have."""
     if platform == "triton":
         pytest.importorskip("jax_triton", reason="it calls Triton's kernels and is not installed: make test-gpu-aot")
     if platform == "cute" and cute_calls.changed():
@@ -89,7 +91,9 @@ def lowered(
     options = Options(lse_gradient=False, deterministic=deterministic, **asked)
 
     def local(*arrays):
-        spec, operands = make_spec(options, Operands(*arrays[:3]), place)
+        *arrays, ids, bounds = arrays if documents else (*arrays, None, None)
+        operands = Operands(*arrays[:3], q_segment_ids=ids, kv_segment_ids=ids, documents=bounds)
+        spec, operands = make_spec(options, operands, place)
         spec = replace(spec, backend="gpu")  # as where JAX runs on GPUs
         return spec.strategy.backward(spec, operands, *arrays[3:])[:3] if backward else spec.strategy.forward(spec, operands)[0]
 
@@ -97,6 +101,8 @@ def lowered(
     query, key = (shard((1, size * tokens, number, DIM), jnp.bfloat16, mesh, rows) for number in heads)
     lse = shard((1, heads[0], size * tokens), jnp.float32, mesh, lse_rows)
     arrays = [query, key, key] + ([query, lse, query] if backward else [])
+    if documents:
+        arrays += [shard((1, size * tokens), jnp.int32, mesh, rows), shard((1, documents + 1), jnp.int32, mesh, P())]
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=tuple(array.sharding.spec for array in arrays), out_specs=rows))
     with on_the_gpu():
         return function.trace(*arrays).lower(lowering_platforms=("cuda",))
@@ -278,6 +284,17 @@ def short_shards() -> Iterator:
         name = "-".join(map(str, case))
         if case in HAS_CRASHED or ALL or of_the_day(name, 600) == 0:
             yield pytest.param(*case, id=name)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
+@pytest.mark.parametrize("size", [1, 4])
+@BOTH
+def test_documents_are_rectangles(monkeypatch, backward, size, kv_heads):
+    """flash-attn-4's programs compile for them, and nothing is sorted: there are no lists of blocks."""
+    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
+    program = compiled(backward, size=size, platform="cute", heads=(HEADS, kv_heads), documents=16)
+    text = program.as_text()
+    assert "sort" not in text and text.count("CuteDSLRT_NvJaxCutlassCall_v2") >= size > 0
 
 
 @pytest.mark.parametrize(("strategy", "layout", "tokens", "window", "platform", "backward"), list(short_shards()))

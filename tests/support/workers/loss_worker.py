@@ -143,6 +143,16 @@ def check_gradients_of_some_ranks(rank):
     assert torch.equal(half.grad, torch.tensor([2.0, 1 + 2.0**-9]).to(torch.bfloat16))
 
 
+def check_large_halves_are_summed_in_float32(rank):
+    """Each rank sums a part of them: the same bits on all ranks, rounded once. The length divides by nothing."""
+    for dtype in (torch.bfloat16, torch.float16):
+        given = [torch.randn(3, 2**15 + 1, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(2)]
+        parameter = nn.Parameter(torch.zeros(2**15 + 1, 3, dtype=dtype).t())
+        parameter.grad = torch.empty_like(parameter).copy_(given[rank])
+        sync_gradients([parameter])
+        assert torch.equal(parameter.grad, torch.stack(given).double().sum(0).float().to(dtype))
+
+
 def check_disagreement_raises_on_both(rank):
     odd = nn.Parameter(torch.zeros(2 + rank))
     with pytest.raises(ValueError, match="same parameters in the same order"):
@@ -244,6 +254,7 @@ def main():
         check_no_label_at_all()
         check_accumulation_is_summed_once()
         check_gradients_of_some_ranks(rank)
+        check_large_halves_are_summed_in_float32(rank)
         check_disagreement_raises_on_both(rank)
         check_sums_are_not_summed_again()
         check_what_has_been_reduced_is_refused()

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,13 +115,19 @@ class Plan:
         return None
 
     def check_length(self, length: int) -> None:
-        for name, module in self.model.named_modules():
-            capacity = getattr(module, "expert_capacity", None)
-            if isinstance(capacity, int) and capacity < length:
+        for name, module in self._routers:
+            capacity = module.expert_capacity
+            if capacity < length:
                 raise ValueError(
                     f"{name} drops the tokens beyond expert_capacity={capacity}, counted along the whole sequence, of which a rank "
                     f"has a part; set expert_capacity to at least the sequence's length, {length}, and none are dropped"
                 )
+
+    @cached_property
+    def _routers(self) -> list[tuple[str, Any]]:
+        """Those that drop tokens."""
+        found = self.model.named_modules()
+        return [(name, module) for name, module in found if isinstance(getattr(module, "expert_capacity", None), int)]
 
 
 def pretrained_model(model: nn.Module) -> Any:

@@ -1,0 +1,75 @@
+"""Packed rows whose documents are told as such, computed by a kernel: what flash-attn-4's rectangles are tried with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_cases import CAUSAL, ring_mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_core.masks.layout import permutation
+from jax_core.operands import Operands
+from jax_core.options import ALONE, Options, Placement
+from jax_core.request.spec import make_spec
+
+
+class Packed(NamedTuple):
+    """``bounds``: of the documents of each batch entry, in the whole sequence."""
+
+    bounds: Sequence[Sequence[int]]
+    ring: int = 1
+    layout: str = "contiguous"
+    length: int = 128
+    kv_heads: int = 1
+    options: Mapping[str, Any] = CAUSAL
+    dim: int = 72
+
+    @property
+    def order(self) -> list[int]:
+        return permutation(self.layout, self.ring, self.ring * self.length)
+
+    @property
+    def ids(self) -> np.ndarray:
+        places, table = np.arange(self.ring * self.length), np.asarray(self.bounds)[:, :, None]
+        ids = (table <= places).sum(1) - 1
+        return np.where((ids >= 0) & (places < table[:, -1]), ids, -1).astype(np.int32)
+
+
+TWO_ROWS = (0, 70, 71, 300, 301, 512, 512, 512), (3, 128, 256, 384, 400, 401, 402, 480)
+CASES = {
+    "alone": Packed([[0, 5, 60, 61, 128]]),
+    "alone, padded, own heads, two rows": Packed([[0, 9, 9, 77, 77], [4, 40, 64, 65, 127]], kv_heads=2),
+    "alone, all visible": Packed([[0, 31, 32, 96]], options={}),
+    "alone, window, soft cap": Packed([[0, 50, 128]], options=CAUSAL | {"sliding_window": 20, "logits_soft_cap": 2.0}),
+    "alone, deterministic": Packed([[0, 50, 128]], options=CAUSAL | {"deterministic": True}),
+    "contiguous of four": Packed(TWO_ROWS[:1], ring=4),
+    "contiguous of four, own heads, two rows": Packed(TWO_ROWS, ring=4, kv_heads=2),
+    "zigzag of four": Packed(TWO_ROWS, ring=4, layout="zigzag", options=CAUSAL | {"deterministic": True}),
+    "zigzag of two, one row, own heads": Packed([[7, 30, 31, 200, 250]], ring=2, layout="zigzag", kv_heads=2),
+    "zigzag of two, one document": Packed([[0, 256, 256]], ring=2, layout="zigzag"),
+    "zigzag of four, padding after most": Packed([[0, 20, 40, 90]], ring=4, layout="zigzag"),
+}
+
+
+def computed(packed: Packed, platform: str, dtype: str = "float32") -> tuple:
+    """Out, LSE, and the gradients of query, key and value, of whole sequences in the layout's order."""
+    sizes = [(len(packed.bounds), packed.ring * packed.length, heads, packed.dim) for heads in (2, *[packed.kv_heads] * 2, 2)]
+    random = map(np.random.default_rng(0).normal, [0.0] * 4, [1.0] * 4, sizes)
+    q, k, v, dout = (jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in random)
+    options = Options(platform=platform, strategy="ring", layout=packed.layout, lse_gradient=False, **packed.options)
+    ids, table, rows = jnp.asarray(packed.ids[:, packed.order]), jnp.asarray(packed.bounds, jnp.int32), P(None, "ring")
+
+    def local(q, k, v, dout, ids, table):
+        operands = Operands(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, documents=table)
+        place = Placement("ring", packed.ring) if packed.ring > 1 else ALONE
+        spec, operands = make_spec(options, operands, place)
+        out, lse = spec.strategy.forward(spec, operands)
+        gradients = spec.strategy.backward(spec, operands, out, lse, dout)
+        return out, jnp.swapaxes(lse, 1, 2), *gradients[:3]
+
+    if packed.ring == 1:
+        return jax.jit(local)(q, k, v, dout, ids, table)
+    specs = (rows,) * 5 + (P(),)
+    return jax.jit(jax.shard_map(local, mesh=ring_mesh(packed.ring), in_specs=specs, out_specs=rows))(q, k, v, dout, ids, table)
