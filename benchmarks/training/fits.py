@@ -19,6 +19,8 @@ from tools import marks
 PAGE = ROOT / "docs/performance.md"
 RUNS = {
     "2026-11-25-train-2xH100-replicated": ("ring-attn", "ring-attn, attention again"),
+    "2026-11-26-train-2xH200": ("ring-attn",),
+    "2026-11-26-train-2xH200-fsdp": ("ring-attn",),
     "2026-11-23-train-2xH200-fsdp": ("ring-attn",),
     "2026-11-23-train-2xH200-deep": ("ring-attn",),
     "2026-11-23-train-2xH200-fsdp-no-checkpointing": ("ring-attn",),
@@ -58,7 +60,7 @@ def measured() -> Iterator[tuple[str, Shapes, Setting, int, float, float]]:
         for row in found["rows"]:
             tokens, _, setting = row["case"].partition(", ")
             if tokens in TOKENS and row["system"] in systems and "device, GiB" in row:
-                kept = "H100" in name and row["system"] == "ring-attn"  # before 2026-11-25 nothing was kept
+                kept = name >= "2026-11-25" and row["system"] == "ring-attn"  # before that nothing was kept
                 levers, without = Levers("attention" if kept else None), "no checkpointing" in setting
                 what = Setting(2, "FSDP2" in setting, not without, levers)
                 figures = (row["torch's peak, GiB"], row["device, GiB"])
