@@ -281,7 +281,8 @@ def attention(
     key = None
     if packing is None or not packing.given:
         check_padding(qkv, others, qkv_format, options)
-        others = {**others, "documents": bounds_of(others["q_segment_ids"], others["kv_segment_ids"])}
+        if (documents := bounds_of(others["q_segment_ids"], others["kv_segment_ids"])) is not None:
+            others = {**others, "documents": documents}
     if not torch.compiler.is_compiling():
         check_shards(where, names, qkv, others, qkv_format, packing, options)
         key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)

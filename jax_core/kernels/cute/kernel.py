@@ -183,7 +183,7 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, paddi
         return _Plan(False, pairs.WHOLE, None, None, lists, replace(settings, listed=lists.listed))
     by_document = _has_documents(pair)
     if by_document and (pair.diagonal or pairs.is_static(pair.q_runs)):
-        bounds, where = pairs.bounds_of(pair, pair.q_runs), pairs.squares(pair, padding)
+        bounds, where = pairs.bounds_of(pair), pairs.squares(pair, padding)
         covered = None if padding else pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
         number = 0 if where[0] is None else where[0].shape[0] - 1
         return _Plan(True, where, covered, covered, None, _with_mask(settings, scores.mask), number, by_document)

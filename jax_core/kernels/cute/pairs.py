@@ -87,7 +87,7 @@ def are_rectangles(scores: Scores, documents: int, others: bool, alone: bool, sa
 
 def squares(pair: Pair, padding: bool) -> Where:
     """Each document's rows of a shard, as sequences; with ``padding`` also the rows of none, in pieces."""
-    bounds, (batch, length) = bounds_of(pair, pair.q_runs), pair.q.shape[:2]
+    bounds, (batch, length) = bounds_of(pair), pair.q.shape[:2]
     if padding:
         further = bounds[:, -1:] + _PIECE * jnp.arange(1, -(-length // _PIECE) + 1, dtype=jnp.int32)
         bounds = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), bounds, jnp.minimum(further, length)], axis=1)
@@ -99,11 +99,15 @@ def squares(pair: Pair, padding: bool) -> Where:
     return offsets, lengths, offsets, lengths
 
 
-def bounds_of(pair: Pair, runs: Runs) -> Array:
-    """``[batch, documents + 1]``: the rows at which documents begin in a shard, and at which the last one ends."""
+def bounds_of(pair: Pair) -> Array:
+    """``[batch, documents + 1]``: the rows at which documents begin in the shard of queries, and at which the last one ends."""
+    return _rows_before(_positions(pair), pair.q_runs)
+
+
+def _positions(pair: Pair) -> Array:
+    """The same in the whole sequence."""
     assert pair.extras.documents is not None
-    bounds = jnp.broadcast_to(pair.extras.documents, (pair.q.shape[0], pair.extras.documents.shape[1]))
-    return _rows_before(bounds, runs)
+    return jnp.broadcast_to(pair.extras.documents, (pair.q.shape[0], pair.extras.documents.shape[1]))
 
 
 def _rows_before(positions: Array, runs: Runs) -> Array:
@@ -114,10 +118,8 @@ def _rows_before(positions: Array, runs: Runs) -> Array:
 def of_one_document(pair: Pair) -> Rectangle:
     """What is left of a causal ring's rectangle (:func:`rectangle`): of each batch entry the rows of the document that the first of
     its query rows is in."""
-    assert pair.extras.documents is not None
-    whole, runs = rectangle(pair), pair.q_runs
+    whole, runs, bounds = rectangle(pair), pair.q_runs, _positions(pair)
     first = runs[0].start if len(runs) == 1 else jnp.where(whole.q_first == 0, runs[0].start, runs[1].start)
-    bounds = jnp.broadcast_to(pair.extras.documents, (pair.q.shape[0], pair.extras.documents.shape[1]))
     number = (bounds <= first).sum(1, dtype=jnp.int32) - 1  # of the document; before the first and after the last there is none
     start, end = (_at(bounds, number + step) for step in (0, 1))
     k_first, q_end = _rows_before(start, pair.k_runs), _rows_before(end, runs)
