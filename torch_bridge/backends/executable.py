@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import jax
 
+from jax_core.turns import in_turn
+
 LOG = logging.getLogger("ring_attn")
 LONG = 3.0  # seconds after which it is said that a program is being compiled
 
@@ -52,7 +54,7 @@ class Executable:
 
     def _compile(self, arrays: tuple[jax.Array | None, ...]) -> "jax.stages.Compiled":
         started = time.perf_counter()
-        with _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
+        with in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
             compiled = self._function.lower(*arrays).compile()
         self.compilations.append(Compilation(self._what, time.perf_counter() - started, _temporaries(compiled)))
         LOG.info("compiled %s: %s", self.compilations[-1], self._of)
