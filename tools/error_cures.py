@@ -61,7 +61,6 @@ CURES: Mapping[str, str] = {
     "RingParallelism is for DDP and FSDP2; … in this configuration was not tried": "Configure accelerate for one of the two.",
     "with cache=, …": "What must hold follows.",
     # generation
-    "a cache is saved once the model has run on the prompts, which fills its layers; this one is not filled": "Run it first.",
     "a cache only grows: max_length is …, got …": "Give a larger max_length.",
     "a KVCache is made for a ring_attn.Ring, got …; Ring(mesh) makes one": "Give it Ring(mesh).",
     "… of a sharded batch is not what cp.shard made": "Change the whole batch before cp.shard.",
