@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-_ASIDE = "The file is set aside; `python -m jax_core.tune` finds its configurations again."
+_ASIDE = "The file is set aside; `python -m tools.tune`, in a checkout, finds its configurations again."
 _SHARD_THE_BATCH = "Shard the batch instead of the sequence, or take [a model that works](models.md)."
 
 CURES: Mapping[str, str] = {
@@ -86,7 +86,6 @@ CURES: Mapping[str, str] = {
     "it has schema …, and this release reads …": _ASIDE,
     "it is no table of configurations": _ASIDE,
     "it is of …, and this device is …": _ASIDE,
-    'platform="…" cannot compute …: …': "The reason follows; search for another platform.",
     "process … was to choose the configuration of …, and did not in … s": "See the log of that process.",
     "the entry … is not one of a table (…: …)": _ASIDE,
     "the kernel has no candidates for this": "It has no tiles to choose: leave autotune out.",
