@@ -69,7 +69,7 @@ test-fast: $(STAMP)
 # The ring as XLA schedules it for eight GPUs, compiled on a machine without any (Linux only). With PYTHON=python3.12 by the XLA that GPUs
 # run: the second stack's. The first is older.
 test-gpu-aot: $(GPU_COMPILER)/.installed
-	PYTHONPATH=$(GPU_COMPILER):$(CUTE_DSL) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 RING_ATTN_CACHE_OF_TESTS=$(CURDIR)/$(GPU_COMPILER)/cache \
+	PYTHONPATH=$(GPU_COMPILER):$(CUTE_DSL) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 RING_ATTN_CACHE_OF_TESTS=$(or $(RING_ATTN_PROGRAMS_OF_TESTS),$(CURDIR)/$(GPU_COMPILER))/kernels \
 		$(BIN)/python -m pytest -n $(JOBS) tests/jax_core/strategies/test_gpu_program.py $(PYTEST_FLAGS)
 
 # The ring as the TPU compiler schedules it, compiled on a machine without a TPU (Linux only).
