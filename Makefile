@@ -6,6 +6,8 @@
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 PYTEST_FLAGS ?=
+# The files that a target of tests runs, if not all of its own: .ci/run names those that a change reaches.
+TESTS ?=
 PYTEST := "pytest>=9,<10" "pytest-timeout>=2.3,<3"
 
 export PYTHON
@@ -46,24 +48,28 @@ TPU_COMPILER := $(VENV)/tpu-compiler
 
 OLDER_TRANSFORMERS_AT := $(OLDER_TRANSFORMERS:%=$(INTEGRATIONS_VENV)/transformers-%)
 
-.PHONY: demo test test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu integrations test-integrations lint \
+.PHONY: demo test test-cpu test-triton test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu integrations test-integrations lint \
 	format types examples examples-integrations docs docs-serve package env clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_lm.py
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_FLAGS)
+test: test-cpu test-triton
+
+test-cpu: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) $(TESTS) $(PYTEST_FLAGS)
+
+test-triton: $(STAMP)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/jax_core/kernels/test_triton.py $(PYTEST_FLAGS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(TESTS) $(PYTEST_FLAGS)
 
 # The ring as XLA schedules it for eight GPUs, compiled on a machine without any (Linux only). With PYTHON=python3.12 by the XLA that GPUs
 # run: the second stack's. The first is older.
 test-gpu-aot: $(GPU_COMPILER)/.installed
-	PYTHONPATH=$(GPU_COMPILER):$(CUTE_DSL) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 RING_ATTN_CACHE_OF_TESTS=$(CURDIR)/$(GPU_COMPILER)/cache \
+	PYTHONPATH=$(GPU_COMPILER):$(CUTE_DSL) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 RING_ATTN_CACHE_OF_TESTS=$(or $(RING_ATTN_PROGRAMS_OF_TESTS),$(CURDIR)/$(GPU_COMPILER))/kernels \
 		$(BIN)/python -m pytest -n $(JOBS) tests/jax_core/strategies/test_gpu_program.py $(PYTEST_FLAGS)
 
 # The ring as the TPU compiler schedules it, compiled on a machine without a TPU (Linux only).
@@ -97,11 +103,12 @@ test-xla: $(XLA_VENV)/.installed
 integrations: $(INTEGRATIONS_VENV)/.installed
 
 TRANSFORMERS_TESTS := tests/integrations/test_transformers.py
+README_TESTS := tests/integrations/test_readme.py
 test-integrations: $(INTEGRATIONS_VENV)/.installed $(OLDER_TRANSFORMERS_AT:%=%/.installed)
-	$(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup tests/integrations $(PYTEST_FLAGS)
-	for older in $(OLDER_TRANSFORMERS_AT); do \
+	$(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(or $(TESTS),tests/integrations) $(PYTEST_FLAGS)
+	for older in $(if $(filter $(or $(TESTS),$(README_TESTS)),$(TRANSFORMERS_TESTS) $(README_TESTS)),$(OLDER_TRANSFORMERS_AT)); do \
 		PYTHONPATH=$(CURDIR)/$$older $(INTEGRATIONS_VENV)/bin/python -m pytest -n $(JOBS) $(TRANSFORMERS_TESTS) \
-			tests/integrations/test_readme.py::test_a_program_prints_what_the_page_says \
+			$(README_TESTS)::test_a_program_prints_what_the_page_says \
 			--deselect "$(TRANSFORMERS_TESTS)::test_families_over_a_ring[4]" $(PYTEST_FLAGS) || exit 1; \
 	done
 

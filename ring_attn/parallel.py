@@ -40,7 +40,7 @@ class HeadParallel(ParallelStyle):
     rather than a DTensor. Masks and ids are the same on all processes of the mesh.
 
     Raises ValueError for a module that is no RingAttention and for numbers of heads that the mesh does not divide,
-    NotImplementedError for ``add_bias_kv`` with dropout and for a ``mask_builder``.
+    NotImplementedError for a ``mask_builder``.
     """
 
     def __init__(
@@ -100,7 +100,5 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
     for name in ("num_heads", "num_kv_heads"):
         if getattr(module, name) % mesh.size():
             raise ValueError(f"{name}, {getattr(module, name)} here, must divide over the {mesh.size()} processes of the mesh")
-    if module.bias_k is not None and module.dropout:
-        raise NotImplementedError("add_bias_kv with dropout cannot be split by heads; leave out one of the three")
     if module.mask_builder is not None:
         raise NotImplementedError("mask_builder is called for all heads, which would be split; use mask_mod")

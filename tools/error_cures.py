@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-_ASIDE = "The file is set aside; `python -m jax_core.tune` finds its configurations again."
+_ASIDE = "The file is set aside; `python -m tools.tune`, in a checkout, finds its configurations again."
 _SHARD_THE_BATCH = "Shard the batch instead of the sequence, or take [a model that works](models.md)."
 
 CURES: Mapping[str, str] = {
@@ -61,7 +61,6 @@ CURES: Mapping[str, str] = {
     "RingParallelism is for DDP and FSDP2; … in this configuration was not tried": "Configure accelerate for one of the two.",
     "with cache=, …": "What must hold follows.",
     # generation
-    "a cache is saved once the model has run on the prompts, which fills its layers; this one is not filled": "Run it first.",
     "a cache only grows: max_length is …, got …": "Give a larger max_length.",
     "a KVCache is made for a ring_attn.Ring, got …; Ring(mesh) makes one": "Give it Ring(mesh).",
     "… of a sharded batch is not what cp.shard made": "Change the whole batch before cp.shard.",
@@ -87,7 +86,6 @@ CURES: Mapping[str, str] = {
     "it has schema …, and this release reads …": _ASIDE,
     "it is no table of configurations": _ASIDE,
     "it is of …, and this device is …": _ASIDE,
-    'platform="…" cannot compute …: …': "The reason follows; search for another platform.",
     "process … was to choose the configuration of …, and did not in … s": "See the log of that process.",
     "the entry … is not one of a table (…: …)": _ASIDE,
     "the kernel has no candidates for this": "It has no tiles to choose: leave autotune out.",

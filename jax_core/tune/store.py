@@ -67,7 +67,7 @@ def _move_aside(path: Path, reason: ValueError) -> None:
     aside = path.with_name(f"{path.name}.aside-{os.getpid()}")
     try:
         os.replace(path, aside)
-        _warn(f"{path} was set aside as {aside.name}: {reason}. Configurations can be found again with python -m jax_core.tune")
+        _warn(f"{path} was set aside as {aside.name}: {reason}. Configurations can be found again with python -m tools.tune")
     except OSError as error:
         _warn(f"{path} is not used ({reason}), and cannot be set aside ({error})")
 

@@ -1,8 +1,7 @@
 """Generation from keys and values that are spread over a ring: docs/generation.md."""
 
 from ring_attn.generation.cache import KVCache, Prompt
-from ring_attn.generation.checkpoint import from_state_dict, load, save, state_dict
 from ring_attn.generation.loop import decode, generate
 from ring_attn.generation.sampling import GREEDY, Sampler
 
-__all__ = ["GREEDY", "KVCache", "Prompt", "Sampler", "decode", "from_state_dict", "generate", "load", "save", "state_dict"]
+__all__ = ["GREEDY", "KVCache", "Prompt", "Sampler", "decode", "generate"]

@@ -94,11 +94,6 @@ class Layer:
             self.held = Held(*self.held[:2], *(x.clone() for x in self.held[2:]))
             self.source = None
 
-    def used(self) -> Held:
-        """Without the slots at the end that no rank has used."""
-        slots = self.held.slots if self.reach is not None else self.first + -(-self.appended // self.size)
-        return Held(*(x[:, :slots] for x in self.held))
-
     def taken(self, index: Tensor) -> "Layer":
         """A copy with these batch entries."""
         return replace(self, held=Held(*(x.index_select(0, index) for x in self.held)), source=None)

@@ -18,7 +18,7 @@ from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.arguments.names import OF_FORWARD, OF_MODULE
 from ring_attn.functional import NAMES, attention
 from ring_attn.generation.cache import KVCache
-from ring_attn.module.bias_kv import join_bias_kv, of_padding
+from ring_attn.module.bias_kv import check_dropout, join_bias_kv, of_padding
 from ring_attn.module.cached import attend_with_cache
 from ring_attn.module.masks import Masks, joined_segments, split_mask
 from ring_attn.module.projections import repack, rows
@@ -67,6 +67,7 @@ class RingAttention(nn.MultiheadAttention):
     - A row that may not attend to any key gives 0, where torch gives NaN.
     - The dropout pattern is keyed by position, with a seed that is drawn from torch's CPU generator in each forward (so
       ``torch.manual_seed`` and activation checkpointing replay it). Processes with the same seed drop what one process would.
+      NotImplementedError in training with ``add_bias_kv``.
     - The fused inference path of ``nn.TransformerEncoderLayer`` would attend to the local shard only; ``_qkv_same_embed_dim``,
       which is always False here, disables it. Nested tensors are refused.
     - ``ring_attn.parallel.HeadParallel`` splits the heads, beside the ring; the projections are then separate (docs/torch.md).
@@ -338,6 +339,7 @@ class RingAttention(nn.MultiheadAttention):
         return forbidden, added[:, None, None, :].expand(-1, 1, query.shape[1], -1)
 
     def _core_attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **tensors: Tensor | None) -> Tensor:
+        check_dropout(self)
         dropout_p = self.dropout if self.training else 0.0
         # Drawn on the CPU, where torch.manual_seed and checkpointing restore the generator; nothing is drawn without dropout.
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout_p > 0 else None
@@ -368,7 +370,7 @@ class RingAttention(nn.MultiheadAttention):
         if self.bias_k is None:
             return out
         lse = of_padding(lse, sinks, tensors)
-        return join_bias_kv(self, q, out, lse, k.shape[1], seed)
+        return join_bias_kv(self, q, out, lse)
 
     def _all_sinks(self) -> Tensor | None:
         """[num_heads, n]. ``add_zero_attn``'s key of zeros has logit 0 and adds the value 0: it is a sink at 0."""

@@ -210,7 +210,7 @@ def test_grouped_heads_equal_repeated_heads():
 
 
 def dense(module, x, keep=None, visible=None):
-    """Self-attention as the textbook writes it, with the module's soft cap, scale, sinks and bias_k; ``keep`` [N, H, L, S + 1]."""
+    """Self-attention as the textbook writes it, with the module's soft cap, scale, sinks and bias_k; ``keep`` [N, H, L, S]."""
     q, k, v = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).unflatten(-1, (3, H, -1)).unbind(2)
     if module.bias_k is not None:
         k, v = (torch.cat([t, b.view(1, 1, H, -1).expand(N, -1, -1, -1)], 1) for t, b in ((k, module.bias_k), (v, module.bias_v)))
@@ -333,25 +333,32 @@ def test_a_row_that_sees_nothing_gives_zero():
     assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
 
 
-def test_dropout_is_the_pattern_of_one_key_more():
+def test_dropout_drops_the_weights_of_its_seed():
     import jax.numpy as jnp
 
     from jax_core.masks.dropout import keep_mask, seed_words
 
-    module = randomised(RingAttention(E, H, dropout=0.4, add_bias_kv=True, batch_first=True, dtype=torch.float64)).train()
+    module = randomised(RingAttention(E, H, dropout=0.4, batch_first=True, dtype=torch.float64)).train()
     x = inputs({"batch_first": True})[0]
     torch.manual_seed(3)
     ours = module(x, x, x)[0]
     torch.manual_seed(3)
     words = seed_words(int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
-    batch, heads, rows, keys = jnp.ix_(jnp.arange(N), jnp.arange(H), jnp.arange(L), jnp.arange(S + 1))
+    batch, heads, rows, keys = jnp.ix_(jnp.arange(N), jnp.arange(H), jnp.arange(L), jnp.arange(S))
     keep = torch.from_numpy(np.array(keep_mask(words, batch, heads, rows, keys, 0.4)))
-    assert 0 < int(keep[..., -1].sum()) < keep[..., -1].numel()
     torch.testing.assert_close(ours, dense(module, x, keep=keep))
 
 
+def test_add_bias_kv_does_not_train_with_dropout():
+    module = randomised(RingAttention(E, H, dropout=0.4, add_bias_kv=True, batch_first=True, dtype=torch.float64)).train()
+    x = inputs({"batch_first": True})[0]
+    with pytest.raises(NotImplementedError, match=r"add_bias_kv must train without dropout, got dropout=0\.4"):
+        module(x, x, x)
+    torch.testing.assert_close(module.eval()(x, x, x)[0], dense(module, x))
+
+
 def test_dropout_follows_torchs_generator():
-    module = randomised(RingAttention(E, H, dropout=0.5, batch_first=True, add_bias_kv=True, dtype=torch.float64))
+    module = randomised(RingAttention(E, H, dropout=0.5, batch_first=True, dtype=torch.float64))
     x = inputs({"batch_first": True})[0]
 
     def outputs(seed, count):

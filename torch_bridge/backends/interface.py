@@ -51,6 +51,3 @@ class Backend(Protocol):
 
     def program(self, request: Request) -> Program:
         """Checks the request (ValueError, NotImplementedError) and makes its program."""
-
-    def keep_mask(self, seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
-        """:func:`jax_core.masks.dropout.keep_mask` for broadcastable integer tensors (batch, head, query, key); bool."""

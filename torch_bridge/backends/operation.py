@@ -4,7 +4,7 @@
 this module loads no JAX.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -121,11 +121,6 @@ class Operation:
     def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
         """What of the forms is the same in calls that differ in lengths and batch sizes."""
         return forms
-
-    def batched(self, operands: Tensors, mapped: Sequence[bool], wanted: Sequence[int]) -> Mapping[int, int] | None:
-        """For ``torch.vmap``: how many dimensions each operand has that has a batch, its first, by index. None where the entries of
-        a mapped dimension cannot be one batch."""
-        return None
 
     def flops(self, shapes: Sequence[Any], tensors_per_sequence: int) -> tuple[int, int]:
         """Of this process's share of a forward and of a backward, as torch counts those of its own operators."""

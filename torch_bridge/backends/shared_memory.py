@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_bridge.backends import dropout
-from torch_bridge.backends.dlpack import narrow_ids, precision_scope, to_jax, to_torch
+from torch_bridge.backends.dlpack import narrow_ids, precision_scope, to_torch
+from torch_bridge.backends.dropout import words_of_seed
 from torch_bridge.backends.operation import Request
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.mesh import resolve as resolve
@@ -40,7 +40,7 @@ def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def seed_words(seed: int, device: torch.device) -> torch.Tensor:
     # Written on the device: a copy from the host would wait for everything queued there.
-    return dropout.words_of_seed(seed, device)
+    return words_of_seed(seed, device)
 
 
 @contextmanager
@@ -68,8 +68,3 @@ def program(request: Request) -> "Program":
     from torch_bridge.backends import compiled
 
     return compiled.program(request)
-
-
-def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
-    arrays = [to_jax(narrow_ids(tensor)) for tensor in indices]
-    return to_torch(dropout.keep_mask(seed, arrays, prob)).to(indices[0].device)

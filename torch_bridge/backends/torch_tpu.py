@@ -21,7 +21,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_core.options import Placement
 from jax_core.tiers import say_experimental
-from torch_bridge.backends import shared_memory
 from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.backends.dropout import words_of_seed
 from torch_bridge.backends.interface import Operators
@@ -60,11 +59,6 @@ def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
 
 def constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.array(array, ndmin=1)).to(device)
-
-
-def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
-    """Computed on the CPU."""
-    return shared_memory.keep_mask(seed, *(index.cpu() for index in indices), prob=prob).to(indices[0].device)
 
 
 def program(request: Request) -> "Program":

@@ -12,7 +12,7 @@ This module loads torch-xla and JAX; it is imported only for tensors of device t
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from jax.sharding import AbstractMesh
 
-from jax_core.masks import dropout
 from jax_core.tiers import say_experimental
 from torch_bridge.backends.dropout import words_of_seed
 from torch_bridge.backends.operation import Request, Results, Whole
@@ -146,17 +145,6 @@ def seed_words(seed: int, device: torch.device) -> torch.Tensor:
 
 def constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.atleast_1d(np.array(array))).to(device)
-
-
-def keep_mask(seed: int, *indices: torch.Tensor, prob: float) -> torch.Tensor:
-    words = seed_words(seed, indices[0].device)
-    (kept,) = call(_keep_mask(prob), [words, *(index.to(torch.int32) for index in indices)], _platform())
-    return kept
-
-
-@cache
-def _keep_mask(prob: float) -> Callable[..., jax.Array]:
-    return partial(dropout.keep_mask, prob=prob)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge.call import batching
+from torch_bridge.call.batching import of_each_entry
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.call.refusal import refuse_in_compiled
@@ -44,13 +44,13 @@ def _(operands: Sequence[Any], results: Tensors, cotangents: Tensors, wanted: li
 
 
 @forward_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], operands: Tensors, call: str) -> tuple[list[Tensor], list[int]]:
-    return batching.forward(forward_op, info.batch_size, in_dims, operands, call)
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
+    return of_each_entry(forward_op, info.batch_size, in_dims, *arguments)
 
 
 @backward_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    return batching.backward(backward_op, info.batch_size, in_dims, *arguments)
+    return of_each_entry(backward_op, info.batch_size, in_dims, *arguments)
 
 
 @register_flop_formula(torch.ops.ring_attn.forward)

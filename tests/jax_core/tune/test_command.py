@@ -1,4 +1,4 @@
-"""``python -m jax_core.tune``."""
+"""``python -m tools.tune``."""
 
 import json
 import os
@@ -12,10 +12,10 @@ import pytest
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import xla
 from jax_core.tune import lookup
-from jax_core.tune.command import report, work
-from jax_core.tune.command.arguments import parsed
-from jax_core.tune.command.main import main
-from jax_core.tune.command.models import SHAPES
+from tools.tune import work
+from tools.tune.__main__ import main
+from tools.tune.arguments import parsed
+from tools.tune.models import SHAPES
 
 SMALL = "--length 64 --heads 2 --dim 8 --dtype float32 --causal --rounds 1".split()
 
@@ -34,7 +34,7 @@ def test_a_search_is_kept_shown_and_not_made_again(capsys):
     assert "2:2 heads of 8, 64  1       2           xla float32 dim 8 group 1 causal up to 4096" in capsys.readouterr().out
     assert main(SMALL) == 0
     told = capsys.readouterr().out
-    assert "forward: 2 of 2 tried" in told and "won" in told
+    assert "[1/1] 2:2 heads of 8, 64 (" in told and "forward: 2 of 2 tried" in told and "won" in told
     (path,) = Path(os.environ["RING_ATTN_CACHE"]).rglob("*.json")
     assert list(json.loads(path.read_text())["configurations"]) == ["xla float32 dim 8 group 1 causal up to 4096"]
     assert main([*SMALL, "--show"]) == 0
@@ -101,19 +101,10 @@ def test_the_models_are_each_a_shape():
         assert any(name in one.name for one in works), name
 
 
-def test_without_tqdm_there_is_a_line_for_each_problem(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    (asked,) = work.asked(parsed(SMALL))
-    progress = report.Progress(1)
-    progress.add(work.Done(asked, {}, "a reason"))
-    progress.close()
-    assert "[1/1] 2:2 heads of 8, 64" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_workers_end_with_the_time(tmp_path):
     """They would need minutes; what is left is told, and no process stays behind."""
-    command = [sys.executable, "-m", "jax_core.tune", "--all-models", "--workers", "2", "--seconds", "8", "--cache", str(tmp_path)]
+    command = [sys.executable, "-m", "tools.tune", "--all-models", "--workers", "2", "--seconds", "8", "--cache", str(tmp_path)]
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stderr

@@ -1,11 +1,9 @@
 """Run by torchrun for tests/ring_attn/test_generation.py: generation over all processes.
 
-``start FOLDER``: every step of some sequences against the oracle; what ranks must agree on; then some text, and its cache saved.
-``go on FROM TO POSITIONS TOKENS COUNT``: the cache of a ring of any size is loaded, which is to be at these positions, COUNT tokens
-follow TOKENS, and it is saved again. ``long``: greedy and drawn tokens after a prompt of 32k. Rank 0 prints the tokens.
+``short``: every step of some sequences against the oracle; on two ranks what they must agree on; then some text. ``long``: greedy
+and drawn tokens after a prompt of 32k. Rank 0 prints the tokens.
 """
 
-import json
 import sys
 
 import torch
@@ -15,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from jax_core.masks.plan import Plan
 from ring_attn import Ring
-from ring_attn.generation import KVCache, Sampler, decode, generate, load, save
+from ring_attn.generation import KVCache, Sampler, decode, generate
 
 LENGTHS = torch.tensor([37, 5, 20])
 LONG = 2**15
@@ -26,16 +24,26 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def start(folder: str) -> None:
+def short() -> None:
+    ring = on_four() if dist.get_world_size() == 4 else on_two()
+    found = generate(SmallModel(), prompts(), KVCache(ring, max_length=80), 13, lengths=LENGTHS)
+    say(f"text {found.tolist()}")
+
+
+def on_two() -> Ring:
     ring, pieces = Ring(layout="zigzag"), Plan(2, ((0, 3, 4, 7, 8, 11), (1, 2, 5, 6, 9, 10)))
     for name, other in (("window, lengths", ring), ("sinks, soft cap, lengths", Ring(layout=pieces))):
         cache = check(SEQUENCES[name], other)
         say(f"ok {name}")
     check_what_ranks_share(cache)
-    cache = KVCache(ring, max_length=80)
-    found = generate(SmallModel(), prompts(), cache, 13, lengths=LENGTHS)
-    say(f"text {found.tolist()}")
-    save(cache, folder)
+    return ring
+
+
+def on_four() -> Ring:
+    ring = Ring(init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), mesh_dim=("outer", "inner"))
+    check(SEQUENCES["no prompt"], ring)
+    say("ok no prompt")
+    return ring
 
 
 def check_what_ranks_share(cache: KVCache) -> None:
@@ -56,19 +64,6 @@ def refused(words: str, call) -> None:
         raise AssertionError(f"not refused: {words}")
 
 
-def go_on(source: str, target: str, positions: str, tokens: str, count: str) -> None:
-    ring = Ring(layout="striped")
-    if dist.get_world_size() == 4:
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        ring = Ring(grid, mesh_dim=("outer", "inner"))
-        check(SEQUENCES["no prompt"], ring)
-        say("ok no prompt")
-    cache = load(source, ring, max_length=80)
-    assert cache.positions()[:, 0].tolist() == json.loads(positions)
-    say(f"text {decode(SmallModel(), torch.tensor(json.loads(tokens)), cache, int(count)).tolist()}")
-    save(cache, target)
-
-
 def long() -> None:
     ring, model = Ring(layout="zigzag"), SmallModel(window=256, vocabulary=256, positions=LONG + 64, dtype=torch.float32)
     tokens, cache = prompts(1, LONG, 256), KVCache(ring, max_length=LONG + 64)
@@ -80,5 +75,5 @@ def long() -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    {"start": start, "go on": go_on, "long": long}[sys.argv[1]](*sys.argv[2:])
+    {"short": short, "long": long}[sys.argv[1]]()
     dist.destroy_process_group()

@@ -106,7 +106,7 @@ def close(actual, expected, case, name):
 def check_grouped_heads_and_dropout(rank, size):
     """Compares the ring with the same module on the whole sequence in one process, including dropout, sinks and window."""
     length = 8 * size
-    options = {"num_kv_heads": 2, "sinks": 2, "dropout": 0.3, "add_bias_kv": True, "sliding_window": (5, 3), "dtype": torch.float64}
+    options = {"num_kv_heads": 2, "sinks": 2, "dropout": 0.3, "sliding_window": (5, 3), "dtype": torch.float64}
     torch.manual_seed(1)
     local = RingAttention(EMBED, HEADS, mesh="local", **options)
     ring = RingAttention(EMBED, HEADS, layout="striped", **options)

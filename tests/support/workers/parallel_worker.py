@@ -155,7 +155,6 @@ def check_sequence_parallel(mesh: DeviceMesh) -> None:
 def check_refusals(mesh: DeviceMesh) -> None:
     cases = {
         "num_kv_heads, 1 here, must divide over the 2 processes": RingAttention(WIDTH, 4, num_kv_heads=1),
-        "add_bias_kv with dropout": RingAttention(WIDTH, 4, add_bias_kv=True, dropout=0.1),
         "use mask_mod": RingAttention(WIDTH, 4, mask_builder=lambda *sizes: None),
         "got Linear": nn.Linear(2, 2),
     }

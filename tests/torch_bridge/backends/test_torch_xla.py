@@ -218,17 +218,6 @@ def test_masks_of_the_module_speak_of_the_whole_sequence():
     torch.testing.assert_close(ring_attn.unshard(got, **ring).cpu(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_key_of_torchs_own_drops_where_the_ring_drops():
-    def run(layout, **ring):
-        torch.manual_seed(5)
-        attention = ring_attn.RingAttention(16, 4, dropout=0.5, add_bias_kv=True, batch_first=True, layout=layout, **ring).to("xla")
-        x = ring_attn.shard(torch.randn(2, 16, 16).to("xla"), layout=layout, **ring)
-        torch.manual_seed(6)
-        return ring_attn.unshard(attention(x, x, x)[0], layout=layout, **ring).cpu()
-
-    torch.testing.assert_close(run("zigzag", **ring_of(4)), run("contiguous", mesh="local"), rtol=1e-5, atol=1e-6)
-
-
 def test_the_output_is_split_and_the_ring_is_in_the_graph():
     """RingAttention finds the backend and the global mesh by itself."""
     spmd.set_global_mesh(spmd.get_1d_mesh("sequence"))

@@ -9,15 +9,15 @@ from jax_core.tune.timing import ROUNDS
 DESCRIPTION = """Finds the fastest configurations of the attention kernels on this machine, and keeps them where ring_attention
 looks them up (RING_ATTN_CACHE, by default ~/.cache/ring_attn). Every candidate is compared with a reference before it is timed."""
 EXAMPLES = """examples:
-  python -m jax_core.tune --all-models --seconds 600 --workers 8
-  python -m jax_core.tune --length 8192 --heads 32 --kv-heads 8 --dim 128 --causal
-  python -m jax_core.tune --all-models --show"""
+  python -m tools.tune --all-models --seconds 600 --workers 8
+  python -m tools.tune --length 8192 --heads 32 --kv-heads 8 --dim 128 --causal
+  python -m tools.tune --all-models --show"""
 LENGTHS = (8192, 2048)  # one of each class of lengths (keys.py), the longer first
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m jax_core.tune", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m tools.tune", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_shape(parser.add_argument_group("shape", "of one process's shards"))
     _add_features(parser.add_argument_group("features", "of the attention to tune for; without any it is bidirectional"))

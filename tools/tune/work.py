@@ -20,9 +20,9 @@ from jax_core.request.dispatch import KERNELS
 from jax_core.request.features import refusal
 from jax_core.request.preferences import preferred_kernels
 from jax_core.request.spec import make_problem
-from jax_core.tune.command.models import SHAPES
 from jax_core.tune.keys import key_of
 from jax_core.tune.search import Limits, Result, candidates, search
+from tools.tune.models import SHAPES
 
 STOP = 0.12  # the part of the time at whose beginning no more candidates are compiled
 

@@ -1,14 +1,15 @@
-"""The command: what is asked for, without what the cache has, is searched; every result is kept at once."""
+"""``python -m tools.tune`` (docs/contributing/tuning.md): what is asked for, without what the cache has, is searched; every result
+is kept at once."""
 
 import os
 import sys
 from collections.abc import Sequence
 
 from jax_core.caches import VARIABLE, cache_folder
-from jax_core.tune.command.arguments import parsed
 from jax_core.tune.devices import device_name, versions
 from jax_core.tune.lookup import remember, user_file, user_table
 from jax_core.tune.table import PASSES
+from tools.tune.arguments import parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[VARIABLE] = options.cache
     # The workers share a GPU; JAX reads this when it starts, and so only then is the rest loaded.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jax_core.tune.command import report, work
+    from tools.tune import report, work
 
     try:
         works = work.asked(options)
@@ -43,16 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _search(wanted, device: str, options) -> int:
-    from jax_core.tune.command import report, work
+    from tools.tune import report, work
 
-    progress, all_done = report.Progress(len(wanted)), []
+    all_done = []
     for done in work.run(wanted, options.workers, options.seconds, options.rounds):
         all_done.append(done)
         found = {way: result.found for way, result in done.results.items() if result.found is not None}
         if found:
             remember(device, {done.work.key: found})
-        progress.add(done)
-    progress.close()
+        print(f"[{len(all_done)}/{len(wanted)}]", report.line(done), flush=True)
     print(report.summary(all_done))
     missing = sum(not _kept(one.key, device) for one in wanted)
     if missing:
@@ -71,3 +71,7 @@ def _kept(key: str, device: str) -> bool:
 def _refused(reason: str) -> int:
     print(reason, file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

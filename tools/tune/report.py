@@ -3,36 +3,14 @@
 from collections.abc import Iterable, Sequence
 
 from jax_core.request.dispatch import KERNELS
-from jax_core.tune.command.work import Done, Work
 from jax_core.tune.lookup import origins
 from jax_core.tune.search import in_words
 from jax_core.tune.table import PASSES
+from tools.tune.work import Done, Work
 
 
-class Progress:
-    """tqdm's bar where it is installed, or else a line for each problem."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.count = total, 0
-        try:
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=total, unit="problem", dynamic_ncols=True)
-        except ImportError:
-            self.bar = None
-
-    def add(self, done: Done) -> None:
-        self.count += 1
-        lines = [f"{done.work.name} ({done.work.key})", *_lines(done)]
-        if self.bar is None:
-            print(f"[{self.count}/{self.total}]", "\n    ".join(lines), flush=True)
-        else:
-            self.bar.write("\n    ".join(lines))
-            self.bar.update()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+def line(done: Done) -> str:
+    return "\n    ".join((f"{done.work.name} ({done.work.key})", *_lines(done)))
 
 
 def _lines(done: Done) -> Iterable[str]:
