@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import Lock, RLock, Thread, Timer
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class Executable:
 
     def _compile(self, arrays: tuple[Any, ...]) -> _Made:
         started = time.perf_counter()
-        with in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
+        with _turns(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
             with _lowering:
                 lowered = self._function.lower(*arrays)
             meanwhile, self.meanwhile = self.meanwhile, None
@@ -97,6 +97,11 @@ class Executable:
 
 # Lowering compiles kernels, by compilers that are not made for several threads. It holds the GIL anyway, but for those.
 _lowering = RLock()
+
+
+def _turns() -> AbstractContextManager[None]:
+    """Not on GPUs, where not all of tests/gpu has run with it."""
+    return nullcontext() if jax.default_backend() == "gpu" else in_turn()
 
 
 def _precision() -> str | None:
