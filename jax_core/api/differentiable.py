@@ -56,7 +56,7 @@ def _backend_here() -> str | None:
 
 
 def _empty_made_here(tree: Tree) -> Tree:
-    """``tree`` with its arrays of no elements replaced by ones made here, so that nothing reads those that came.
+    """Replaces empty inputs by fresh empty arrays, so that no program has an empty operand.
 
     jaxlib 0.11.2 crashes where the body of a ``shard_map`` reads an operand of no elements (a constant becomes an operand, too).
     XLA puts a constant in the place of what such an operand is split into, then imports the body with an input of which it does not

@@ -60,7 +60,7 @@ class Decision(NamedTuple):
     choice: Choice
 
 
-# Where the decisions of a block are kept that wants to hear of them (``explain``).
+# Collects decisions while ``explain`` runs.
 DECISIONS: ContextVar[list[Decision] | None] = ContextVar("ring_attn_decisions", default=None)
 
 
