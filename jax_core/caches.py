@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from jax_core.turns import await_turn, end_turn
+
 VARIABLE = "RING_ATTN_CACHE"
 _OFF = ("", "0", "off")
 _SEAL = hashlib.sha256().digest_size
@@ -109,12 +111,22 @@ def read_regular(path: Path) -> bytes:
 def write_kept(path: Path, content: bytes) -> None:
     """Writes a compiled program such that :func:`read_kept` finds it under this name, and as it is. Raises OSError."""
     write_whole(path, content + _seal(path, content))
+    end_turn()
 
 
 def read_kept(path: Path) -> bytes | None:
-    """None where there is nothing, or not what was kept under this name: whoever asks compiles it, and writes it again."""
+    """None where there is nothing, or not what was kept under this name: whoever asks compiles it, and writes it again. Within
+    ``turns.in_turn`` another process that is about to write it is waited for."""
     if not _is_ours(path.parent):
         return None
+    found = _read(path)
+    if found is None:
+        await_turn(path, path.exists)
+        found = _read(path)
+    return found
+
+
+def _read(path: Path) -> bytes | None:
     try:
         sealed = read_regular(path)
     except (OSError, ValueError):

@@ -5,8 +5,7 @@ torch's tensors, too.
 from typing import Any, Generic, NamedTuple, TypeVar
 
 # Documents a sequence that kernels are told of; each costs a tile of padding in a backward's sums, and a step of a tile scheduler.
-# 0, so they go by segment ids alone: to be 4096 once tests/gpu/test_kernels.py's documents have passed on one and on two GPUs.
-MOST_DOCUMENTS = 0
+MOST_DOCUMENTS = 4096
 A = TypeVar("A")  # the kind of array
 
 
@@ -28,7 +27,7 @@ class Operands(NamedTuple, Generic[A]):
     sequence order; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
     ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``documents`` int32 ``[batch|1, most + 1]``, the
     same on all ranks: where each document begins in the whole sequence, ascending, and where the last one ends, for all places that
-    are left. The segment ids say the same then, and kernels that know no documents go by them. ``rank`` int32 ``[1]``, this
+    are left; in place of segment ids, for queries and keys of one length. ``rank`` int32 ``[1]``, this
     device's rank in the ring (None: ``lax.axis_index`` gives it); ``predicate_arrays`` as in :class:`Extras`.
     """
 

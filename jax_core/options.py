@@ -58,6 +58,7 @@ class Options(Settings):
     """What a call asks for: its settings, and what is each call's own."""
 
     dropout_prob: float = 0.0
+    padding: bool = True  # False: no document number is negative, no row is without a document
     lse_gradient: bool = True  # False: the LSE has no cotangent, and one passed anyway is ignored
     predicates: "tuple[Predicate, ...]" = ()  # mask functions already traced, whose arrays are among the operands
     logits_dtype: str | None = None

@@ -1,8 +1,6 @@
 """``ring_attention`` for torch tensors: this rank's shards in, this rank's shard out."""
 
 from collections.abc import Callable, Hashable
-from numbers import Integral, Real
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, Unpack, overload
 
 import torch
@@ -10,13 +8,12 @@ from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import Layout
-from ring_attn.arguments.checks import check_integers, check_numbers, check_settings, check_tensors
-from ring_attn.arguments.documents import Packing, with_documents, with_positions
+from ring_attn.arguments.checks import check_integers, check_numbers, check_settings, check_tensors, plain
+from ring_attn.arguments.documents import Packing, as_documents, with_documents, with_positions
 from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.arguments.head_groups import Group, grouped, joined
 from ring_attn.arguments.names import OF_FUNCTION
 from ring_attn.arguments.shards import check_shards
-from ring_attn.sharding.marks import bounds_of
 from ring_attn.sharding.padding import check_padding
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagates_errors
@@ -72,6 +69,7 @@ class AttentionOptions(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | Tensor | None
     fused_backward: bool
+    padding: bool
     head_groups: int
     deterministic: bool
     platform: str
@@ -146,6 +144,7 @@ def ring_attention(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     fused_backward: bool = False,
+    padding: bool = True,
     head_groups: int = 1,
     deterministic: bool = False,
     platform: str = "auto",
@@ -199,6 +198,8 @@ def ring_attention(
             logarithm, float32 (float64 for float64 inputs), ``-inf`` where a row saw no key. Differentiable.
         fused_backward: True computes dQ, dK and dV in one sweep over the scores: faster if memory is slow, but with Triton no
             longer bit-reproducible.
+        padding: False says that each token is in a document (no segment id is negative, ``cu_seqlens`` end with the last token),
+            which saves clearing what is in none; checked.
         head_groups: in how many groups of K/V heads attention is computed, one after another: what a call needs beside its
             operands and results is then that of a group. The same numbers; without dropout, ``mask_builder`` and DTensors.
         deterministic: True gives the same bits in every run, as does ``torch.use_deterministic_algorithms(True)`` for all calls:
@@ -248,6 +249,7 @@ def ring_attention(
         strategy=strategy,
         cfg=cfg,
         fused_backward=fused_backward,
+        padding=padding,
         head_groups=head_groups,
         deterministic=deterministic,
         lse_gradient=return_lse,
@@ -264,10 +266,12 @@ def attention(
     dropout_seed: int | Tensor | None,
     qkv_format: str = "bshd",
     packing: Packing | None = None,
+    padding: bool = True,
     head_groups: int = 1,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``, with the core's argument names. ``names``: the caller's names for them, where they differ, used in errors."""
+    options["padding"] = padding
     if head_groups != 1:
         groups = grouped(head_groups, names, qkv, others, qkv_format, options)
 
@@ -278,13 +282,14 @@ def attention(
             )
 
         return joined(map(of_group, groups), qkv_format)
-    key = None
-    if packing is None or not packing.given:
+    key, told = None, packing is not None and packing.given
+    if not told:
         check_padding(qkv, others, qkv_format, options)
-        if (documents := bounds_of(others["q_segment_ids"], others["kv_segment_ids"])) is not None:
-            others = {**others, "documents": documents}
     if not torch.compiler.is_compiling():
         check_shards(where, names, qkv, others, qkv_format, packing, options)
+    if not told:
+        others, options = as_documents(others, options)
+    if not torch.compiler.is_compiling():
         key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)
         repeat = call_cache.lookup(key)
         if repeat is not None:
@@ -293,7 +298,7 @@ def attention(
             return as_given(out, lse, qkv_format)
     check_format(qkv_format)
     check_tensors({**qkv, **others}, qkv["query"], names, dims_of(qkv_format))
-    options = {name: _plain(value) for name, value in options.items()}
+    options = {name: plain(value) for name, value in options.items()}
     options["deterministic"] = options["deterministic"] or torch.are_deterministic_algorithms_enabled()
     check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
     check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
@@ -306,7 +311,7 @@ def attention(
         from ring_attn.arguments.dtensor import local_parts
 
         where, qkv, others, whole = local_parts(where, names, qkv, others, options)
-    if packing is not None and packing.given:
+    if packing is not None and told:
         others, options = with_documents(where, packing, qkv_format, qkv, others, options)
     elif options.get("bottom_right"):
         others, options = with_positions(where, qkv, others, options)
@@ -354,22 +359,6 @@ def _ids_as_they_are(others: dict[str, Tensor | None]) -> bool:
     return all(pair in ([None, None], [torch.int32, torch.int32]) for pair in pairs)
 
 
-def _plain(value: object) -> object:
-    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank. Where torch.compile
-    holds a number for variable it is one number from here on: programs are looked up by it."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_plain, value))
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        return index(value)
-    if isinstance(value, float):
-        return float.fromhex(value.hex())
-    if isinstance(value, (Integral, torch.SymInt)):
-        return int(value)
-    return float(value) if isinstance(value, (Real, torch.SymFloat)) else value
-
-
 def _autocast(qkv: dict[str, Tensor], device_type: str) -> dict[str, Tensor]:
     """Cast as torch casts the inputs of its own attention under ``torch.autocast``: all floats but float64."""
     # Asked last, because torch.compile of torch 2.11 cannot trace the question.
@@ -391,7 +380,7 @@ def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | Tensor | None
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return seed
         seed = int(seed)
-    number = _plain(seed)
+    number = plain(seed)
     if isinstance(number, bool) or not isinstance(number, int) or not -(2**63) <= number < 2**64:
         raise ValueError(f"dropout_seed must be an int of 64 bits, or an integer tensor of one element; got {seed!r}")
     return number

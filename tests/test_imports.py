@@ -20,10 +20,11 @@ STANDARD_LIBRARY_ONLY = (
     "jax_core.masks.layout",
     "jax_core.masks.static",
     "jax_core.operands",
+    "jax_core.turns",
 )
 # The layers of jax_core from the lowest up: none imports one above it.
 LAYERS = (
-    ("caches", "config", "keywords", "tiers", "varying"),
+    ("caches", "config", "keywords", "tiers", "turns", "varying"),
     ("masks", "operands", "options"),
     ("kernels",),
     ("tune",),

@@ -19,7 +19,14 @@ LIBRARY = ("ring_attn", "torch_bridge", "jax_core")
 HOLE = "…"
 # The page's lists, and the folders and files whose messages each has; the longest that fits counts.
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "starting": ("torch_bridge/job", "jax_core/caches", "jax_core/tiers", "torch_bridge/backends", "jax_core/__init__"),
+    "starting": (
+        "torch_bridge/job",
+        "jax_core/caches",
+        "jax_core/tiers",
+        "jax_core/turns",
+        "torch_bridge/backends",
+        "jax_core/__init__",
+    ),
     "meshes": ("torch_bridge/job/mesh", "ring_attn/ring", "jax_core/api/mesh", "ring_attn/arguments/dtensor", "ring_attn/parallel"),
     "arguments": (
         "ring_attn",

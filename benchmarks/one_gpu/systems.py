@@ -24,7 +24,9 @@ def ours(platform: str, case: Case, inputs: Inputs, **more: Any) -> Prepared:
         options["sliding_window"] = (case.window - 1, 0)  # the token itself and those before it
     if not case.documents:
         return systems.ours(platform, inputs, **options)
-    options |= dict(qkv_format="thd", cu_seqlens_q=starts(case, inputs), max_seqlen_q=max(case.documents), platform=platform)
+    options |= dict(
+        qkv_format="thd", cu_seqlens_q=starts(case, inputs), max_seqlen_q=max(case.documents), platform=platform, padding=False
+    )
     return through_torch(lambda *qkv: ring_attn.ring_attention(*(x[0] for x in qkv), **options)[None], inputs)
 
 

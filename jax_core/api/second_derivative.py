@@ -20,6 +20,7 @@ from jax_core.request.dispatch import KERNELS
 from jax_core.request.features import refusal
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.pairs.padding import clear_cotangents
+from jax_core.strategies.pairs.rows import real_rows
 from jax_core.strategies.transfers.transfer import tree_after
 from jax_core.varying import vary, varying_axes
 
@@ -76,7 +77,8 @@ def _made_of(
     (out, lse), (out_change, lse_change) = jax.jvp(results, (moving,), (along,))
     lse_change = jnp.where(jnp.isneginf(lse), 0, lse_change)
     _, changes = jax.jvp(gradients, (moving, out, lse), (along, out_change, lse_change))
-    dout_change, dlse_change = clear_cotangents(operands, out_change, lse_change if spec.lse_gradient else jnp.zeros_like(lse))
+    lse_change = lse_change if spec.lse_gradient else jnp.zeros_like(lse)
+    dout_change, dlse_change = clear_cotangents(real_rows(spec, operands), out_change, lse_change)
     made = changes, dout_change, vary(dlse_change, varying_axes(lse)), vary(jnp.zeros_like(out), varying_axes(out))
     done = _done(spec, made)
     changes, *others = made if done is None else tree_after(spec, made, done)

@@ -94,7 +94,7 @@ class Extras(NamedTuple):
 
     ``bias`` float, ``mask`` bool: ``[batch|1, heads|1, q_length|1, k_length]``; ids int32 ``[batch|1, length]``; ``alibi_slopes``
     ``[batch|1, heads]``; ``dropout_seed`` uint32 ``[2]``; ``origin`` int32 ``[2]``, the global indices of the first batch entry and
-    the first head held here; ``documents`` as in ``operands.Operands``: what the segment ids say, once more; ``predicate_arrays``:
+    the first head held here; ``documents`` as in ``operands.Operands``, only for a kernel that takes them; ``predicate_arrays``:
     a tuple of arrays for each predicate.
     """
 
@@ -118,7 +118,7 @@ class Pair:
     ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``;
     ``q_runs``, ``k_runs``: their places in the sequence. ``diagonal``: it is known statically that the queries' own positions are
     among those of the keys: both shards are of one rank, as at the first pair of a ring, or the keys are more than that (the whole
-    sequence, or all that a window shows).
+    sequence, or all that a window shows). ``padding``: whether there may be rows of no document.
     """
 
     q: Array
@@ -129,6 +129,7 @@ class Pair:
     scores: Scores
     extras: Extras = Extras()
     diagonal: bool = False
+    padding: bool = True
 
     @property
     def shards(self) -> tuple[Array, Array, Array]:
@@ -183,6 +184,8 @@ class Kernel(Protocol):
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None: ...
 
+    def takes_documents(self, problem: Problem) -> bool: ...
+
     def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]: ...
 
     def forward(self, pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial: ...
@@ -194,6 +197,12 @@ class Kernel(Protocol):
     def finish(
         self, operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores
     ) -> tuple[Array, Array, Array]: ...
+
+
+def takes_documents(problem: Problem) -> bool:
+    """Of kernels that go by segment ids: never."""
+    del problem
+    return False
 
 
 def finish(operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores) -> tuple[Array, Array, Array]:

@@ -38,13 +38,18 @@ def _check_others(operands: Operands, size: int, rows: str) -> None:
 
 
 def _check_documents(operands: Operands) -> None:
-    documents, batch = operands.documents, operands.query.shape[0]
+    documents, (batch, length, *_) = operands.documents, operands.query.shape
     if documents is None:
         return
     _check_dtype("documents", documents, ("int32",))
     shape = tuple(documents.shape)
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] < 2 or operands.q_segment_ids is None:
-        raise ValueError(f"documents must be [1 or {batch}, documents + 1], beside the segment ids of the same; got shape {shape}")
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] < 2:
+        raise ValueError(f"documents must be [1 or {batch}, documents + 1], got shape {shape}")
+    if operands.q_segment_ids is not None or operands.key.shape[1] != length:
+        raise ValueError(
+            "documents must be of queries and keys of one length, and stand in place of segment ids; got lengths "
+            f"{length} and {operands.key.shape[1]} and {'no' if operands.q_segment_ids is None else 'also'} segment ids"
+        )
 
 
 def _check_qkv(operands: Operands) -> None:

@@ -16,7 +16,7 @@ from jax_core.options import Options
 # Options that the request turns into something else: the mask, the scores, arrays, or the choice of strategy and kernel.
 _TURNED = frozenset(
     "causal bottom_right sliding_window chunk_size logits_soft_cap softmax_scale dropout_prob precision logits_dtype "
-    "mask_mod mask_builder predicates layout platform strategy cfg".split()
+    "mask_mod mask_builder predicates layout platform strategy cfg padding".split()
 )
 # Arrays that are not features: the three that every call has, and those that the library itself adds.
 _ALWAYS = ("query", "key", "value", "rank", "documents", "predicate_arrays")
@@ -73,7 +73,8 @@ def _arrays(scores: Scores, operands: Operands) -> set[str]:
     if not scores.dropout_prob:  # then nothing reads the seed, nor, without predicates, the origin
         there -= {"dropout_seed", "origin"} if not scores.predicates else {"dropout_seed"}
     wide = any(name in there and getattr(operands, name).dtype.itemsize == 8 for name in _IDS)
-    return there | ({"wide_ids"} if wide else set())
+    told = set() if operands.documents is None else {"q_segment_ids", "kv_segment_ids"}  # which say the same
+    return there | told | ({"wide_ids"} if wide else set())
 
 
 def refusal(asked: frozenset[str], handled: frozenset[str]) -> str | None:

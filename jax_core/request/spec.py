@@ -20,7 +20,7 @@ from jax_core.masks.static import Mask, both, check_reach, make_mask, moved
 from jax_core.operands import Operands
 from jax_core.options import ALONE, Options, Placement
 from jax_core.request.checks import check_operands
-from jax_core.request.dispatch import choose
+from jax_core.request.dispatch import Choice, choose
 from jax_core.request.features import features
 from jax_core.strategies.contract import RingSpec
 
@@ -45,8 +45,15 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
         fused_backward=options.fused_backward,
         deterministic=options.deterministic,
         lse_gradient=options.lse_gradient,
+        by_document=_goes_by_document(choice, problem),
+        padding=options.padding,
     )
     return spec, operands
+
+
+def _goes_by_document(choice: Choice, problem: Problem) -> bool:
+    kernel = choice.kernel
+    return problem.documents > 0 and kernel is not None and kernel.takes_documents(choice.strategy.kernel_problem(problem))
 
 
 def make_problem(options: Options, operands: Operands, place: Placement = ALONE) -> tuple[Problem, Operands]:

@@ -35,8 +35,9 @@ class RingSpec:
 
     ``kernel``: what computes a pair of shards; None for a strategy with a kernel of its own. ``backend``: "cpu", "gpu", "tpu".
     ``size``: how many ranks; ``sizes``: along each axis, the first of which is the major one. ``lse_gradient``: whether the LSE may
-    have a cotangent; if False, one passed anyway is ignored. ``differentiable``: whether JAX is to differentiate a pass itself,
-    which is then sent in a form that has derivatives.
+    have a cotangent; if False, one passed anyway is ignored. ``by_document``: whether the kernel takes documents as they are, not
+    as segment ids. ``padding``: whether there may be rows of no document. ``differentiable``: whether JAX is to differentiate a
+    pass itself, which is then sent in a form that has derivatives.
     """
 
     scores: Scores
@@ -52,6 +53,8 @@ class RingSpec:
     fused_backward: bool = False
     deterministic: bool = False
     lse_gradient: bool = True
+    by_document: bool = False
+    padding: bool = True
     differentiable: bool = False
 
 

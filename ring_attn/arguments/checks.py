@@ -1,6 +1,8 @@
 """Checks of the module's sizes and inputs, and of the arguments of ``ring_attention`` that are the same for every backend."""
 
 from collections.abc import Hashable, Mapping
+from numbers import Integral, Real
+from operator import index
 
 import torch
 from torch import Tensor
@@ -83,3 +85,19 @@ def check_integers(numbers: Mapping[str, object]) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
                 raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
+
+
+def plain(value: object) -> object:
+    """NumPy numbers as Python numbers and lists as tuples, so that equal calls are equal data on every rank. Where torch.compile
+    holds a number for variable it is one number from here on: programs are looked up by it."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(plain, value))
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return index(value)
+    if isinstance(value, float):
+        return float.fromhex(value.hex())
+    if isinstance(value, (Integral, torch.SymInt)):
+        return int(value)
+    return float(value) if isinstance(value, (Real, torch.SymFloat)) else value

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout, runs
 from ring_attn.arguments.local_lengths import doubt_local_lengths
-from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
+from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding, require
 from ring_attn.documents.table import of_cumulative
+from ring_attn.sharding.marks import bounds_of
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
@@ -39,8 +40,9 @@ class Packing:
 def with_documents(
     where: Where, packing: Packing, qkv_format: str, qkv: Tensors, others: Others, options: dict[str, Any]
 ) -> tuple[Others, dict[str, Any]]:
-    """The arrays and options of a call with the documents as ids. Where queries and keys have the same documents their positions
-    stay those of the layout, which need no arrays, unless something goes by the distance from a document's start."""
+    """The arrays and options of a call with the documents as a table of them, or as ids. Where queries and keys have the same
+    documents their positions stay those of the layout, which need no arrays, unless something goes by the distance from a
+    document's start."""
     cu_q, cu_k = packing.cu_seqlens_q, packing.cu_seqlens_k
     twice = [name for name in _IDS if others[name] is not None]
     if qkv_format != "thd" or cu_q is None or twice:
@@ -59,16 +61,17 @@ def with_documents(
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {list(cu_q.shape)} and {list(cu_k.shape)}")
     per_sequence = _tensors_per_sequence(where, query.device)
     longest = packing.max_seqlen_q, packing.max_seqlen_q if same and packing.max_seqlen_k is None else packing.max_seqlen_k
-    check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0])
+    padding = options["padding"]
+    check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0], padding)
     if not same or longest[0] != longest[1]:
-        check_cumulative("cu_seqlens_k", cu_k, key.shape[1] * per_sequence, query.device, longest[1])
+        check_cumulative("cu_seqlens_k", cu_k, key.shape[1] * per_sequence, query.device, longest[1], padding)
     doubt_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
-    options, q_index = {**options, "bottom_right": False}, _index(where, options["layout"], query)
+    options, relative = {**options, "bottom_right": False}, options["chunk_size"] is not None or options["mask_mod"] is not None
+    if same and not relative and (table := of_cumulative(cu_q)) is not None:
+        return {**others, "documents": table}, options
+    q_index = _index(where, options["layout"], query)
     q_document = documents_of(q_index, cu_q)
     ids = dict(q_segment_ids=or_padding(q_document, cu_q))
-    if same and (table := of_cumulative(cu_q)) is not None:
-        ids["documents"] = table
-    relative = options["chunk_size"] is not None or options["mask_mod"] is not None
     if same and not relative:
         return {**others, **ids}, options  # which serve both sides
     k_index = _index(where, options["layout"], key)
@@ -79,6 +82,20 @@ def with_documents(
     ids["q_position_ids"] = q_index + (shift - starts)[q_document]
     ids["kv_position_ids"] = k_index - starts[k_document]
     return {**others, **ids}, options
+
+
+def as_documents(others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
+    """With the documents in place of the segment ids, where those are known to be documents' and go by no position ids."""
+    ids = others["q_segment_ids"], others["kv_segment_ids"]
+    documents = bounds_of(*ids)
+    if documents is None:
+        if not options["padding"]:
+            for name, numbers in zip(_IDS, ids, strict=False):
+                if numbers is not None:
+                    require((numbers >= 0).all(), f"{name} must not be negative where padding=False says that all are in documents")
+        return others, options
+    others = {**others, "documents": documents.table, "q_segment_ids": None, "kv_segment_ids": None}
+    return others, {**options, "padding": options["padding"] and documents.padding}
 
 
 def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:

@@ -2,6 +2,8 @@
 where the last one ends. The number of places grows by doubling, for each is a program of its own.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,15 @@ from torch import Tensor
 from jax_core import operands
 
 _LEAST = 16
+
+
+class Documents(NamedTuple):
+    """``table [rows, places + 1]``; ``padding``: whether a token is in no document."""
+
+    table: Tensor
+    padding: bool
+
+
 _DEVICES = ("cpu", "cuda")  # whose programs take them
 
 
@@ -21,15 +32,15 @@ def of_cumulative(cu_seqlens: Tensor) -> Tensor | None:
     return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(places - count)]).to(torch.int32)[None]
 
 
-def of_numbers(numbers: Tensor) -> Tensor | None:
+def of_numbers(numbers: Tensor) -> Documents | None:
     """Of the documents' numbers ``[rows, seq]`` of whole sequences, negative on padding. None where a document is no interval,
     where padding is between tokens, and where there are too many."""
     if not operands.MOST_DOCUMENTS or not numbers.numel() or numbers.device.type not in _DEVICES:
         return None
     before, real = F.pad(numbers[:, :-1], (1, 0), value=-1), numbers >= 0
     begins = real & (numbers != before)
-    blocks, falls = (real & (before < 0)).sum(1).max(), (real & (numbers < before)).any()
-    most_blocks, any_falls, count = torch.stack([blocks, falls.long(), begins.sum(1).max()]).tolist()
+    blocks, falls, holes = (real & (before < 0)).sum(1).max(), (real & (numbers < before)).any(), (~real).any()
+    most_blocks, any_falls, padding, count = torch.stack([blocks, falls.long(), holes.long(), begins.sum(1).max()]).tolist()
     places = _places(count)
     if most_blocks > 1 or any_falls or places > operands.MOST_DOCUMENTS:
         return None
@@ -37,7 +48,7 @@ def of_numbers(numbers: Tensor) -> Tensor | None:
     end = torch.where(real, index + 1, 0).amax(1, keepdim=True)
     table = end.repeat(1, places + 2)  # the last column takes what is written for tokens that begin nothing
     table.scatter_(1, torch.where(begins, begins.cumsum(1) - 1, places + 1), index.contiguous())
-    return table[:, :-1].contiguous()
+    return Documents(table[:, :-1].contiguous(), bool(padding))
 
 
 def _places(count: int) -> int:

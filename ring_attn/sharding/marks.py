@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout
+from ring_attn.documents.table import Documents
 from torch_bridge.job.ring import Ring
 from torch_bridge.job.sanity_checks import note_batch
 
-_MARK, _SUMS, _DOCUMENTS, _BOUNDS = "ring_attn_shard", "ring_attn_whole", "ring_attn_documents", "ring_attn_bounds"
+_MARK, _SUMS, _DOCUMENTS = "ring_attn_shard", "ring_attn_whole", "ring_attn_documents"
+_BOUNDS, _PADDING = "ring_attn_bounds", "ring_attn_padding"
 IDS = "input_ids"
 
 
@@ -92,18 +94,19 @@ def has_documents(labels: Tensor) -> bool:
     return getattr(labels, _DOCUMENTS, False)
 
 
-def mark_bounds(segment_ids: Tensor, table: Tensor | None) -> Tensor:
-    """These ids, as documents of the ``table`` of the whole (:mod:`ring_attn.documents.table`), if there is one."""
-    if table is not None:
-        setattr(segment_ids, _BOUNDS, table)
+def mark_bounds(segment_ids: Tensor, bounds: Documents | None) -> Tensor:
+    """These ids, as those of the documents of the whole, if there is a table of them."""
+    if bounds is not None:
+        setattr(segment_ids, _BOUNDS, bounds.table)
+        setattr(segment_ids, _PADDING, bounds.padding)
     return segment_ids
 
 
-def bounds_of(q_segment_ids: Tensor | None, kv_segment_ids: Tensor | None) -> Tensor | None:
-    """The table of the documents that both are ids of, if that is known."""
+def bounds_of(q_segment_ids: Tensor | None, kv_segment_ids: Tensor | None) -> Documents | None:
+    """The documents that both are ids of, if that is known."""
     table: Tensor | None = getattr(q_segment_ids, _BOUNDS, None)
     both = kv_segment_ids is None or getattr(kv_segment_ids, _BOUNDS, None) is table
-    return table if both else None
+    return Documents(table, getattr(q_segment_ids, _PADDING, True)) if both and table is not None else None
 
 
 def ranks_of(ring: Ring) -> tuple[int, ...]:

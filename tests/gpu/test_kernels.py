@@ -12,7 +12,6 @@ from oracle_assertions import assert_ring_is_like_the_oracle
 from pairs import ShardPair, check
 
 import jax_core
-from jax_core import operands
 from jax_core.kernels import cute, triton
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.kernels.cute import calls as cute_calls
@@ -78,9 +77,8 @@ def defaults(pair: ShardPair):
 
 @pytest.mark.parametrize("dims", [64, 128])
 @pytest.mark.parametrize("name", packed_rows.CASES)
-def test_cute_documents_as_rectangles(monkeypatch, name, dims):
+def test_cute_documents_as_rectangles(name, dims):
     """bfloat16 beside XLA's kernel in float32, of the same numbers; 16 times as long."""
-    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
     packed = packed_rows.CASES[name]
     if packed.ring > jax.local_device_count():
         pytest.skip(f"needs {packed.ring} GPUs")

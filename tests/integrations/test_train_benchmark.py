@@ -1,12 +1,14 @@
-"""benchmarks/training/compare.py: the batches that all systems get, and what is counted. Its systems themselves run on GPUs."""
+"""benchmarks/training: the batches that all systems get, and what is counted. The systems themselves run on GPUs."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from benchmarks.harness.report import Report
 from benchmarks.harness.streams import Event, split
 from benchmarks.harness.team import Team
-from benchmarks.training import job, systems
+from benchmarks.training import job, lengths, systems
 
 
 def test_documents_restart_positions_and_have_no_label_across_their_end():
@@ -64,3 +66,30 @@ def test_each_system_is_made_with_one_more_lever():
     assert devices[:5] == sorted(devices[:5], reverse=True) and len({*devices}) == len(devices)
     assert systems.predicted("SDPA on one GPU", setting, 2, 2**17) == {}
     assert round(setting.shapes.parameters / 1e9, 1) == 3.6
+
+
+def test_packed_rows_are_nearly_full_and_none_is_over():
+    rows = lengths.packed_lengths(30, 1024, torch.Generator().manual_seed(0))
+    filled = [sum(row) for row in rows]
+    assert len(rows) == 30 and filled[0] == max(filled) == 1024 and min(filled) > 900 and len({*filled}) > 8
+    longest = lengths.longest_alone("packed", rows, 1024)
+    assert [sum(row) for row in longest] == [1024] * 30 and [len(row) for row in longest] == [len(row) for row in rows]
+
+
+def test_padded_batches_have_lengths_of_one_octave():
+    batches = lengths.padded_lengths(40, 512, torch.Generator().manual_seed(0))
+    longest = [max(batch) for batch in batches]
+    assert longest[0] == 512 and min(longest) > 256 and len({*longest}) > 20
+    batch = lengths.padded([torch.ones(3, dtype=torch.int64), torch.ones(5, dtype=torch.int64)])
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+    assert batch["labels"].tolist() == [[1, 1, 1, -100, -100], [1] * 5]
+
+
+def test_compiling_is_what_its_steps_took_beyond_the_others():
+    report = Report(None, "")
+    options = SimpleNamespace(way="packed", steps=4)
+    changing = {"seconds": [5.0, 1.0, 3.0, 0.8], "compiled": [True, False, True, False], "forward": 2, "backward": 2}
+    more = {"of all ranks": 4, "lengths": 3}
+    lengths.told(report, options, {**changing, **more}, {"seconds": [2.0, 1.0, 1.0], "of all ranks": 0})
+    assert report.find("packed", "changing", "", "compiling, s") == 6.0
+    assert [ratio["value"] for ratio in report.data["ratios"]] == pytest.approx([0.95, 2, 2.0])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from document_cases import CASES, Case, same
 
-from jax_core import operands
 from ring_attn import ring_attention, shard_batch, shard_packed
 from ring_attn.arguments import documents, local_lengths
 from ring_attn.arguments.local_lengths import doubt_local_lengths
@@ -16,6 +15,7 @@ from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import read_documents
 from ring_attn.documents.table import of_cumulative, of_numbers
 from ring_attn.flash import flash_attn_varlen_func
+from torch_bridge.attention import functional
 from torch_bridge.attention.operation import OPERANDS
 from torch_bridge.call import autograd
 from torch_bridge.job import sanity_checks
@@ -163,19 +163,15 @@ ROWS = {
 NO_INTERVALS = ("padding within", "padding between", "one that comes back")
 
 
-@pytest.fixture
-def most(monkeypatch):
-    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
-
-
-@pytest.mark.usefixtures("most")
 @pytest.mark.parametrize("names", [*([name] for name in ROWS), ["two documents", "padding at both ends", "padding alone"]], ids=str)
 def test_a_table_says_what_the_numbers_say(names):
     numbers = torch.tensor([ROWS[name] for name in names])
-    table = of_numbers(numbers)
-    assert (table is None) == any(name in NO_INTERVALS for name in names)
-    if table is None:
+    found = of_numbers(numbers)
+    assert (found is None) == any(name in NO_INTERVALS for name in names)
+    if found is None:
         return
+    table, padding = found
+    assert padding == bool((numbers < 0).any())
     assert table.dtype == torch.int32 and table.shape == (len(names), 17)
     index = torch.arange(numbers.shape[1])
     inside = (table[:, :-1, None] <= index) & (index < table[:, 1:, None])  # [rows, documents, seq]
@@ -183,14 +179,12 @@ def test_a_table_says_what_the_numbers_say(names):
     assert torch.equal(same, (numbers[:, :, None] == numbers[:, None]) & (numbers >= 0)[:, :, None])
 
 
-@pytest.mark.usefixtures("most")
 def test_a_table_has_places_for_twice_as_many_or_none():
-    assert of_numbers(torch.arange(17)[None]).shape == (1, 33)
+    assert of_numbers(torch.arange(17)[None]).table.shape == (1, 33)
     assert of_numbers(torch.arange(5000)[None]) is None
-    assert torch.equal(of_cumulative(torch.tensor([0, 2, 5])), of_numbers(torch.tensor([[0, 0, 1, 1, 1]])))
+    assert torch.equal(of_cumulative(torch.tensor([0, 2, 5])), of_numbers(torch.tensor([[0, 0, 1, 1, 1]])).table)
 
 
-@pytest.mark.usefixtures("most")
 @pytest.mark.parametrize("compiles", [False, True])
 def test_kernels_are_told_the_documents_of_a_sharded_batch(monkeypatch, compiles):
     """In compiled functions, too; not those of ids that were changed."""
@@ -214,3 +208,29 @@ def test_kernels_are_told_the_documents_of_a_sharded_batch(monkeypatch, compiles
     changed = attend(q, batch.segment_ids + 1)
     assert told[-1] is None
     torch.testing.assert_close(out, changed)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_whether_there_is_padding_is_told_with_the_documents(monkeypatch, padded):
+    seen = []
+    describe = functional._described
+    monkeypatch.setattr(
+        functional, "_described", lambda where, settings, *rest: seen.append(settings) or describe(where, settings, *rest)
+    )
+    ids = torch.tensor([[0, 0, 1, 1, 1, 1, 2, -1 if padded else 2]])
+    batch = shard_batch(ids.clamp_min(0), segment_ids=ids, mesh="local")
+    q = torch.randn(1, 8, 2, 24)
+    ring_attention(q, q, q, causal=True, mesh="local", q_segment_ids=batch.segment_ids)
+    assert dict(seen[-1])["padding"] == padded
+
+
+def test_no_padding_is_checked():
+    q, ids = torch.randn(1, 8, 2, 8), torch.tensor([[0, 0, 1, 1, 1, 1, 2, -1]])
+    with pytest.raises(ValueError, match="q_segment_ids must not be negative where padding=False"):
+        ring_attention(q, q, q, mesh="local", q_segment_ids=ids, padding=False)
+    packed = dict(mesh="local", qkv_format="thd", causal=True, padding=False)
+    with pytest.raises(ValueError, match="to the 8 tokens of the whole sequence where padding=False"):
+        ring_attention(*[q[0]] * 3, cu_seqlens_q=torch.tensor([0, 3, 7]), **packed)
+    ends = torch.tensor([0, 3, 8])
+    with_it = ring_attention(*[q[0]] * 3, cu_seqlens_q=ends, **packed)
+    assert torch.equal(with_it, ring_attention(*[q[0]] * 3, cu_seqlens_q=ends, **{**packed, "padding": True}))

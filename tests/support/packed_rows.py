@@ -44,6 +44,8 @@ CASES = {
     "alone, all visible": Packed([[0, 31, 32, 96]], options={}),
     "alone, window, soft cap": Packed([[0, 50, 128]], options=CAUSAL | {"sliding_window": 20, "logits_soft_cap": 2.0}),
     "alone, deterministic": Packed([[0, 50, 128]], options=CAUSAL | {"deterministic": True}),
+    "alone, no padding, two rows": Packed([[0, 50, 128], [0, 128, 128]], options=CAUSAL | {"padding": False}),
+    "zigzag of two, no padding": Packed([[0, 30, 131, 256]], ring=2, layout="zigzag", options=CAUSAL | {"padding": False}),
     "contiguous of four": Packed(TWO_ROWS[:1], ring=4),
     "contiguous of four, own heads, two rows": Packed(TWO_ROWS, ring=4, kv_heads=2),
     "zigzag of four": Packed(TWO_ROWS, ring=4, layout="zigzag", options=CAUSAL | {"deterministic": True}),
@@ -62,9 +64,10 @@ def computed(packed: Packed, platform: str, dtype: str = "float32") -> tuple:
     ids, table, rows = jnp.asarray(packed.ids[:, packed.order]), jnp.asarray(packed.bounds, jnp.int32), P(None, "ring")
 
     def local(q, k, v, dout, ids, table):
-        operands = Operands(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, documents=table)
+        told = dict(documents=table) if platform == "cute" else dict(q_segment_ids=ids, kv_segment_ids=ids)
         place = Placement("ring", packed.ring) if packed.ring > 1 else ALONE
-        spec, operands = make_spec(options, operands, place)
+        spec, operands = make_spec(options, Operands(q, k, v, **told), place)
+        assert spec.by_document == (platform == "cute")
         out, lse = spec.strategy.forward(spec, operands)
         gradients = spec.strategy.backward(spec, operands, out, lse, dout)
         return out, jnp.swapaxes(lse, 1, 2), *gradients[:3]

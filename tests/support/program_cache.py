@@ -4,7 +4,6 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,21 +24,18 @@ def keep_programs() -> None:
 
     with patch.dict(os.environ, {VARIABLE: folder()}):
         keep()
-    _change_who_writes()
+    _write_none_of_other_hardware()
 
 
-def _change_who_writes() -> None:
-    """Every rank writes: on CPUs a program has another key on each, and JAX lets the first one alone. Nothing is written for
-    hardware that is not here: JAX cannot read it again."""
+def _write_none_of_other_hardware() -> None:
+    """JAX cannot read again what it has compiled for hardware that is not here."""
     with suppress(ImportError, AttributeError):
         from jax._src import compiler
 
-        write, first = compiler._cache_write, SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+        write = compiler._cache_write
 
-        def write_as_the_first(*arguments: Any) -> None:
-            if any(isinstance(argument, compiler._jax.CompileOnlyPyClient) for argument in arguments):
-                return
-            with patch.object(compiler, "distributed", first):
+        def write_own(*arguments: Any) -> None:
+            if not any(isinstance(argument, compiler._jax.CompileOnlyPyClient) for argument in arguments):
                 write(*arguments)
 
-        compiler._cache_write = write_as_the_first
+        compiler._cache_write = write_own

@@ -16,6 +16,7 @@ from jax_core.request.dispatch import SHARED_QUERIES
 from jax_core.request.explain import taken
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import RingSpec
+from jax_core.strategies.pairs.rows import as_kernel_takes_them
 from torch_bridge.attention.empty import Empty
 from torch_bridge.backends.operation import Form, Operation, Request, Whole
 from torch_bridge.job.mesh import Ring as RingOfProcesses
@@ -95,7 +96,7 @@ class Attention(Operation):
     def layout_in_use(self, forms: Sequence[Form | None]) -> str:
         """The layout; empty where nothing goes by it: no mask, or by position ids that say all that it would, or in any order."""
         options, given = self.options, {name for name, form in zip(OPERANDS, forms, strict=False) if form is not None}
-        by_place = bool(given & {"bias", "mask"}) or options.mask_builder is not None
+        by_place = bool(given & {"bias", "mask", "documents"}) or options.mask_builder is not None
         static = options.causal or options.sliding_window is not None or options.chunk_size is not None or options.predicates
         by_position = (static or "alibi_slopes" in given) and "q_position_ids" not in given
         return str(options.layout) if (by_place or by_position) and not self.shared_queries else ""
@@ -141,10 +142,11 @@ class LocalAttention:
         return taken(self.spec)
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return self.spec.strategy.forward(self.spec, self.attention.named(operands, self.built))
+        given = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))
+        return self.spec.strategy.forward(self.spec, given)
 
     def backward(self, wanted: Sequence[int], *arrays: Any) -> list[Any]:
         *operands, out, lse, dout, dlse = arrays
-        given = self.attention.named(operands, self.built)
+        given = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))
         gradients = self.spec.strategy.backward(self.spec, given, out, lse, dout, dlse)
         return [gradients[number] for number in wanted]

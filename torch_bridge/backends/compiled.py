@@ -1,18 +1,19 @@
 """Programs over shared memory: the forward and backward of one request on one ring, compiled once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import jax
 import torch
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from jax_core.options import Placement
 from torch_bridge.backends.dlpack import keeping_device, precision_scope
 from torch_bridge.backends.executable import Compilation, Executable
-from torch_bridge.backends.launch import Compiled, Join, Launcher, launcher
+from torch_bridge.backends.launch import Compiled, Join, Launcher, jax_device, launcher
 from torch_bridge.backends.operation import Form, Local, Request, Results
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.job.ring import Tensors
@@ -49,11 +50,29 @@ class Program:
             if self.ring.size > 1:
                 self.request.operation.check_ranks(self.request, self.ring, operands)
             self.checked = True
+            self._expect_backward(operands)
         return tuple(self._run("forward", self.compiled_forward, operands))
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
         compiled = self.compiled_backward(tuple(wanted), tuple(x is not None for x in cotangents))
         return self._run("backward", compiled, (*operands, *results, *cotangents))
+
+    def _expect_backward(self, operands: Tensors) -> None:
+        """Have a backward compiled while the first forward is, and runs: of those operands that need gradients now, for a cotangent
+        of the first result. Any other is compiled when it is called."""
+        needed = {number for number, x in enumerate(operands) if x is not None and x.requires_grad}
+        if needed:
+            wanted = tuple(sorted(needed.union(self.request.operation.differentiated)))
+            self.executables[0].meanwhile = partial(self._compile_backward, wanted)
+
+    def _compile_backward(self, wanted: tuple[int, ...]) -> None:
+        request, absent = self.request, (None,) * (len(self.request.results) - 1)
+        compiled = self.compiled_backward(wanted, (True, *(False for _ in absent)))
+        memory = compiled.results if self.launcher.in_place else ()
+        forms = *request.forms, *request.results, request.results[0], *absent, *memory
+        arrays = [form and _abstract(form, self.ring, request.device) for form in forms]
+        assert isinstance(compiled.function, Executable)
+        compiled.function.compile_ahead(arrays, partial(_scope, request.device, self.dtype))
 
     @property
     def compilations(self) -> list[Compilation]:
@@ -114,6 +133,21 @@ def local_of(request: Request, ring: Ring) -> Local:
         local = request.operation.local(request, _placement(ring, jax_platform(device)))
         launcher(device)  # so that an error on this rank is raised before a comparison
     return local
+
+
+@contextmanager
+def _scope(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    with keeping_device(device), precision_scope(dtype):
+        yield
+
+
+def _abstract(form: Form, ring: Ring, device: torch.device) -> jax.ShapeDtypeStruct:
+    """What a launcher makes of this rank's tensor of this form."""
+    dtype = jax.numpy.dtype(str(form.dtype).removeprefix("torch."))
+    if ring.size == 1:
+        return jax.ShapeDtypeStruct(form.shape, dtype, sharding=SingleDeviceSharding(jax_device(device)))
+    whole = ring.size * form.shape[0], *form.shape[1:]
+    return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding(ring, jax_platform(device)))
 
 
 def _alone(ring: Ring) -> bool:

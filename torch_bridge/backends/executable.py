@@ -6,12 +6,16 @@ to show it, and once in a process, as WARNING, that one takes long while it does
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Lock, Timer
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from threading import Lock, RLock, Thread, Timer
+from typing import Any, NamedTuple
 
 import jax
+
+from jax_core.turns import in_turn
 
 LOG = logging.getLogger("ring_attn")
 LONG = 3.0  # seconds after which it is said that a program is being compiled
@@ -30,6 +34,11 @@ class Compilation(NamedTuple):
         return f"{self.what} in {self.seconds:.1f} s{held}"
 
 
+class _Made(NamedTuple):
+    compiled: "jax.stages.Compiled"
+    told: Compilation
+
+
 class Executable:
     """``function``, of arrays that have the same shapes, dtypes and devices in every call; those that are absent (None) always are.
 
@@ -39,24 +48,73 @@ class Executable:
 
     def __init__(self, function: "jax.stages.Wrapped", what: str, of: str, loud: bool) -> None:
         self.compilations: list[Compilation] = []
+        self.meanwhile: Callable[[], object] | None = None  # called once while it is compiled, after it is lowered
         self._function, self._what, self._of, self._loud = function, what, of, loud
         self._compiled: dict[str | None, jax.stages.Compiled] = {}
+        self._ahead: dict[str | None, Future[_Made]] = {}
 
     def __call__(self, *arrays: jax.Array | None) -> Sequence[jax.Array]:
-        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # made at run time
+        precision = _precision()
         compiled = self._compiled.get(precision)
         if compiled is None:
-            compiled = self._compiled[precision] = self._compile(arrays)
+            compiled = self._compiled[precision] = self._first(precision, arrays)
         results: Sequence[jax.Array] = compiled(*arrays)
         return results
 
-    def _compile(self, arrays: tuple[jax.Array | None, ...]) -> "jax.stages.Compiled":
+    def compile_ahead(
+        self, arrays: Sequence[jax.ShapeDtypeStruct | None], scope: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Begin to compile for such arrays, on a thread of its own, within ``scope()`` as calls are. What fails there is left to
+        the first call, which compiles again. Python waits for the thread before it ends."""
+        precision = _precision()
+        if precision not in self._compiled and precision not in self._ahead:
+            self._ahead[precision] = _on_a_thread(partial(self._compile_within, scope, precision, tuple(arrays)))
+
+    def _compile_within(
+        self, scope: Callable[[], AbstractContextManager[object]], precision: str | None, arrays: tuple[Any, ...]
+    ) -> _Made:
+        with scope(), jax.default_matmul_precision(precision):  # None is JAX's default
+            return self._compile(arrays)
+
+    def _first(self, precision: str | None, arrays: tuple[jax.Array | None, ...]) -> "jax.stages.Compiled":
+        ahead = self._ahead.pop(precision, None)
+        made = self._compile(arrays) if ahead is None or ahead.exception() is not None else ahead.result()
+        self.compilations.append(made.told)
+        LOG.info("compiled %s: %s", made.told, self._of)
+        return made.compiled
+
+    def _compile(self, arrays: tuple[Any, ...]) -> _Made:
         started = time.perf_counter()
-        with _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
-            compiled = self._function.lower(*arrays).compile()
-        self.compilations.append(Compilation(self._what, time.perf_counter() - started, _temporaries(compiled)))
-        LOG.info("compiled %s: %s", self.compilations[-1], self._of)
-        return compiled
+        with in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
+            with _lowering:
+                lowered = self._function.lower(*arrays)
+            meanwhile, self.meanwhile = self.meanwhile, None
+            if meanwhile is not None:
+                meanwhile()
+            compiled = lowered.compile()
+        return _Made(compiled, Compilation(self._what, time.perf_counter() - started, _temporaries(compiled)))
+
+
+# Lowering compiles kernels, by compilers that are not made for several threads. It holds the GIL anyway, but for those.
+_lowering = RLock()
+
+
+def _precision() -> str | None:
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # made at run time
+    return precision
+
+
+def _on_a_thread(compute: Callable[[], _Made]) -> "Future[_Made]":
+    future: Future[_Made] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(compute())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="ring_attn compiles ahead").start()
+    return future
 
 
 def _temporaries(compiled: "jax.stages.Compiled") -> int | None:

@@ -62,7 +62,7 @@ class _OnCpu:
     in_place: bool = False
 
     def __init__(self, device: torch.device) -> None:
-        self.convert = conversions(device, jax.local_devices(backend="cpu")[0])
+        self.convert = conversions(device, jax_device(device))
         # JAX's threads release a call's tensors a moment after its results are ready. Freeing a tensor takes the GIL, and a thread
         # that asks for the GIL while the interpreter shuts down is terminated, which takes the whole process down.
         atexit.register(time.sleep, _LETTING_GO)
@@ -95,7 +95,7 @@ class _OnGpu:
     in_place: bool = True
 
     def __init__(self, device: torch.device) -> None:
-        self._torch_device, self._jax_device = device, _jax_gpu(device)
+        self._torch_device, self._jax_device = device, jax_device(device)
         reserve_pool(device)
         self.convert = conversions(device, self._jax_device)
         self._lock = Lock()
@@ -221,7 +221,10 @@ def _number(stream: torch.cuda.Stream) -> int:
     return stream.cuda_stream or DEFAULT_STREAM
 
 
-def _jax_gpu(device: torch.device) -> jax.Device:
+def jax_device(device: torch.device) -> jax.Device:
+    """JAX's device for tensors on ``device``. Raises RuntimeError if this process has none."""
+    if device.type == "cpu":
+        return jax.local_devices(backend="cpu")[0]
     gpus = {gpu.local_hardware_id: gpu for gpu in jax.local_devices(backend="gpu")}
     if device.index not in gpus:
         raise RuntimeError(

@@ -1,6 +1,6 @@
 """cuDNN's fused attention, for NVIDIA GPUs."""
 
-from jax_core.kernels.contract import finish
+from jax_core.kernels.contract import finish, takes_documents
 from jax_core.kernels.cudnn.kernel import CAPABILITIES, CONTINUES, backward, default_params, forward, unsupported
 
-__all__ = ["CAPABILITIES", "CONTINUES", "backward", "default_params", "finish", "forward", "unsupported"]
+__all__ = ["CAPABILITIES", "CONTINUES", "backward", "default_params", "finish", "forward", "takes_documents", "unsupported"]

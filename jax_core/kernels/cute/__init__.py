@@ -1,6 +1,6 @@
 """flash-attn-4's kernels, for Hopper."""
 
 from jax_core.kernels.cute.kernel import CONTINUES, backward, default_params, finish, forward
-from jax_core.kernels.cute.limits import CAPABILITIES, unsupported
+from jax_core.kernels.cute.limits import CAPABILITIES, takes_documents, unsupported
 
-__all__ = ["CAPABILITIES", "CONTINUES", "backward", "default_params", "finish", "forward", "unsupported"]
+__all__ = ["CAPABILITIES", "CONTINUES", "backward", "default_params", "finish", "forward", "takes_documents", "unsupported"]

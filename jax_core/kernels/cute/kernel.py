@@ -49,7 +49,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
     inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), *plan.extras]
     results = [plan.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
     # Padding is of no document, and where no other pair is joined with this one its output is 0.
-    there = [_zeros(results.pop(0))] if plan.sequences and pairs.is_static(pair.q_runs) else []
+    there = [_zeros(results.pop(0))] if plan.sequences and pair.padding and pairs.is_static(pair.q_runs) else []
     made, sums = call("forward", plan.settings, inputs, there, results)
     if plan.packed:
         sums = jnp.swapaxes(sums.reshape(heads, batch, length), 0, 1)
@@ -63,7 +63,7 @@ def backward(pair: Pair, residuals: Residuals, dq: Any, config: BwdParams, *, fu
     q, k, v = pair.shards
     listed, group = _listed(pair), q.shape[2] // k.shape[2]
     tile = TILES[calls.capability()].backward(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
-    plan, sequences = _make_plan(pair, tile, listed, padding=True), q.shape[0] if pairs.packs(pair, listed) else 0
+    plan, sequences = _make_plan(pair, tile, listed, padding=pair.padding), q.shape[0] if pairs.packs(pair, listed) else 0
     if plan.by_document:
         return _by_document(pair, residuals, dq, plan, sequences, deterministic)
     sums = [zeros(q, "query", tile, sequences) if dq is None else dq]
@@ -181,10 +181,10 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, paddi
     if listed:
         lists = make_lists(pair, tile.tile_n, isinstance(tile, BackwardTile))
         return _Plan(False, pairs.WHOLE, None, None, lists, replace(settings, listed=lists.listed))
-    by_document = _has_documents(pair)
+    by_document = pair.extras.documents is not None
     if by_document and (pair.diagonal or pairs.is_static(pair.q_runs)):
         bounds, where = pairs.bounds_of(pair), pairs.squares(pair, padding)
-        covered = None if padding else pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
+        covered = None if padding or not pair.padding else pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
         number = 0 if where[0] is None else where[0].shape[0] - 1
         return _Plan(True, where, covered, covered, None, _with_mask(settings, scores.mask), number, by_document)
     if pairs.is_within(scores.mask):
@@ -213,16 +213,8 @@ def _with_mask(settings: Settings, mask: Mask) -> Settings:
     return replace(settings, local=True, left=mask.left, right=0 if mask.causal else mask.right)
 
 
-def _has_documents(pair: Pair) -> bool:
-    documents, others = pair.extras.documents, pair.extras.mask is not None or pair.extras.q_position_ids is not None
-    number, same_length = 0 if documents is None else documents.shape[1] - 1, pair.q.shape[1] == pair.k.shape[1]
-    in_order = len(pair.q_runs) <= 2 and pair.q_runs[0].stride == 1
-    return pairs.are_rectangles(pair.scores, number, others, pairs.is_static(pair.q_runs), same_length, in_order)
-
-
 def _listed(pair: Pair) -> bool:
     has_data = any(x is not None for x in (pair.extras.mask, pair.extras.q_segment_ids, pair.extras.q_position_ids))
-    has_data = has_data and not _has_documents(pair)
     scattered, same_length = max(len(pair.q_runs), len(pair.k_runs)) > 2, pair.q.shape[1] == pair.k.shape[1]
     return pairs.needs_lists(pair.scores, has_data, pairs.is_static(pair.q_runs), same_length, scattered)
 

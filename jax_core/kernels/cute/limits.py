@@ -2,11 +2,12 @@
 
 import math
 
+from jax_core import operands
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 from jax_core.kernels.cute import calls
 from jax_core.kernels.cute.lists import QUERY_BLOCK
-from jax_core.kernels.cute.pairs import are_rectangles, is_within, needs_lists
+from jax_core.kernels.cute.pairs import is_within, needs_lists
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import run_length
 
@@ -26,11 +27,18 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
 
 
 def listed(problem: Problem) -> bool:
-    alone, same_length = problem.size == 1, problem.q_length == problem.k_length
-    others, in_order = bool(problem.features & (_DATA - _SEGMENTS)), alone or problem.layout in ("contiguous", "zigzag")
-    rectangles = are_rectangles(problem.scores, problem.documents, others, alone, same_length, in_order)
-    has_data = bool(problem.features & _DATA) and not rectangles
+    has_data = bool(problem.features & _DATA) and not takes_documents(problem)
     return needs_lists(problem.scores, has_data, problem.size == 1, problem.q_length == problem.k_length, _scattered(problem))
+
+
+def takes_documents(problem: Problem) -> bool:
+    """Whether the documents are rectangles of scores. The rows of a shard must ascend without gaps but one, in the middle."""
+    alone, mask = problem.size == 1, problem.scores.mask
+    others, in_order = problem.features & (_DATA - _SEGMENTS), alone or problem.layout in ("contiguous", "zigzag")
+    if not 0 < problem.documents <= operands.MOST_DOCUMENTS or problem.q_length != problem.k_length or not in_order:
+        return False
+    plain = mask.chunk is None and not mask.any_position and mask.keys is None and not problem.scores.predicates and not others
+    return plain and (alone or (mask.causal and mask.left is None and mask.right is None))
 
 
 def _scattered(problem: Problem) -> bool:

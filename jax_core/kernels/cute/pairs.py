@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core import operands
 from jax_core.kernels.contract import Pair, Runs, Scores
 from jax_core.masks.static import Mask
 
@@ -73,16 +72,6 @@ def _rows(first: Any, end: Any, batch: int, length: int) -> tuple[Array, Array |
         return jnp.concatenate([first, end]), None
     offsets = jnp.arange(batch, dtype=jnp.int32) * length + first
     return jnp.append(offsets, jnp.int32(batch * length)), end - first
-
-
-def are_rectangles(scores: Scores, documents: int, others: bool, alone: bool, same_length: bool, in_order: bool) -> bool:
-    """Are the segment ids documents that are computed as rectangles? ``documents``: how many there may be; ``others``: data beside
-    the segment ids. ``in_order``: the rows of a shard ascend without gaps but one, in the middle."""
-    mask = scores.mask
-    if not (0 < documents <= operands.MOST_DOCUMENTS and same_length and in_order) or others or scores.predicates:
-        return False
-    plain = mask.chunk is None and not mask.any_position and mask.keys is None
-    return plain and (alone or (mask.causal and mask.left is None and mask.right is None))
 
 
 def squares(pair: Pair, padding: bool) -> Where:

@@ -26,8 +26,8 @@ from jax_core.strategies.pairs.local import (
     make_pair,
     open_backward,
     open_forward,
-    query_runs,
 )
+from jax_core.strategies.pairs.rows import query_runs
 from jax_core.strategies.transfers.exchange import all_to_all, gather, in_sequence_order, in_shards
 from jax_core.strategies.transfers.traffic import Traffic, sizes
 from jax_core.strategies.transfers.transfer import tree_after

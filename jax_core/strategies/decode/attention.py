@@ -24,6 +24,7 @@ from jax_core.strategies.contract import RingSpec, Strategy, extras_of, make_res
 from jax_core.strategies.decode.arrangement import Arrangement, arrangement
 from jax_core.strategies.pairs.local import Backward, Forward, kernel_of
 from jax_core.strategies.pairs.padding import clear_cotangents, clear_operands
+from jax_core.strategies.pairs.rows import real_rows
 from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
 from jax_core.strategies.transfers.traffic import Traffic, sizes
 from jax_core.strategies.transfers.transfer import collective
@@ -76,9 +77,10 @@ class Decode(Strategy):
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
     ) -> Operands:
-        operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
+        real = real_rows(spec, operands)
+        operands, to_given_shape = in_full_shape(spec, clear_operands(operands, real))
         arranged = arrangement(spec, operands)
-        dout, dlse = clear_cotangents(operands, dout, dlse if spec.lse_gradient else None)
+        dout, dlse = clear_cotangents(real, dout, dlse if spec.lse_gradient else None)
         residuals = make_residuals(out, lse, *_summed_over_ranks(spec, dout, dlse))
         residuals_of_rows = residuals._replace(
             out=arranged.rows(residuals.out),

@@ -15,6 +15,7 @@ from jax_core.strategies.contract import RingSpec, Strategy, make_residuals
 from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
 from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
 from jax_core.strategies.pairs.padding import clear_cotangents, clear_operands, clear_values
+from jax_core.strategies.pairs.rows import real_rows
 from jax_core.strategies.transfers.traffic import Traffic, sizes
 
 
@@ -46,7 +47,7 @@ class FusedRing(Strategy):
         return Traffic(hops * found.keys + sums[0] * found.sums, 2 * found.keys + sums[1] * found.sums)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
-        operands = clear_values(operands)
+        operands = clear_values(operands, real_rows(spec, operands))
         const = make_constants(spec, operands, spec.fwd_params)
         out, lse = forward_kernel.forward(const, _rank(spec), _shards(const, operands))
         found = Partial(_whole(const.q, out).transpose(0, 3, 1, 2), _whole(const.q, lse)[:, :, 0])
@@ -57,7 +58,8 @@ class FusedRing(Strategy):
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
     ) -> Operands:
-        operands, (dout, dlse) = clear_operands(operands), clear_cotangents(operands, dout, dlse)
+        real = real_rows(spec, operands)
+        operands, (dout, dlse) = clear_operands(operands, real), clear_cotangents(real, dout, dlse)
         const = make_constants(spec, operands, spec.bwd_params)
         residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
         blocked = backward_kernel.BlockedResiduals(

@@ -22,7 +22,8 @@ from jax_core.operands import Operands
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_piece
 from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, way_home
-from jax_core.strategies.pairs.local import add, make_pair, query_runs, rank_of
+from jax_core.strategies.pairs.local import add, make_pair
+from jax_core.strategies.pairs.rows import query_runs, rank_of
 from jax_core.strategies.rotation import Step, run_steps
 from jax_core.strategies.transfers.transfer import (
     Transfer,

@@ -9,28 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jax_core.kernels.contract import Grads, Kernel, Pair, Partial, Residuals, Runs, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient
-from jax_core.masks.layout import runs
 from jax_core.operands import Keys, Operands
 from jax_core.strategies.contract import RingSpec, extras_of, make_residuals
 from jax_core.strategies.pairs.bias_slices import put_slice, take_slice
 from jax_core.strategies.pairs.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
+from jax_core.strategies.pairs.rows import real_rows
 from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
 from jax_core.varying import vary, varying_axes
-
-
-def rank_of(spec: RingSpec, operands: Operands) -> Any:
-    """This device's rank: a number without a ring, else a value on the device."""
-    if spec.size == 1:
-        return 0
-    return lax.axis_index(spec.axis_name) if operands.rank is None else operands.rank[0]
-
-
-def query_runs(spec: RingSpec, operands: Operands) -> Runs:
-    return runs(spec.layout, rank_of(spec, operands), spec.size, operands.query.shape[1])
 
 
 def make_pair(spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_runs: Runs, diagonal: bool = False) -> Pair:
@@ -42,7 +31,7 @@ def make_pair(spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_ru
         kv_position_ids=keys.position_ids,
     )
     key, value = (clear_hidden(x, extras.mask) for x in (keys.key, keys.value))
-    return Pair(operands.query, key, value, q_runs, k_runs, spec.scores, extras, diagonal)
+    return Pair(operands.query, key, value, q_runs, k_runs, spec.scores, extras, diagonal, spec.padding)
 
 
 class Forward(NamedTuple):
@@ -64,7 +53,7 @@ class Forward(NamedTuple):
 
 
 def open_forward(spec: RingSpec, operands: Operands) -> Forward:
-    operands, _ = in_full_shape(spec, clear_values(operands))
+    operands, _ = in_full_shape(spec, clear_values(operands, real_rows(spec, operands)))
     wide, final = accumulation_dtype(operands.query.dtype), operands.query.dtype
     return Forward(spec, operands, wide, final if operands.softmax_aux is None else wide)
 
@@ -123,8 +112,9 @@ class Backward:
 
 
 def open_backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None) -> Backward:
-    operands, to_given_shape = in_full_shape(spec, clear_operands(operands))
-    dout, dlse = clear_cotangents(operands, dout, dlse)
+    real = real_rows(spec, operands)
+    operands, to_given_shape = in_full_shape(spec, clear_operands(operands, real))
+    dout, dlse = clear_cotangents(real, dout, dlse)
     residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
     return Backward(spec, operands, residuals, lse, to_given_shape)
 

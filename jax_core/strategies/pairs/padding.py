@@ -2,7 +2,8 @@
 
 Masks make the logits of padding ``-inf`` and so its weights 0, but a kernel multiplies those zeros by the padding's contents
 (values in the forward; queries, keys and cotangents in the backward), and ``0 * NaN`` is NaN. Clearing them costs one elementwise
-pass, which XLA fuses with the code that makes or packs them, and only if a call has segment ids or a boolean mask. A select in
+pass, which XLA fuses with the code that makes or packs them, and only if a call has documents that may not cover all rows, or a
+boolean mask. A select in
 every product of every kernel would cost something at each step.
 """
 
@@ -10,25 +11,25 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.operands import Operands
+from jax_core.strategies.pairs.rows import Real
 
 
-def clear_values(operands: Operands) -> Operands:
+def clear_values(operands: Operands, real: Real) -> Operands:
     """For the forward: sets the values of padding to 0. (Padding's queries and keys only reach logits that are masked.)"""
-    return operands._replace(value=_cleared(operands.value, operands.kv_segment_ids))
+    return operands._replace(value=_cleared(operands.value, real.keys))
 
 
-def clear_operands(operands: Operands) -> Operands:
+def clear_operands(operands: Operands, real: Real) -> Operands:
     """For the backward: sets the queries, keys and values of padding to 0."""
-    query = _cleared(operands.query, operands.q_segment_ids)
-    return clear_values(operands)._replace(query=query, key=_cleared(operands.key, operands.kv_segment_ids))
+    query, key = _cleared(operands.query, real.queries), _cleared(operands.key, real.keys)
+    return clear_values(operands, real)._replace(query=query, key=key)
 
 
-def clear_cotangents(operands: Operands, dout: Array, dlse: Array | None) -> tuple[Array, Array | None]:
+def clear_cotangents(real: Real, dout: Array, dlse: Array | None) -> tuple[Array, Array | None]:
     """``dout [batch, q_length, heads, value_dim]`` and ``dlse [batch, heads, q_length]`` (or None), with 0 in padding rows."""
-    ids = operands.q_segment_ids
-    if ids is not None and dlse is not None:
-        dlse = jnp.swapaxes(_cleared(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
-    return _cleared(dout, ids), dlse
+    if dlse is not None:
+        dlse = jnp.swapaxes(_cleared(jnp.swapaxes(dlse, 1, 2), real.queries), 1, 2)
+    return _cleared(dout, real.queries), dlse
 
 
 def clear_hidden(x: Array, mask: Array | None) -> Array:
@@ -42,9 +43,8 @@ def clear_hidden(x: Array, mask: Array | None) -> Array:
     return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], x, jnp.zeros((), x.dtype))
 
 
-def _cleared(x: Array, segment_ids: Array | None) -> Array:
-    """``x [batch, length, ...]`` with 0 where the ids (``[length]`` or ``[batch|1, length]``) are negative."""
-    if segment_ids is None:
+def _cleared(x: Array, real: Array | None) -> Array:
+    """``x [batch, length, ...]`` with 0 in the rows that are not ``real``, ``[batch|1, length]``."""
+    if real is None:
         return x
-    real = jnp.atleast_2d(segment_ids) >= 0
     return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))

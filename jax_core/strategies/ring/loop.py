@@ -23,10 +23,9 @@ from jax_core.strategies.pairs.local import (
     make_pair,
     open_backward,
     open_forward,
-    query_runs,
-    rank_of,
 )
 from jax_core.strategies.pairs.partial_results import PartialResults
+from jax_core.strategies.pairs.rows import query_runs, rank_of
 from jax_core.strategies.rotation import Step, run_steps, steps
 from jax_core.strategies.transfers.traffic import Traffic, rotated
 from jax_core.strategies.transfers.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of

@@ -12,7 +12,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 from jax_core.operands import Operands
 from jax_core.strategies.contract import RingSpec, Strategy, make_residuals
-from jax_core.strategies.pairs.local import rank_of
+from jax_core.strategies.pairs.rows import rank_of
 from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
 from jax_core.strategies.transfers.traffic import Traffic, sizes
 from jax_core.strategies.ulysses.heads import Exchange

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.documents.table import of_numbers
+from ring_attn.documents.table import Documents, of_numbers
 from ring_attn.ring import Ring
 from ring_attn.sharding.marks import mark_bounds
 
@@ -39,7 +39,7 @@ class Sequence:
     position_ids: Tensor | None = None
     positions: Tensor | None = None
     highest: int = 0
-    bounds: Tensor | None = None
+    bounds: Documents | None = None
 
     def segments_with(self, keys: "Sequence", causal: bool) -> tuple[Tensor | None, Tensor | None]:
         """Segment ids of this rank's queries, and of its part of the keys; None where all see all. Padding is seen by nothing, but

@@ -31,7 +31,6 @@ from oracle_assertions import assert_ring_is_like_the_oracle
 from pairs import ShardPair, check
 
 import jax_core
-from jax_core import operands
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import cute
 from jax_core.kernels.blocks import index
@@ -171,7 +170,6 @@ def test_ring_over_a_stand_in(case: Case):
 def test_documents_as_rectangles(monkeypatch, name: str):
     """Nothing is judged pair by pair, and all is what the segment ids say by another kernel."""
     packed = packed_rows.CASES[name]
-    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
     monkeypatch.setattr(kernel, "make_lists", None)
     names = "out", "lse", "dq", "dk", "dv"
     for what, found, wanted in zip(names, packed_rows.computed(packed, "cute"), packed_rows.computed(packed, "xla"), strict=True):

@@ -30,7 +30,6 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_core import operands
 from jax_core.kernels.cudnn import calls
 from jax_core.kernels.cute import calls as cute_calls
 from jax_core.kernels.triton import launch
@@ -91,8 +90,8 @@ def lowered(
     options = Options(lse_gradient=False, deterministic=deterministic, **asked)
 
     def local(*arrays):
-        *arrays, ids, bounds = arrays if documents else (*arrays, None, None)
-        operands = Operands(*arrays[:3], q_segment_ids=ids, kv_segment_ids=ids, documents=bounds)
+        *arrays, bounds = arrays if documents else (*arrays, None)
+        operands = Operands(*arrays[:3], documents=bounds)
         spec, operands = make_spec(options, operands, place)
         spec = replace(spec, backend="gpu")  # as where JAX runs on GPUs
         return spec.strategy.backward(spec, operands, *arrays[3:])[:3] if backward else spec.strategy.forward(spec, operands)[0]
@@ -102,7 +101,7 @@ def lowered(
     lse = shard((1, heads[0], size * tokens), jnp.float32, mesh, lse_rows)
     arrays = [query, key, key] + ([query, lse, query] if backward else [])
     if documents:
-        arrays += [shard((1, size * tokens), jnp.int32, mesh, rows), shard((1, documents + 1), jnp.int32, mesh, P())]
+        arrays.append(shard((1, documents + 1), jnp.int32, mesh, P()))
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=tuple(array.sharding.spec for array in arrays), out_specs=rows))
     with on_the_gpu():
         return function.trace(*arrays).lower(lowering_platforms=("cuda",))
@@ -289,9 +288,8 @@ def short_shards() -> Iterator:
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
 @pytest.mark.parametrize("size", [1, 4])
 @BOTH
-def test_documents_are_rectangles(monkeypatch, backward, size, kv_heads):
+def test_documents_are_rectangles(backward, size, kv_heads):
     """flash-attn-4's programs compile for them, and nothing is sorted: there are no lists of blocks."""
-    monkeypatch.setattr(operands, "MOST_DOCUMENTS", 4096)
     program = compiled(backward, size=size, platform="cute", heads=(HEADS, kv_heads), documents=16)
     text = program.as_text()
     assert "sort" not in text and text.count("CuteDSLRT_NvJaxCutlassCall_v2") >= size > 0

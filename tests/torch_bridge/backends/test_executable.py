@@ -1,7 +1,9 @@
 """What is said of compiling, and what a program is compiled for."""
 
 import logging
+import threading
 import time
+from contextlib import nullcontext
 from threading import Lock
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from ring_attn import Explaining, ring_attention
+from tests.support.launch import as_a_user
 from torch_bridge.backends import executable
 from torch_bridge.backends.executable import Executable
 
@@ -79,6 +82,81 @@ def test_what_cannot_be_compiled_is_compiled_at_the_next_call():
     fails.clear()
     np.testing.assert_array_equal(program(jnp.ones(2))[0], 2)
     assert len(program.compilations) == 1
+
+
+FORM = jax.ShapeDtypeStruct((2,), jnp.float32)
+
+
+def counting(fails: bool = False) -> tuple[Executable, list[str]]:
+    """A sum, and the threads that have traced it; on any but this one it may fail."""
+    threads: list[str] = []
+
+    def traced(a, b):
+        threads.append(threading.current_thread().name)
+        if fails and threads[-1] != "MainThread":
+            raise ValueError("not on this thread")
+        return (a + b,)
+
+    return Executable(jax.jit(traced), "forward", "a sum", loud=False), threads
+
+
+def test_what_was_compiled_ahead_is_not_compiled_again(caplog):
+    caplog.set_level(logging.INFO, "ring_attn")
+    program, threads = counting()
+    program.compile_ahead([FORM, FORM], nullcontext)
+    program.compile_ahead([FORM, FORM], nullcontext)
+    assert not program.compilations and not caplog.records  # until it is of use
+    for _ in range(2):
+        np.testing.assert_array_equal(program(jnp.ones(2), jnp.ones(2))[0], 2)
+    assert threads == ["ring_attn compiles ahead"] and len(program.compilations) == len(caplog.records) == 1
+
+
+def test_what_fails_ahead_is_compiled_by_the_call():
+    program, threads = counting(fails=True)
+    program.compile_ahead([FORM, FORM], nullcontext)
+    np.testing.assert_array_equal(program(jnp.ones(2), jnp.ones(2))[0], 2)
+    assert threads == ["ring_attn compiles ahead", "MainThread"] and len(program.compilations) == 1
+
+
+def test_the_precision_counts_ahead_too():
+    program, threads = counting()
+    with jax.default_matmul_precision("float32"):
+        program.compile_ahead([FORM, FORM], nullcontext)
+    program(jnp.ones(2), jnp.ones(2))
+    with jax.default_matmul_precision("float32"):
+        program(jnp.ones(2), jnp.ones(2))
+    assert sorted(threads) == ["MainThread", "ring_attn compiles ahead"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_backward_is_compiled_beside_its_forward(monkeypatch, dtype):
+    compiled = {}
+
+    def noting(self, arrays, compile_=Executable._compile):
+        compiled[self._what] = threading.current_thread().name
+        return compile_(self, arrays)
+
+    monkeypatch.setattr(Executable, "_compile", noting)
+    q, k, v = torch.randn(3, 1, 19, 3, 8, dtype=dtype)  # as in no other test
+    ring_attention(q, k[:, :17], v[:, :17], mesh="local")
+    assert compiled == {"forward": "MainThread"}
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = ring_attention(*leaves, mesh="local")
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    assert compiled == {"forward": "MainThread", "backward": "ring_attn compiles ahead"}
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves)).square().sum()
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, leaves))
+
+
+def test_a_process_ends_while_a_backward_is_compiled():
+    source = """if True:
+        import torch, ring_attn
+        q = torch.randn(1, 64, 2, 8, requires_grad=True)
+        ring_attn.ring_attention(q, q, q, causal=True)
+        raise SystemExit(5)
+    """
+    ended = as_a_user("-c", source, RING_ATTN_CACHE="off")
+    assert (ended.returncode, ended.stderr) == (5, "")
 
 
 def test_the_default_precision_counts():

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.launch import torchrun
 
 WORKER = Path(__file__).parents[2] / "support" / "workers" / "kept_programs.py"
 
@@ -98,3 +101,15 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path):
     told = run("sine", tmp_path / "open")
     assert told["folder"] is None and not list((tmp_path / "open").iterdir())
     assert len(told["warnings"]) == 1 and "others may write to it" in told["warnings"][0]
+
+
+def test_of_two_ranks_one_compiles(tmp_path):
+    """Each program, whichever of the two is first; and in a second job, where each reads it, the results are the same."""
+    first, second = (torchrun("programs_of_ranks.py", 2, RING_ATTN_PROGRAMS_OF_TESTS=str(tmp_path)) for _ in range(2))
+    found = re.findall(r"found (\d+)", first)
+    kinds = [name.partition("-")[0] for name in programs(tmp_path)]
+    assert kinds.count("jit_forward") == kinds.count("jit_backward") == 1
+    assert sum(map(int, found)) >= 2
+    assert re.findall(r"compiled (\d+)", second) == ["0", "0"]
+    assert len(re.findall("gradients .*", first)) == 2
+    assert re.findall("gradients .*", first) == re.findall("gradients .*", second)
