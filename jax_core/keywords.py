@@ -9,8 +9,28 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Others = Mapping[str, str]  # other functions' argument names, each with this function's name for it, or with words
+Others = Mapping[str, str]  # other functions' argument names beside SAME, each with this function's name for it, or with words
 NO_OTHERS: Others = MappingProxyType({})
+# Names of one argument in attention functions: an unexpected one means the one of its group that a function takes.
+SAME = tuple(
+    group.split()
+    for group in (
+        "query q",
+        "key k",
+        "value v",
+        "causal is_causal",
+        "scale softmax_scale sm_scale",
+        "sliding_window window_size local_window_size",
+        "softcap logits_soft_cap",
+        "sinks softmax_aux learnable_sink s_aux",
+        "dropout dropout_p dropout_prob dropout_rate attention_dropout",
+        "return_lse return_softmax_lse return_residual",
+        "num_kv_heads num_heads_kv num_key_value_heads",
+        "mesh device_mesh",
+        "mesh_dim axis_name",
+    )
+)
+BOTH_SIDES = "of which each side has its own here: q_{0} and kv_{0}; one is enough where queries and keys have equal length"
 
 
 def explains(others: Others) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -48,5 +68,11 @@ def _unexpected(name: str, names: tuple[str, ...], others: Others) -> str:
     if name in others:
         other = others[name]
         return f"{unexpected}, " + (f"which is called {other} here" if other in names else other)
+    if (same := _same(name, names)) is not None:
+        return f"{unexpected}, which is called {same} here"
     close = get_close_matches(name, names, n=1)
     return f"{unexpected}. Did you mean {close[0]!r}?" if close else unexpected
+
+
+def _same(name: str, names: tuple[str, ...]) -> str | None:
+    return next((other for group in SAME if name in group for other in group if other in names), None)

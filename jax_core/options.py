@@ -67,8 +67,7 @@ class Options(Settings):
 @dataclass(frozen=True)
 class Placement:
     """Where local shards are: the ring's mesh axis or axes, its size and that of each axis, over how many devices heads are split,
-    the mesh axes that values vary over, the hardware (None: JAX's default), and whether the ranks are known to form a ring of TPUs
-    (topology.py)."""
+    the mesh axes that values vary over, and the hardware (None: JAX's default)."""
 
     axis_name: AxisName = None
     size: int = 1
@@ -76,7 +75,6 @@ class Placement:
     head_shards: int = 1
     axes: frozenset = frozenset()
     backend: str | None = None
-    torus: bool = False
 
 
 ALONE = Placement()

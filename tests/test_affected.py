@@ -38,6 +38,13 @@ def test_pages_run_the_tests_that_read_them():
     assert "tests/ring_attn/test_explain.py" in steps("docs/explain.md")["test-cpu"]
 
 
+def test_a_package_runs_what_imports_anything_of_it():
+    assert steps("ring_attn/__init__.py")["test-cpu"] >= {
+        "tests/ring_attn/test_tiles.py",
+        "tests/torch_bridge/call/test_autograd.py",
+    }
+
+
 def test_a_kernel_of_hardware_runs_what_names_it():
     ran = steps("jax_core/kernels/cute/kernel.py")
     assert "tests/jax_core/kernels/test_cute.py" in ran["test-cpu"]
@@ -75,6 +82,7 @@ def test_what_a_package_hands_on_is_reached_where_it_is_used():
         *map(Change, (".ci/run", "Makefile", "pyproject.toml", "setup.py", "tools/environment.sh", "tools/import_graph.py")),
         *map(Change, ("tests/conftest.py", "tests/support/launch.py", "tests/support/effort.py", "tests/support/forked.py")),
         *map(Change, ("jax_core/tune/shipped/NVIDIA_H200.json", "jax_core/py.typed", "ring_attn/new.bin")),
+        Change("jax_core/caches.py"),
         Change("jax_core/masks/static.py", gone=True),
     ],
     ids=lambda change: change.path,

@@ -51,6 +51,9 @@ OF_ALL_TESTS = (
     "tests/support/launch.py",
     "tests/support/forked.py",
     "tools/affected.py",
+    # What keeps programs that tests compile.
+    "torch_bridge/job/compilation_cache.py",
+    "jax_core/caches.py",
 )
 # The library chooses these on hardware alone. On a CPU they do something where a test says one of the words.
 ON_HARDWARE = {
@@ -60,7 +63,7 @@ ON_HARDWARE = {
     "jax_core/kernels/triton": r"[Tt]riton|TRITON",
     "jax_core/strategies/fused_ring": r"['\"]fused['\"]|[Ff]used.?[Rr]ing|(?<!u)tpu|TPU",
 }
-CHOOSER, ASKS_ALL = "jax_core/request/dispatch.py", r"KERNELS|STRATEGIES|CAPABILITIES|support_matrix|explain"
+CHOOSER, ASKS_ALL = "jax_core/request/dispatch.py", r"KERNELS|STRATEGIES|CAPABILITIES|support_matrix|[Ee]xplain|doctor"
 PRELOADS = "tests/support/forked.py"  # only imports: what a worker runs, it says itself
 WALKS, OF_THE_TREE = re.compile(r"glob\(|iterdir\(|listdir\(|os\.walk\("), re.compile(r"\b(ROOT|TESTS|Path\(__file__\))")
 WORD = re.compile(r"[A-Za-z_][\w./-]*\w")
@@ -178,7 +181,13 @@ class Tree:
         by_name = [folder for folder, words in ON_HARDWARE.items() if re.search(f"{words}|{ASKS_ALL}", said)]
         if CHOOSER in reached:
             reached |= self.reached(name for folder in by_name if (name := f"{folder}/__init__.py") in self.sources)
-        return frozenset(reached)
+        return frozenset(reached | {package for name in reached for package in self._packages(name)})
+
+    def _packages(self, file: str) -> Iterator[str]:
+        """The files of the packages that a file is in: an import runs them."""
+        folders = file.split("/")[:-1]
+        names = ("/".join([*folders[:count], "__init__.py"]) for count in range(1, len(folders) + 1))
+        return (name for name in names if name in self.sources)
 
     def runs(self, step: str) -> list[str]:
         wanted, unwanted = STEPS[step]
@@ -186,9 +195,8 @@ class Tree:
 
     @cached_property
     def of_all_tests(self) -> set[str]:
-        return self.reached(file for file in self.sources if matches(file, OF_ALL_TESTS)) - {
-            file for file in self.sources if file.startswith(PACKAGES)
-        }
+        named = {file for file in self.sources if matches(file, OF_ALL_TESTS)}
+        return named | {file for file in self.reached(named) if not file.startswith(PACKAGES)}
 
 
 def strings(tree: ast.AST) -> Iterator[str]:

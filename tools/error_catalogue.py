@@ -35,6 +35,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "jax_core/request",
         "jax_core/api",
         "jax_core/config",
+        "jax_core/keywords",
     ),
     "masks": ("jax_core/masks", "ring_attn/module/masks", "ring_attn/torch_sdpa"),
     "documents": (

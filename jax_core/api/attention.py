@@ -181,8 +181,8 @@ def ring_attention(
         strategy: how the ranks share the work (docs/strategies.md): "ring" (K/V travel between kernel calls), "all_gather" (all at
             once), "ulysses" (all-to-all of heads), "ulysses_ring" and "ring_ulysses" (both, on two axes), "hierarchical" (two axes,
             the first between hosts), "decode" (queries that all ranks hold), "fused" (TPUs only: one kernel sends K/V while it
-            computes; no bias, mask, mask function, position ids, ALiBi or dropout), or "auto": on GPUs as measured on H200; on TPUs
-            fused if ``mesh`` shows that the devices are neighbours on the torus and no platform is named; else ring.
+            computes; no bias, mask, mask function, position ids, ALiBi or dropout), or "auto": on GPUs as measured on H200; else
+            ring.
         cfg: :class:`RingAttentionConfig`.
         mesh: a ``jax.sharding.Mesh``.
         in_specs: with ``mesh``: PartitionSpecs of query, key, value, softmax_aux, bias, q_segment_ids, kv_segment_ids. Without them

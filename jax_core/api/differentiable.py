@@ -18,20 +18,15 @@ from jax_core.varying import vary, varying_axes
 Tree = TypeVar("Tree")
 
 
-def local_attention(
-    options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None, torus: bool = False
-):
-    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None. ``torus``: the
-    ring's devices form a ring in the TPU topology."""
+def local_attention(options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None):
+    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None."""
     axes, operands = varying_axes(operands), _empty_made_here(operands)
     backend = backend or _backend_here()
     sizes: tuple[int, ...] = ()
     if axis_name is not None:
         sizes = tuple(_axis_size(name) for name in (axis_name if isinstance(axis_name, tuple) else (axis_name,)))
         axes |= varying_axes(lax.axis_index(axis_name))
-    place = Placement(
-        axis_name=axis_name, size=prod(sizes), sizes=sizes, head_shards=head_shards, axes=axes, backend=backend, torus=torus
-    )
+    place = Placement(axis_name=axis_name, size=prod(sizes), sizes=sizes, head_shards=head_shards, axes=axes, backend=backend)
     spec, completed = make_spec(options, operands, place)
     further = varying_axes(completed.predicate_arrays) - axes
     if further:  # a mask function closes over arrays that vary over further axes
@@ -61,7 +56,7 @@ def _backend_here() -> str | None:
 
 
 def _empty_made_here(tree: Tree) -> Tree:
-    """``tree`` with its arrays of no elements replaced by ones made here, so that nothing reads those that came.
+    """Replaces empty inputs by fresh empty arrays, so that no program has an empty operand.
 
     jaxlib 0.11.2 crashes where the body of a ``shard_map`` reads an operand of no elements (a constant becomes an operand, too).
     XLA puts a constant in the place of what such an operand is split into, then imports the body with an input of which it does not

@@ -17,7 +17,6 @@ from jax_core.operands import Operands
 from jax_core.options import Options
 from jax_core.request.checks import check_whole
 from jax_core.request.dispatch import SHARED_QUERIES
-from jax_core.request.topology import is_ring
 
 Axes = str | tuple[str, ...] | None  # names of mesh axes
 _ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_segment_ids")  # of in_specs
@@ -73,8 +72,7 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
 
     def local(*arrays):
         shards = _named(given, arrays)
-        torus = is_ring(plan.mesh, axis_names(plan.sequence))
-        where = plan.sequence, plan.size(plan.heads), _backend(plan.mesh), torus
+        where = plan.sequence, plan.size(plan.heads), _backend(plan.mesh)
         return result(shards._replace(origin=_origin(plan, shards)), *where)
 
     def result(shards: Operands, *where):

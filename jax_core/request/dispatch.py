@@ -60,26 +60,25 @@ class Decision(NamedTuple):
     choice: Choice
 
 
-# Where the decisions of a block are kept that wants to hear of them (``explain``).
+# Collects decisions while ``explain`` runs.
 DECISIONS: ContextVar[list[Decision] | None] = ContextVar("ring_attn_decisions", default=None)
 
 
-def choose(options: Options, problem: Problem, torus: bool = False, axes: tuple[str, ...] = ()) -> Choice:
+def choose(options: Options, problem: Problem, axes: tuple[str, ...] = ()) -> Choice:
     """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
     why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
 
-    ``torus``: the ranks are known to form a ring in the TPU topology. ``axes``: the names of several mesh axes, which may mean a
-    strategy that "auto" then tries first. Raises ValueError for unknown or contradictory names, NotImplementedError for what cannot
-    be computed.
+    ``axes``: the names of several mesh axes, which may mean a strategy that "auto" then tries first. Raises ValueError for unknown
+    or contradictory names, NotImplementedError for what cannot be computed.
     """
-    choice = _choose(options, problem, torus, axes)
+    choice = _choose(options, problem, axes)
     heard = DECISIONS.get()
     if heard is not None:
         heard.append(Decision(options, problem, choice))
     return choice
 
 
-def _choose(options: Options, problem: Problem, torus: bool, axes: tuple[str, ...]) -> Choice:
+def _choose(options: Options, problem: Problem, axes: tuple[str, ...]) -> Choice:
     given = options.cfg or RingAttentionConfig()
     platform = named_platform(options.platform, given)
     if given.backend not in ("any", problem.backend):
@@ -90,17 +89,17 @@ def _choose(options: Options, problem: Problem, torus: bool, axes: tuple[str, ..
         return Choice(Empty(), None, *_NO_PARAMS)
     if options.strategy != "auto":
         return _with_strategy(options.strategy, platform, given, problem)
-    *first, last = _order(problem, platform, torus, axes)
+    *first, last = _order(problem, axes)
     for name in first:
         with suppress(NotImplementedError):
             return _with_strategy(name, platform, given, problem)
     return _with_strategy(last, platform, given, problem)
 
 
-def _order(problem: Problem, platform: str, torus: bool, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _order(problem: Problem, axes: tuple[str, ...]) -> tuple[str, ...]:
     named = tuple(name for name, strategy in STRATEGIES.items() if axes and strategy.axes == axes)
     near = tuple(name for name, strategy in STRATEGIES.items() if strategy.only_near(problem))
-    return *named, *preferred_strategies(problem, platform, torus, near)
+    return *named, *preferred_strategies(problem, near)
 
 
 def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:

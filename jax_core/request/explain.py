@@ -22,8 +22,8 @@ class Explanation:
     ``ranks``: how many share the sequence; 1 also for a mesh whose dimension of the ring has one rank, as in (2, 1) for (1, 2).
     ``strategy``, ``kernel``: their names; "nothing to compute" and None where the batch or a sequence is empty; the kernel is None
     too where the strategy has its own. ``why``: where the kernel's place in the order of "auto" comes from, or that the call names
-    it. ``fwd_params``, ``bwd_params``: the kernel's tiles. ``strategies``, ``kernels``: of each other one why it cannot compute the
-    call, None if it could. ``forward``, ``backward``: bytes that this rank sends, and holds at once beside operands and results;
+    it. ``fwd_params``, ``bwd_params``: the kernel's tiles. ``strategies``, ``kernels``: for every alternative the reason it was
+    refused, or None. ``forward``, ``backward``: bytes that this rank sends, and holds at once beside operands and results;
     ``given``: bytes of q, k, v, the output and the LSE. Biases, masks and ids are not counted, nor what a kernel takes for itself
     and the programs' own constants: memory is an estimate, what is sent is exact.
     """

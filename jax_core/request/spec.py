@@ -30,7 +30,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
     arrays of the mask functions. ``operands`` are local shards."""
     problem, operands = make_problem(options, operands, place)
     axes = place.axis_name if isinstance(place.axis_name, tuple) and len(place.axis_name) > 1 else ()
-    choice = choose(options, problem, place.torus, axes)
+    choice = choose(options, problem, axes)
     spec = RingSpec(
         scores=problem.scores,
         strategy=choice.strategy,

@@ -64,7 +64,7 @@ class Strategy(ABC):
 
     # The features (``request.features``) that it or its kernel handles. A request for any other is refused.
     CAPABILITIES: ClassVar[frozenset[str]] = AROUND_A_KERNEL
-    # Those of them that its kernel need not handle, because the strategy does.
+    # Features done by the strategy, so the kernel need not support them.
     IN_PLACE_OF_A_KERNEL: ClassVar[frozenset[str]] = LAYOUTS_AND_SINKS
     # None for a strategy that runs the chosen kernel, else the platform of the strategy's own kernel.
     OWN_PLATFORM: ClassVar[str | None] = None
@@ -91,7 +91,7 @@ class Strategy(ABC):
         return problem
 
     def only_near(self, problem: Problem) -> bool:
-        """Does it send no more than what lies beside a rank's queries, as the mask shows them no more?"""
+        """Whether only a halo is sent, because the mask is a short window."""
         return False
 
     @abstractmethod

@@ -156,7 +156,7 @@ def _axes(split: Split, name: str, shape: Sequence[int]) -> dict[str, int]:
 
 
 def _part(split: Split, name: str, word: str, x: Tensor) -> Tensor:
-    """This process's part of an operand, whose gradient goes back as what it is of the whole one's."""
+    """This process's part of an operand. Its gradient is Partial on mesh dimensions where the operand is replicated."""
     axes = _axes(split, name, x.shape)
     needed: list[Placement] = [Replicate() if role not in axes else Shard(axes[role]) for role in split.roles]
     if not isinstance(x, DTensor):

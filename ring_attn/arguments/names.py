@@ -1,11 +1,13 @@
-"""What arguments of other attention functions and modules are in this library's, where the name differs."""
+"""What arguments of other attention functions and modules are in this library's, where the name differs; beside
+:data:`jax_core.keywords.SAME`."""
+
+from jax_core.keywords import BOTH_SIDES
 
 _LENGTHS = (
     "which segment ids say here: negative ids are padding, as in "
     "q_segment_ids=torch.where(torch.arange(length) < lengths[:, None], 0, -1), and likewise kv_segment_ids"
 )
 _PACKED = "which segment ids say here: q_segment_ids and kv_segment_ids, [batch, seq], hold the number of each token's sequence"
-_BOTH = "of which each side has its own here: q_{0} and kv_{0}; one is enough where queries and keys have equal length"
 _MASK = "which is called mask here where it is bool, and bias where it is float"
 _PADDING = "which segment ids say here: q_segment_ids and kv_segment_ids, [batch, seq], are negative on padding"
 _NO_WEIGHTS = "which cannot be done: no process ever has the attention weights. The log-sum-exp comes with return_lse"
@@ -15,56 +17,33 @@ _GROUP = "which is called mesh here: it takes a ProcessGroup too"
 
 # Other names for what both the function and the module take.
 _COMMON = {
-    "softmax_scale": "scale",
-    "sm_scale": "scale",
-    "window_size": "sliding_window",
-    "local_window_size": "sliding_window",
-    "logits_soft_cap": "softcap",
     "implementation": _PLATFORM,
     "backend": _PLATFORM,
     "group": _GROUP,
     "process_group": _GROUP,
-    "device_mesh": "mesh",
-    "axis_name": "mesh_dim",
 }
 
 OF_FUNCTION = _COMMON | {
     # scaled_dot_product_attention
-    "query": "q",
-    "key": "k",
-    "value": "v",
     "attn_mask": _MASK,
-    "is_causal": "causal",
     "enable_gqa": "which is not needed: fewer heads of keys and values are seen from the shapes",
     # flash-attn
     "return_attn_probs": _NO_WEIGHTS,
-    "return_softmax_lse": "return_lse",
     "cu_seqlens": "of which each side has its own here: cu_seqlens_q and cu_seqlens_k",
     "max_seqlen": "of which each side has its own here: max_seqlen_q and max_seqlen_k",
-    "learnable_sink": "sinks",
-    "s_aux": "sinks",
     # jax.nn.dot_product_attention and flax
     "query_seq_lengths": _LENGTHS,
     "key_value_seq_lengths": _LENGTHS,
-    "softmax_aux": "sinks",
-    "dropout_prob": "dropout_p",
-    "dropout_rate": "dropout_p",
     # FlexAttention and transformers
     "score_mod": "which cannot be traced here: a bias adds to the scores, a mask_mod masks them, softcap caps them",
     "block_mask": "which cannot be read here: give the predicate that it was made of as mask_mod",
     "attention_mask": _PADDING,
     "key_padding_mask": _PADDING,
-    "segment_ids": _BOTH.format("segment_ids"),
-    "position_ids": _BOTH.format("position_ids"),
+    "segment_ids": BOTH_SIDES.format("segment_ids"),
+    "position_ids": BOTH_SIDES.format("position_ids"),
 }
 
 OF_MODULE = _COMMON | {
-    "is_causal": "causal",
-    "dropout_p": "dropout",
-    "dropout_rate": "dropout",
-    "attention_dropout": "dropout",
-    "num_heads_kv": "num_kv_heads",
-    "num_key_value_heads": "num_kv_heads",
     "enable_gqa": "which num_kv_heads says here",
     "qkv_format": "which batch_first says here, as in nn.MultiheadAttention",
     "use_alibi": "which is called alibi_slopes here, and takes the slopes",
@@ -76,10 +55,7 @@ OF_FORWARD = {
     "bias": "which is called attn_mask here where it is float",
     "causal": "which is called is_causal here; or give causal=True to the constructor",
     "attention_mask": "which is called key_padding_mask here, where True means padding, as in nn.MultiheadAttention",
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "segment_ids": _BOTH.format("segment_ids"),
-    "position_ids": _BOTH.format("position_ids"),
+    "segment_ids": BOTH_SIDES.format("segment_ids"),
+    "position_ids": BOTH_SIDES.format("position_ids"),
     "cu_seqlens": _PACKED,
 } | dict.fromkeys(("sliding_window", "softcap", "scale", "mask_mod", "mesh", "layout"), _OF_CONSTRUCTOR)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ring_attn.functional import ring_attention
 from ring_attn.generation.checks import check_appended, check_operands, check_prompt, reach_of
-from ring_attn.generation.layer import EMPTY, Held, Layer, Sum, whole_layer, window_layer, written_layer
+from ring_attn.generation.layer import EMPTY, CacheSlots, Layer, Sum, whole_layer, window_layer, written_layer
 from ring_attn.ring import Ring
 from ring_attn.sharding.reduction import agree, sum_over_ring
 
@@ -154,7 +154,7 @@ class KVCache:
         found = self._layer(layer, options)
         positions, segments = self._of_new(found, q, segment_ids)
         if k is not None and v is not None:
-            new = Held(k, v, positions, segments)
+            new = CacheSlots(k, v, positions, segments)
             check_appended(layer, found, new, self.longest, self.max_length)
             self._append(found, new)
         elif not found.written:
@@ -172,7 +172,7 @@ class KVCache:
         order, of one shape on all ranks. ``segment_ids [batch, shard length]``: negative on padding, which is not seen, else 0."""
         check_operands(k, v)
         zeros = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
-        held = Held(k, v, zeros, zeros if segment_ids is None else segment_ids.to(torch.int32))
+        held = CacheSlots(k, v, zeros, zeros if segment_ids is None else segment_ids.to(torch.int32))
         self.layers[layer] = written_layer(held, self.ring.rank, self.ring.size)
 
     def keep(self, layer: int, k: Tensor, v: Tensor, positions: Tensor, segments: Tensor, reach: int | None = None) -> None:
@@ -180,7 +180,7 @@ class KVCache:
         dim]``, integers ``positions``, ``segments [batch, tokens]`` (-1: padding). :meth:`attend` does so on the prompts.
 
         ``reach``: how far back a query looks. Only that much is then kept, spread evenly over the ranks: a ring call."""
-        held = Held(k, v, positions.to(torch.int32), segments.to(torch.int32))
+        held = CacheSlots(k, v, positions.to(torch.int32), segments.to(torch.int32))
         rank, size = self.ring.rank, self.ring.size
         if reach is None:
             self.layers[layer] = whole_layer(held, rank, size, self.max_length - self.longest)
@@ -269,7 +269,7 @@ class KVCache:
             new = self._new = _New(layer.appended, first + layer.appended, segments, set())
         return new.positions, new.segments if segment_ids is None else segment_ids.to(torch.int32)
 
-    def _append(self, layer: Layer, new: Held) -> None:
+    def _append(self, layer: Layer, new: CacheSlots) -> None:
         if self._new is None or new.segments is not self._new.segments:  # segments of the caller's
             layer.own_ids()
             return layer.append(new)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.generation.layer import Held, Layer
+from ring_attn.generation.layer import CacheSlots, Layer
 
 
 def check_prompt(input_ids: Tensor, lengths: Tensor | None, segment_ids: Tensor | None, max_length: int) -> None:
@@ -32,7 +32,7 @@ def check_operands(*operands: Tensor | None) -> None:
         raise ValueError("a KVCache keeps no gradients: run the model within torch.no_grad()")
 
 
-def check_appended(number: int, layer: Layer, new: Held, longest: int, max_length: int) -> None:
+def check_appended(number: int, layer: Layer, new: CacheSlots, longest: int, max_length: int) -> None:
     if layer.written:
         raise ValueError(f"the keys of layer {number} were written once, for cross attention: call attend without k and v")
     came, held = ([(x.shape[0], *x.shape[2:], x.dtype) for x in tensors[:2]] for tensors in (new, layer.held))

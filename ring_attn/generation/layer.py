@@ -19,7 +19,7 @@ _MULTIPLE = 256
 Sum = Callable[[Tensor], Tensor]
 
 
-class Held(NamedTuple):
+class CacheSlots(NamedTuple):
     """Tokens that a rank holds: ``key [batch, slots, kv_heads, dim]``, ``value [batch, slots, kv_heads, value_dim]``, int32
     ``positions`` and ``segments [batch, slots]`` (:data:`EMPTY` where there is none)."""
 
@@ -36,14 +36,14 @@ class Held(NamedTuple):
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self)
 
-    def padded(self, slots: int) -> "Held":
+    def padded(self, slots: int) -> "CacheSlots":
         """With empty slots at the end, whose keys and values are 0: nothing sees them, but a product of a weight of 0 and NaN is
         NaN."""
         made = [x.new_zeros(x.shape[0], slots, *x.shape[2:]) for x in self[:3]]
         made.append(self.segments.new_full((self.segments.shape[0], slots), EMPTY))
         for whole, part in zip(made, self, strict=True):
             whole[:, : part.shape[1]] = part
-        return Held(*made)
+        return CacheSlots(*made)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Layer:
     ``written``: whether keys were written once, for cross attention, and none are appended. ``appended``: tokens since the prompt,
     on all ranks together. ``source``: the segments that it was filled with; layers filled with the same share their ids."""
 
-    held: Held
+    held: CacheSlots
     rank: int
     size: int
     first: int
@@ -77,7 +77,7 @@ class Layer:
             slot = self.first + (self.appended + token) // self.size
             yield token, slot if self.reach is None else slot % self.held.slots
 
-    def append(self, new: Held, ids: bool = True) -> None:
+    def append(self, new: CacheSlots, ids: bool = True) -> None:
         """Keeps this rank's share of ``new [batch, tokens, ...]``, which all ranks hold. ``ids``: False where another layer, which
         shares its positions and segments with this one, has kept them."""
         for token, slot in self.own(new.slots):
@@ -86,17 +86,17 @@ class Layer:
         self.appended += new.slots
 
     def share_ids(self, other: "Layer") -> None:
-        self.held = Held(*self.held[:2], *other.held[2:])
+        self.held = CacheSlots(*self.held[:2], *other.held[2:])
 
     def own_ids(self) -> None:
         """Shares no positions and segments from here on."""
         if self.source is not None:
-            self.held = Held(*self.held[:2], *(x.clone() for x in self.held[2:]))
+            self.held = CacheSlots(*self.held[:2], *(x.clone() for x in self.held[2:]))
             self.source = None
 
     def taken(self, index: Tensor) -> "Layer":
         """A copy with these batch entries."""
-        return replace(self, held=Held(*(x.index_select(0, index) for x in self.held)), source=None)
+        return replace(self, held=CacheSlots(*(x.index_select(0, index) for x in self.held)), source=None)
 
     def grown(self, room: int) -> "Layer":
         """A copy that takes ``room`` tokens more."""
@@ -105,25 +105,25 @@ class Layer:
         return replace(self, held=self.held.padded(_rounded(self.first + -(-(self.appended + room) // self.size))), source=None)
 
 
-def whole_layer(held: Held, rank: int, size: int, room: int) -> Layer:
+def whole_layer(held: CacheSlots, rank: int, size: int, room: int) -> Layer:
     """A layer that keeps everything: what a rank holds stays where it is."""
     return Layer(held.padded(_rounded(held.slots + -(-room // size))), rank, size, held.slots)
 
 
-def written_layer(held: Held, rank: int, size: int) -> Layer:
+def written_layer(held: CacheSlots, rank: int, size: int) -> Layer:
     return Layer(held.padded(_rounded(held.slots)), rank, size, held.slots, written=True)
 
 
-def window_layer(held: Held, rank: int, size: int, reach: int, at_once: int, lengths: Tensor, add_up: Sum) -> Layer:
+def window_layer(held: CacheSlots, rank: int, size: int, reach: int, at_once: int, lengths: Tensor, add_up: Sum) -> Layer:
     """A layer that keeps what a future query can see, spread evenly over the ranks: of entry ``b`` the positions from
     ``lengths[b] - reach``. ``add_up``: the sum of a tensor over the ranks."""
     first, slots = -(-reach // size), -(-(reach + at_once) // size)
     kept = _last(held, first * size, lengths, add_up)
-    own = Held(*(x[:, rank::size] for x in kept))
+    own = CacheSlots(*(x[:, rank::size] for x in kept))
     return Layer(own.padded(max(first, slots)), rank, size, first, reach)
 
 
-def _last(held: Held, count: int, lengths: Tensor, add_up: Sum) -> Held:
+def _last(held: CacheSlots, count: int, lengths: Tensor, add_up: Sum) -> CacheSlots:
     """The last ``count`` tokens of each entry, of all ranks, in order; empty slots where an entry is shorter."""
     begin = (lengths - count)[:, None]
     place = held.positions - begin
@@ -137,7 +137,7 @@ def _last(held: Held, count: int, lengths: Tensor, add_up: Sum) -> Held:
 
     key, value, segments = map(gathered, (held.key, held.value, held.segments - EMPTY))
     positions = (begin + torch.arange(count, device=begin.device)).to(torch.int32)
-    return Held(key, value, positions, segments + EMPTY)
+    return CacheSlots(key, value, positions, segments + EMPTY)
 
 
 def _rounded(slots: int) -> int:

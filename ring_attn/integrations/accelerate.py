@@ -24,7 +24,7 @@ from jax_core.masks.layout import Layout
 from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.integrations.transformers import context_parallel
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint
-from ring_attn.integrations.whole_batches import WholeBatches, told_of_sharded
+from ring_attn.integrations.whole_batches import WholeBatches, reject_sharded
 from ring_attn.memory import Levers
 from ring_attn.memory.formula import Checkpoint
 from ring_attn.ring import BUCKETS, Ring
@@ -158,7 +158,7 @@ class RingParallelism(ParallelismConfig):
                 "on CPUs give TrainingArguments use_cpu=True, or the Accelerator cpu=True"
             )
         if self.cp_size > 1:
-            accelerator.pad_across_processes = told_of_sharded(accelerator.pad_across_processes)
+            accelerator.pad_across_processes = reject_sharded(accelerator.pad_across_processes)
             accelerator.prepare_data_loader = _whole_on_each_rank(accelerator)
         kind = accelerator.distributed_type
         untried = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)

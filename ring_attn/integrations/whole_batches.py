@@ -90,9 +90,9 @@ class WholeBatches:
         answer = self._of_tokens(call, output) if call.fused else {"loss": self._averaged(call, output["loss"])}
         for name, value in output.items():
             sharded = name not in answer and isinstance(value, Tensor | tuple)
-            output[name] = StaysSharded(name) if sharded else answer.get(name, value)
+            output[name] = ShardedOutput(name) if sharded else answer.get(name, value)
         if self._parallel.levers.loss_chunk is not None and not call.fused:
-            output["logits"] = StaysSharded("logits")  # of which only a few existed at a time
+            output["logits"] = ShardedOutput("logits")  # of which only a few existed at a time
         return output
 
     def _averaged(self, call: _Call, loss: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class WholeBatches:
         return {name: self._ring.unshard(value, length=call.length) for name, value in tokens.items()}
 
 
-class StaysSharded:
+class ShardedOutput:
     """In the place of an output that is sharded over the ring: any use of it raises NotImplementedError."""
 
     def __init__(self, name: str) -> None:
@@ -128,13 +128,13 @@ class StaysSharded:
         self.__getattr__("__reduce__")
 
 
-def told_of_sharded(pad: Callable[..., Any]) -> Callable[..., Any]:
+def reject_sharded(pad: Callable[..., Any]) -> Callable[..., Any]:
     """accelerate's function to which the Trainer gives a model's outputs, whose own words would be of an unknown type."""
 
     @wraps(pad)
     def told(outputs: Any, *arguments: Any, **options: Any) -> Any:
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
-            if isinstance(output, StaysSharded):
+            if isinstance(output, ShardedOutput):
                 output.gathered()  # raises
         return pad(outputs, *arguments, **options)
 

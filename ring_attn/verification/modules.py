@@ -64,7 +64,7 @@ def first_that_differs(found: Seen, whole: Seen, real: Callable[[Tensor], Tensor
 
 def _why(name: str) -> str:
     if name.startswith(_GETS.split("{}")[0]):
-        return "made of right ones between modules: by attention, or by an operation of one's own"
+        return "whose inputs are right, so the error is between modules: in attention, or in a custom operation"
     return "whose input is right: it mixes tokens, or its positions or mask are others"
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import jax_core
 from jax_core.api.names import OTHERS
-from jax_core.keywords import NO_OTHERS, explains
+from jax_core.keywords import NO_OTHERS, SAME, explains
 from ring_attn import RingAttention, ring_attention, sync_gradients, unshard
 from ring_attn.arguments.names import OF_FORWARD, OF_FUNCTION, OF_MODULE
 
@@ -35,12 +35,24 @@ def test_no_own_argument_is_explained_and_advice_names_own_ones(function, others
 
 def test_all_of_jax_nns_and_sdpas_names_are_known():
     """What an argument of theirs is, ours takes or explains."""
-    ours = set(inspect.signature(jax_core.ring_attention).parameters) | set(OTHERS)
+
+    def known(function, others):
+        own = set(inspect.signature(function).parameters)
+        return own | set(others) | {name for group in SAME if own & set(group) for name in group}
+
+    ours = known(jax_core.ring_attention, OTHERS)
     assert set(inspect.signature(jax.nn.dot_product_attention).parameters) <= ours
     sdpa = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
     assert all(f"{name}" in scaled_dot_product_attention.__doc__ for name in sdpa)
     assert sdpa <= ours
-    assert sdpa <= set(inspect.signature(ring_attention).parameters) | set(OF_FUNCTION)
+    assert sdpa <= known(ring_attention, OF_FUNCTION)
+
+
+def test_a_name_has_one_meaning():
+    names = [name for group in SAME for name in group]
+    assert len(names) == len(set(names)) and all(len(group) > 1 for group in SAME)
+    for function in (jax_core.ring_attention, ring_attention, RingAttention.__init__, RingAttention.forward):
+        assert all(len(set(group) & set(inspect.signature(function).parameters)) <= 1 for group in SAME)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from launch import ROOT, torchrun
 
 from ring_attn import Ring, RingAttention, ring_attention
 from ring_attn.generation import KVCache, Sampler, decode, generate
-from ring_attn.generation.layer import Held, Layer, whole_layer, window_layer
+from ring_attn.generation.layer import CacheSlots, Layer, whole_layer, window_layer
 
 LENGTHS = torch.tensor([37, 5, 20])
 
@@ -123,11 +123,11 @@ def test_ring_attention_with_a_cache():
 # ---------------------------------------------------------------------------------------------------------- slots
 
 
-def held(tokens: int, first: int = 0) -> Held:
+def held(tokens: int, first: int = 0) -> CacheSlots:
     """The key of a token is its position."""
     positions = torch.arange(first, first + tokens, dtype=torch.int32)[None]
     x = positions[..., None, None].double()
-    return Held(x, x.clone(), positions, torch.zeros_like(positions))
+    return CacheSlots(x, x.clone(), positions, torch.zeros_like(positions))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -164,7 +164,7 @@ def test_a_window_keeps_what_a_query_can_see_on_as_few_slots_as_that_takes(size:
     assert all(layer.held.slots == max(-(-reach // size), -(-(reach + at_once) // size)) for layer in windows)
 
 
-def gathered(shard: Held, reach: int, at_once: int, lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+def gathered(shard: CacheSlots, reach: int, at_once: int, lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
     """What one rank contributes to the sums."""
     given: list[torch.Tensor] = []
     window_layer(shard, 0, size, reach, at_once, lengths, lambda x: given.append(x) or x)

@@ -17,7 +17,7 @@ import torch
 
 from torch_bridge.backends.dlpack import DEFAULT_STREAM, conversions, exportable
 from torch_bridge.backends.operation import Form
-from torch_bridge.job.jax_memory import keep_a_little, trim_jax_memory
+from torch_bridge.job.jax_memory import reserve_pool, trim_jax_memory
 from torch_bridge.job.ring import Tensors
 
 Join = Callable[[jax.Array], jax.Array]
@@ -96,7 +96,7 @@ class _OnGpu:
 
     def __init__(self, device: torch.device) -> None:
         self._torch_device, self._jax_device = device, jax_device(device)
-        keep_a_little(device)
+        reserve_pool(device)
         self.convert = conversions(device, self._jax_device)
         self._lock = Lock()
         self._streams: dict[int, torch.cuda.Stream] = {}

@@ -163,8 +163,8 @@ def _has_launched(report: Report | None, stalled: Stalled) -> bool:
 
 
 def _first_apart(ring: Ranks, reports: Mapping[int, Report], ended: bool = False) -> int | None:
-    """The first call that differs. ``ended``: of those that have ended on the ranks that made them; one that has not may be a
-    comparison, which finds the difference itself."""
+    """The first call that differs. ``ended``: only calls that have completed; a call in progress may be a comparison, which finds
+    the difference itself."""
     asked: dict[int, set[str]] = {}
     for rank in ring:
         standing = reports[rank].rings.get(ring) if rank in reports else None

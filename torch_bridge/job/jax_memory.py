@@ -54,7 +54,7 @@ def _on_gpu(running: bool) -> bool:
     return jax.default_backend() == "gpu"
 
 
-def keep_a_little(device: torch.device) -> None:
+def reserve_pool(device: torch.device) -> None:
     """Once JAX runs: let its pool keep what short calls need. It would give back all that is unused at every synchronisation of the
     device, and to ask CUDA for it again takes longer than such a call."""
     if os.environ.get(_ALLOCATOR) != _POOL:

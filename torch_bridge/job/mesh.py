@@ -47,7 +47,7 @@ class Ring:
     ``ranks``: their global torch ranks in ring order. ``rank``: this process's index in ``ranks``. ``axes``, ``sizes``: the mesh
     axes that the ranks go along, the first one major, and the length of each; a ring over one dimension has the axis "ring".
     ``groups``: torch ProcessGroups whose collectives, one after the other from the last group to the first, reach all ranks in ring
-    order; a ring of one has that of its mesh, or none. Compared and hashed by all but the groups: another shape is another program.
+    order; for a ring of one the mesh's group, or (). Compared and hashed by all but the groups: another shape is another program.
     """
 
     ranks: tuple[int, ...]

@@ -71,7 +71,7 @@ def leave_jax() -> None:
         jax.distributed.shutdown()
 
 
-def leave_jax_to_the_parent() -> None:
+def skip_jax_atexit() -> None:
     """In a forked child. What JAX does at exit would send on the parent's own connection to the service, which breaks it and aborts
     the parent."""
     with suppress(ImportError, AttributeError):
@@ -81,7 +81,7 @@ def leave_jax_to_the_parent() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(distributed.global_state))
 
 
-def let_gloo_reach_all_ranks(address: str) -> None:
+def set_gloo_address(address: str) -> None:
     """Make JAX's gloo listen where the others can reach it, and nowhere else: on torch's ``GLOO_SOCKET_IFNAME``, else at the
     ``address`` with which this process reaches the coordinator. By itself it takes the address of the host's name, often
     127.0.1.1. Before the backends."""

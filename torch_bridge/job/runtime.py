@@ -27,7 +27,7 @@ from torch_bridge.job.compilation_cache import keep_programs
 from torch_bridge.job.deadlock import named
 from torch_bridge.job.jax_memory import choose_allocator
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
-from torch_bridge.job.network import leave_jax, leave_jax_to_the_parent, let_gloo_reach_all_ranks, open_relay
+from torch_bridge.job.network import leave_jax, open_relay, set_gloo_address, skip_jax_atexit
 from torch_bridge.job.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
 from torch_bridge.job.trial import note_ring
 from torch_bridge.job.watchdog import PeerFailure, compare, watch
@@ -269,7 +269,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
     # It would catch SIGTERM, with which torchrun and schedulers end a job.
     jax.config.update("jax_enable_preemption_service", False)
     _bypass_proxy()
-    let_gloo_reach_all_ranks(peers.own_address())
+    set_gloo_address(peers.own_address())
     jax.distributed.initialize(
         f"localhost:{open_relay(address, endpoint.service_port, timeout)}",
         dist.get_world_size(),
@@ -286,7 +286,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
 def _disown() -> None:
     """A forked child must not disconnect its parent when it exits."""
     _state.owns_distributed = False
-    leave_jax_to_the_parent()
+    skip_jax_atexit()
 
 
 def _bypass_proxy() -> None:

@@ -18,7 +18,7 @@ from jax_core.strategies.transfers.transfer import collective, numbered, ordered
 Ways = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a rank's runs to which: the pairs of ranks
 
 
-def widened(spec: RingSpec, keys: Keys, near: Reach) -> list[Keys]:
+def add_halo(spec: RingSpec, keys: Keys, near: Reach) -> list[Keys]:
     """The keys of each of this rank's runs, with those before and after it that its queries may see. Zeros stand where the sequence
     has none."""
     own = [_rows(keys, start, start + near.run) for start in range(0, keys.key.shape[1], near.run)]
@@ -28,8 +28,8 @@ def widened(spec: RingSpec, keys: Keys, near: Reach) -> list[Keys]:
     return [jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *run) for run in zip(before, own, after, strict=True)]
 
 
-def returned(spec: RingSpec, gradients: Sequence[tuple[Array, ...]], near: Reach) -> tuple[Array, ...]:
-    """The gradients of this rank's keys, from those of :func:`widened`'s results."""
+def reduce_halo(spec: RingSpec, gradients: Sequence[tuple[Array, ...]], near: Reach) -> tuple[Array, ...]:
+    """The gradients of this rank's keys, from those of :func:`add_halo`'s results."""
     end = near.left + near.run
     before = [_rows(run, 0, near.left) for run in gradients]
     after = [_rows(run, end, end + near.right) for run in gradients]

@@ -15,7 +15,7 @@ from jax_core.kernels.contract import Pair, Partial, Problem, Residuals
 from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask
 from jax_core.operands import Keys, Operands
-from jax_core.strategies.all_gather.halo import returned, widened
+from jax_core.strategies.all_gather.halo import add_halo, reduce_halo
 from jax_core.strategies.all_gather.reach import Reach, bounded, reach
 from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.pairs.local import (
@@ -92,7 +92,7 @@ class AllGather(Strategy):
             sums = accumulate(sums, grads, pair.k_runs)
         dq = jnp.concatenate([query for query, *_ in found], 1)
         dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in found]
-        dk, dv = _summed(spec, reduce(add, dkv)) if near is None else returned(spec, dkv, near)
+        dk, dv = _summed(spec, reduce(add, dkv)) if near is None else reduce_halo(spec, dkv, near)
         return opened.gradients((dq, dk, dv), sums)
 
 
@@ -116,7 +116,7 @@ def _bounded(spec: RingSpec, operands: Operands) -> RingSpec:
 def _pairs(spec: RingSpec, operands: Operands, keys: Keys, near: Reach | None) -> list[Pair]:
     q_runs = query_runs(spec, operands)
     if near is not None:
-        beside = widened(spec, keys, near)
+        beside = add_halo(spec, keys, near)
         k_runs = [Run(run.start - near.left, 1, near.left + near.run + near.right) for run in q_runs]
         return [_of_queries(spec, operands, i, *pair) for i, pair in enumerate(zip(q_runs, beside, k_runs, strict=True))]
     keys = jax.tree.map(lambda x: in_sequence_order(x, spec.layout), gather(spec, keys))

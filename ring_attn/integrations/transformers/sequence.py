@@ -18,8 +18,8 @@ class Sequence:
     """One sharded sequence of a batch: that of a decoder, or of an encoder.
 
     ``length``: before padding to ``padded``, of which a rank has ``local`` positions. Of the whole, padded sequence
-    ``[batch, padded]``: ``documents``, int32 ids, None where each entry is one document; ``hidden``, what nothing sees, None where
-    there is no padding but that at the end. ``left``: ``[batch]``, the padding before each entry's first token, None where there is
+    ``[batch, padded]``: ``documents``, int32 ids, None where each entry is one document; ``hidden``, True at padding, None if only
+    the end is padded. ``left``: ``[batch]``, the padding before each entry's first token, None where there is
     none. ``unfounded``: ``[batch, padded]``, that padding where a label is to be predicted from it, else None. ``position_ids``:
     of this rank's tokens, ``[batch, local]`` where the model makes them itself; ``positions``: the same, if transformers counts
     windows from the start of the documents that they tell, else None. ``highest``: the highest position id of the whole.

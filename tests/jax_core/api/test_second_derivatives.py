@@ -113,6 +113,7 @@ def marked(case: Case) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [*map(marked, CASES)])
 def test_every_strategy_and_feature(case: Case):
     assert_second_derivative(case)

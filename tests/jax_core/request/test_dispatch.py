@@ -68,14 +68,10 @@ def test_what_is_given_stands_and_the_kernel_completes_it():
     assert chosen.bwd_params == BwdParams(kv_blocksize=80).completed(backward)
 
 
-def test_on_tpus_that_are_a_ring_auto_takes_the_fused_one_if_it_can():
-    """And no platform is named: the fused ring has a kernel of its own."""
-    tpus = problem("tpu")
-    assert choose(Options(), tpus, torus=True).strategy == FusedRing()
-    assert choose(Options(), tpus).strategy == Ring()
-    assert choose(Options(), problem("tpu", PLAIN | {"bias"}), torus=True).strategy == Ring()
-    chosen = choose(Options(platform="pallas"), tpus, torus=True)
+def test_the_fused_ring_is_taken_by_name_only():
+    chosen = choose(Options(), problem("tpu"))
     assert (chosen.strategy, chosen.kernel) == (Ring(), tpu)
+    assert choose(Options(strategy="fused"), problem("tpu")).strategy == FusedRing()
 
 
 def test_what_is_named_runs_or_says_why_not():
@@ -123,16 +119,15 @@ def test_measured_choices_cover_every_length_and_end_at_xla():
 def test_the_order_of_strategies():
     """All-gather on GPUs for short shards of short sequences and for windows, the ring for the rest, and always last."""
 
-    def order(backend="gpu", near=(), platform="auto", torus=False, **sizes):
-        return preferred_strategies(problem(backend, **({"size": 4} | sizes)), platform, torus, near)
+    def order(backend="gpu", near=(), **sizes):
+        return preferred_strategies(problem(backend, **({"size": 4} | sizes)), near)
 
     assert order(q_length=2048, k_length=2048) == ("all_gather", "ring")
     assert order(q_length=8192, k_length=8192) == ("ring",)
     assert order(q_length=65536, k_length=65536, near=("all_gather",)) == ("all_gather", "ring")
     assert order(q_length=2048, k_length=2048, size=64) == ("ring",)
     assert order(q_length=2048, k_length=2048, size=1) == ("ring",)
-    assert order("cpu", near=("all_gather",)) == order("tpu") == order("tpu", platform="xla", torus=True) == ("ring",)
-    assert order("tpu", torus=True) == ("fused", "ring")
+    assert order("cpu", near=("all_gather",)) == order("tpu") == ("ring",)
 
 
 def test_axes_that_are_named_as_a_strategy():

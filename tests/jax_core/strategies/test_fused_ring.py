@@ -179,14 +179,6 @@ def test_unknown_strategies_are_refused():
         ring_output(asked, make_inputs(asked))
 
 
-def test_auto_is_the_ring_where_there_is_no_torus():
-    mesh = ring_mesh(4)
-    x = jnp.zeros((1, 8, 1, 4))
-    program = jax.make_jaxpr(lambda x: jax_core.ring_attention(x, x, x, mesh=mesh))(x)
-    assert "ppermute" in str(program)
-    assert "pallas_call" not in str(program)
-
-
 @pytest.mark.parametrize(
     ("mask", "way"),
     [

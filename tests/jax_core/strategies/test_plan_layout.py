@@ -32,6 +32,7 @@ def planned(case: Case, **changes) -> Case:
     return replace(case, ring=ring, layout=plan, queries=4 * piece, keys=None, **changes)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in NAMES])
 def test_against_the_oracle(name: str):
     case = planned(next(case for case in CASES if case.name == name))

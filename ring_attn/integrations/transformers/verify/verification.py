@@ -71,8 +71,8 @@ def verify(context: Any, batch: Mapping[str, Any], loss: LossOf | None, make: Ca
 
 def _twin(context: Any, batch: Mapping[str, Any]) -> tuple[Any, str]:
     """A float32 copy of the model as it was before, without dropout and without a cache, which hides packed documents from
-    transformers' masks. Of one that is too large, the same with fewer layers of the same kinds; of one that is not here (FSDP's
-    shards, meta tensors, quantised weights), one with other weights."""
+    transformers' masks. If the model is too large, it has fewer layers of the same kinds; if the
+    weights are not on this rank (FSDP's shards, meta tensors, quantised weights), it has random ones."""
     model: Any = context.model
     parameters = list(model.parameters())
     elsewhere = any(hasattr(x, "device_mesh") or x.device.type == "meta" or not x.is_floating_point() for x in parameters)
