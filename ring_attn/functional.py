@@ -288,7 +288,7 @@ def attention(
     if not torch.compiler.is_compiling():
         check_shards(where, names, qkv, others, qkv_format, packing, options)
     if not told:
-        others, options = as_documents(others, options)
+        others, options = as_documents(where, others, options)
     if not torch.compiler.is_compiling():
         key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)
         repeat = call_cache.lookup(key)

@@ -10,7 +10,7 @@ from jax_core.masks.layout import Layout, runs
 from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding, require
 from ring_attn.documents.table import of_cumulative
-from ring_attn.sharding.marks import bounds_of
+from ring_attn.sharding.marks import bounds_of, ranks_of, shard_of
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
@@ -84,18 +84,25 @@ def with_documents(
     return {**others, **ids}, options
 
 
-def as_documents(others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
-    """With the documents in place of the segment ids, where those are known to be documents' and go by no position ids."""
+def as_documents(where: Where, others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
+    """With the documents in place of the segment ids, where those are known to be documents' and lie as this call's layout says:
+    a table of documents goes by places, ids by rows. Raises ValueError for padding where there is to be none."""
     ids = others["q_segment_ids"], others["kv_segment_ids"]
+    if not options["padding"]:
+        for name, numbers in zip(_IDS, ids, strict=False):
+            if numbers is not None:
+                require((numbers >= 0).all(), f"{name} must not be negative where padding=False says that all are in documents")
     documents = bounds_of(*ids)
-    if documents is None:
-        if not options["padding"]:
-            for name, numbers in zip(_IDS, ids, strict=False):
-                if numbers is not None:
-                    require((numbers >= 0).all(), f"{name} must not be negative where padding=False says that all are in documents")
+    if documents is None or ids[0] is None or not _lie_as(ids[0], where, options["layout"]):
         return others, options
     others = {**others, "documents": documents.table, "q_segment_ids": None, "kv_segment_ids": None}
     return others, {**options, "padding": options["padding"] and documents.padding}
+
+
+def _lie_as(ids: Tensor, where: Where, layout: Layout) -> bool:
+    """Whether ids are the shards of the call's ring in the call's layout; of a ring of one there is nothing to shard."""
+    shard, ranks = shard_of(ids), _ranks(where, ids.device)
+    return ranks == () if shard is None else ranks == shard.ring and (not ranks or shard.layout == str(layout))
 
 
 def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
@@ -140,6 +147,11 @@ def rank_in(group: MeshLike, device: torch.device) -> tuple[int, int]:
     if len(ring.held) != 1:
         raise NotImplementedError("one process holds all shards here (torch-xla): use flash_attn_varlen_func, with whole tensors")
     return ring.held[0], ring.size
+
+
+@torch.compiler.assume_constant_result
+def _ranks(where: Where, device: torch.device) -> tuple[int, ...]:
+    return ranks_of(backend_of(device).resolve(*where))
 
 
 @torch.compiler.assume_constant_result

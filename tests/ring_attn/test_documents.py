@@ -15,6 +15,7 @@ from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import read_documents
 from ring_attn.documents.table import of_cumulative, of_numbers
 from ring_attn.flash import flash_attn_varlen_func
+from ring_attn.sharding import marks
 from torch_bridge.attention import functional
 from torch_bridge.attention.operation import OPERANDS
 from torch_bridge.call import autograd
@@ -234,3 +235,16 @@ def test_no_padding_is_checked():
     ends = torch.tensor([0, 3, 8])
     with_it = ring_attention(*[q[0]] * 3, cu_seqlens_q=ends, **packed)
     assert torch.equal(with_it, ring_attention(*[q[0]] * 3, cu_seqlens_q=ends, **{**packed, "padding": True}))
+    batch = shard_batch(ids.clamp_min(0), segment_ids=ids, mesh="local")  # whose documents are known
+    with pytest.raises(ValueError, match="q_segment_ids must not be negative where padding=False"):
+        ring_attention(q, q, q, causal=True, mesh="local", q_segment_ids=batch.segment_ids, padding=False)
+
+
+def test_documents_of_a_shard_go_by_its_ids_where_it_is_attended_to_alone():
+    """The table of documents has the places of the whole sequence, the layout's; a rank's rows by themselves have others."""
+    ids = torch.tensor([[1, 1, 2, 2, 2, 2, 2, 3]])
+    own = marks.mark_bounds(ids.clone(), of_numbers(torch.arange(16)[None] // 2))
+    marks.mark_shard(own, marks.Shard((0, 1), "zigzag", 1, 16))
+    q = torch.randn(1, 8, 2, 8)
+    out, wanted = (ring_attention(q, q, q, mesh="local", q_segment_ids=x) for x in (own, ids))
+    assert torch.equal(out, wanted)

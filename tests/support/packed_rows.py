@@ -13,6 +13,7 @@ from jax_core.masks.layout import permutation
 from jax_core.operands import Operands
 from jax_core.options import ALONE, Options, Placement
 from jax_core.request.spec import make_spec
+from jax_core.strategies.pairs.rows import as_kernel_takes_them
 
 
 class Packed(NamedTuple):
@@ -55,8 +56,10 @@ CASES = {
 }
 
 
-def computed(packed: Packed, platform: str, dtype: str = "float32") -> tuple:
-    """Out, LSE, and the gradients of query, key and value, of whole sequences in the layout's order."""
+def computed(packed: Packed, platform: str, dtype: str = "float32", by_table: bool | None = None) -> tuple:
+    """Out, LSE, and the gradients of query, key and value, of whole sequences in the layout's order. ``by_table``: the documents
+    are told so, not as segment ids; by default where the kernel takes them."""
+    by_table = platform == "cute" if by_table is None else by_table
     sizes = [(len(packed.bounds), packed.ring * packed.length, heads, packed.dim) for heads in (2, *[packed.kv_heads] * 2, 2)]
     random = map(np.random.default_rng(0).normal, [0.0] * 4, [1.0] * 4, sizes)
     q, k, v, dout = (jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in random)
@@ -64,10 +67,11 @@ def computed(packed: Packed, platform: str, dtype: str = "float32") -> tuple:
     ids, table, rows = jnp.asarray(packed.ids[:, packed.order]), jnp.asarray(packed.bounds, jnp.int32), P(None, "ring")
 
     def local(q, k, v, dout, ids, table):
-        told = dict(documents=table) if platform == "cute" else dict(q_segment_ids=ids, kv_segment_ids=ids)
+        told = dict(documents=table) if by_table else dict(q_segment_ids=ids, kv_segment_ids=ids)
         place = Placement("ring", packed.ring) if packed.ring > 1 else ALONE
         spec, operands = make_spec(options, Operands(q, k, v, **told), place)
         assert spec.by_document == (platform == "cute")
+        operands = as_kernel_takes_them(spec, operands)
         out, lse = spec.strategy.forward(spec, operands)
         gradients = spec.strategy.backward(spec, operands, out, lse, dout)
         return out, jnp.swapaxes(lse, 1, 2), *gradients[:3]

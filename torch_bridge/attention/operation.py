@@ -1,6 +1,6 @@
 """Attention as an operation: its options, and what follows from them for operands of certain forms."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,6 @@ from torch_bridge.job.sanity_checks import check_same_queries, check_shards
 OPERANDS = Operands._fields[: Operands._fields.index("rank")]  # those that torch passes, in this order
 QKV = (0, 1, 2)
 VALUE, SINKS, ORIGIN = (OPERANDS.index(name) for name in ("value", "softmax_aux", "origin"))
-# The dimensions of an operand that has a batch, which is its first.
-_DIMS = {"query": 4, "key": 4, "value": 4, "bias": 4, "mask": 4, "alibi_slopes": 2, "documents": 2}
-_DIMS_OF = {OPERANDS.index(name): _DIMS.get(name, 2) for name in OPERANDS if name in _DIMS or name.endswith("_ids")}
 
 
 @dataclass(frozen=True)
@@ -109,12 +106,6 @@ class Attention(Operation):
     def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
         shapes = [None if form is None else (form.shape[2:], form.dtype) for form in forms[: len(QKV)]]
         return *shapes, *(form is None for form in forms)
-
-    def batched(self, operands: Tensors, mapped: Sequence[bool], wanted: Sequence[int]) -> Mapping[int, int] | None:
-        """Not with sinks of their own, which have no batch, nor where dropout or a mask function may look at the index in it."""
-        options = self.options
-        by_place = options.dropout_prob or options.predicates or options.mask_builder or operands[ORIGIN] is not None
-        return None if by_place or mapped[SINKS] or SINKS in wanted else _DIMS_OF
 
     def flops(self, shapes: Sequence[Any], tensors_per_sequence: int) -> tuple[int, int]:
         """All queries with all keys of the ring, whatever the masks: two products, and five in the backward, where the scores are

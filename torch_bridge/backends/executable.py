@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_core.turns import in_turn
+from torch_bridge.job.compilation_cache import shares_compiling
 
 LOG = logging.getLogger("ring_attn")
 LONG = 3.0  # seconds after which it is said that a program is being compiled
@@ -85,7 +86,8 @@ class Executable:
 
     def _compile(self, arrays: tuple[Any, ...]) -> _Made:
         started = time.perf_counter()
-        with _turns(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
+        turns = in_turn() if shares_compiling() else nullcontext()
+        with turns, _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
             with _lowering:
                 lowered = self._function.lower(*arrays)
             meanwhile, self.meanwhile = self.meanwhile, None
@@ -97,11 +99,6 @@ class Executable:
 
 # Lowering compiles kernels, by compilers that are not made for several threads. It holds the GIL anyway, but for those.
 _lowering = RLock()
-
-
-def _turns() -> AbstractContextManager[None]:
-    """Not on GPUs, where not all of tests/gpu has run with it."""
-    return nullcontext() if jax.default_backend() == "gpu" else in_turn()
 
 
 def _precision() -> str | None:

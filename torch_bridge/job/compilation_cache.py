@@ -76,8 +76,14 @@ def _write_whole_files(folder: Path) -> None:
 
         if compilation_cache._cache is None and not compilation_cache._cache_initialized:
             compilation_cache._cache, compilation_cache._cache_initialized = WholeFiles(str(folder), max_size=-1), True
-            if not torch.cuda.is_available():  # where not all of tests/gpu has run with it
+            if shares_compiling():
                 _share_programs()
+
+
+def shares_compiling() -> bool:
+    """Whether processes of a host share what they compile, and backwards are compiled ahead: not yet on machines with GPUs, where
+    not all of tests/gpu has run with it."""
+    return not torch.cuda.is_available()
 
 
 def _share_programs() -> None:

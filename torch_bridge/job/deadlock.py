@@ -27,7 +27,7 @@ class Standing(NamedTuple):
 
     ``number``: that of its last call, counted from 1. ``waits``: seconds since that call began, None once it has ended. ``calls``:
     digests of its most recent calls, by their numbers. ``last``: a description of the last call. ``launched``: the number of the
-    last call that its device was given, if it has one.
+    last call that its device was given, if it has one, ``since`` so many seconds.
     """
 
     number: int
@@ -35,16 +35,18 @@ class Standing(NamedTuple):
     calls: dict[int, str]
     last: str
     launched: int = 0
+    since: float = 0.0
 
 
 class Stalled(NamedTuple):
     """A call of a ring that a rank's device has not finished within the limit: its number, a description, and for how long the
-    device has finished none."""
+    device has finished none, which may be so for ``limit`` seconds once all of the ring have launched it."""
 
     ring: Ranks
     number: int
     what: str
     seconds: float
+    limit: float
 
 
 class Report(NamedTuple):
@@ -75,8 +77,9 @@ class Report(NamedTuple):
                 {int(key): str(digest) for key, digest in calls.items()},
                 str(last),
                 int(launched),
+                float(since),
             )
-            for ring, (number, waits, calls, last, launched) in standings
+            for ring, (number, waits, calls, last, launched, since) in standings
         }
         return cls(0.0, 0.0, "it goes on", rings)
 
@@ -143,8 +146,8 @@ def crossed_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
 
 
 def stalled_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
-    """The rings in whose call a device stays though all members have given it to theirs, each with the reason. ``reports``: of the
-    ranks that answer; where a member does not, or has not come to the call, no device is at fault."""
+    """The rings in whose call a device stays for its limit though all members have given it to theirs, each with the reason.
+    ``reports``: of the ranks that answer; where a member does not, or has not come to the call, no device is at fault."""
     found: dict[Ranks, str] = {}
     for rank, report in reports.items():
         stalled = report.stalled
@@ -159,7 +162,7 @@ def stalled_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
 
 def _has_launched(report: Report | None, stalled: Stalled) -> bool:
     standing = None if report is None else report.rings.get(stalled.ring)
-    return standing is not None and standing.launched >= stalled.number
+    return standing is not None and standing.launched >= stalled.number and standing.since >= stalled.limit
 
 
 def _first_apart(ring: Ranks, reports: Mapping[int, Report], ended: bool = False) -> int | None:

@@ -63,11 +63,12 @@ class Settings:
 
 @dataclass
 class RingCalls:
-    """This process's calls of one ring: how many in all and of each kind, the last that the device was given, and the most recent
-    ones as (number, step, what)."""
+    """This process's calls of one ring: how many in all and of each kind, the last that the device was given and when, and the most
+    recent ones as (number, step, what)."""
 
     number: int = 0
     launched: int = 0
+    launched_at: float = -math.inf
     steps: Counter[str] = field(default_factory=Counter)
     recent: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     last: Call | str = ""
@@ -293,7 +294,10 @@ def _report() -> Report:
 def _stalled() -> Stalled | None:
     """What this process's device has not finished within the limit."""
     found = state.device.stalled()
-    return None if found is None else Stalled(found.call.ring.ranks, found.call.number, str(found.call), found.seconds)
+    if found is None:
+        return None
+    call = found.call
+    return Stalled(call.ring.ranks, call.number, str(call), found.seconds, state.device.limit)
 
 
 def _standings() -> dict[Ranks, Standing]:
@@ -307,7 +311,7 @@ def _standings() -> dict[Ranks, Standing]:
     for ranks, calls in list(state.calls.items()):
         digests = {number: _digest(step, what) for number, step, what in calls.recent.copy()}
         waits = now - begun[ranks] if ranks in begun else None
-        rings[ranks] = Standing(calls.number, waits, digests, str(calls.last), calls.launched)
+        rings[ranks] = Standing(calls.number, waits, digests, str(calls.last), calls.launched, now - calls.launched_at)
     return rings
 
 

@@ -169,7 +169,9 @@ class watch:
             return
         if error is None and self.event is not None:
             peers.state.launched[self.ring.ranks] = (self, self.event)
-            peers.state.calls[self.ring.ranks].launched = self.number
+            calls = peers.state.calls[self.ring.ranks]
+            calls.launched_at = time.monotonic()  # before the number, which another thread reads
+            calls.launched = self.number
             peers.state.device.launched(self, self.event)
         peers.state.active.pop(id(self), None)
         peers.state.left = time.monotonic()

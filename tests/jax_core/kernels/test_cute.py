@@ -176,6 +176,14 @@ def test_documents_as_rectangles(monkeypatch, name: str):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4, err_msg=what)
 
 
+@pytest.mark.parametrize("name", ["alone, padded, own heads, two rows", "zigzag of two, one row, own heads", "contiguous of four"])
+def test_a_table_of_documents_is_their_segment_ids(name: str):
+    """To a kernel that knows no documents."""
+    packed = packed_rows.CASES[name]
+    for by_table, by_ids in zip(*(packed_rows.computed(packed, "xla", by_table=told) for told in (True, False)), strict=True):
+        np.testing.assert_array_equal(by_table, by_ids)
+
+
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("wanted", [False, True])
 def test_deterministic_reaches_every_backward(monkeypatch, wanted: bool):

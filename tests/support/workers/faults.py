@@ -68,6 +68,7 @@ def device_stalls(rank: int) -> None:
 def device_waits(rank: int) -> None:
     """One device waits for a rank that compiles for longer than the limit."""
     start(device_timeout=LIMIT / 2)
+    dist.barrier()  # their waits begin together
     if rank == 1:
         preparing = peers.prepare()
         time.sleep(2 * LIMIT)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from jax_core.masks.layout import LAYOUTS, shard_indices
+from ring_attn import ring_attention
 from ring_attn.sharding.sequence import pad, positions, shard, shard_batch, unshard
 from tests.support.healthy import gloo_world
 
@@ -91,6 +93,18 @@ def check_batch(rank, size):
         assert bool((segments[:, batch.length :] == -1).all())
 
 
+def check_documents_in_another_layout(rank, size):
+    """Segment ids belong to their rows: without a mask that goes by places, the call's layout decides nothing."""
+    documents = (torch.arange(8 * size) // 5)[None]
+    q = random(1, 8 * size, 2, 8, seed=7, dtype=torch.float32)
+    same = (documents[:, :, None] == documents[:, None])[:, None]
+    whole = F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, attn_mask=same).transpose(1, 2)
+    batch, own = shard_batch(documents, segment_ids=documents, layout="zigzag"), shard(q, layout="zigzag").clone()
+    for layout in LAYOUTS:
+        out = ring_attention(own, own, own, layout=layout, q_segment_ids=batch.segment_ids)
+        torch.testing.assert_close(unshard(out, layout="zigzag"), whole)
+
+
 def check_rings_of_a_mesh(rank, size):
     """Two rings at once, with different shapes."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))
@@ -127,6 +141,7 @@ def main():
         check_the_incoming_gradient_is_left_alone(rank, size)
         check_half_precision_sums_once(rank, size)
         check_batch(rank, size)
+        check_documents_in_another_layout(rank, size)
         check_rings_of_a_mesh(rank, size)
         check_disagreement_raises_everywhere(rank, size)
 

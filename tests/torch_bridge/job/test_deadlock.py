@@ -84,22 +84,26 @@ def test_a_circle_of_waiting_ranks_is_found():
     assert set(deadlocked_rings({0: cross(first), 1: cross(second)})) == {first, second}
 
 
-STALLED = Stalled(PAIR, 3, "forward step 2: a call", 601.0)
+STALLED = Stalled(PAIR, 3, "forward step 2: a call", 1801.0, 600.0)
 
 
-def given(launched: int, stalled: Stalled | None = None) -> Report:
+def given(launched: int, stalled: Stalled | None = None, since: float = 600.0) -> Report:
     """Of a rank in call 4, whose device was given the ``launched`` first ones."""
-    return report(pair=standing(4, 600.0)._replace(launched=launched))._replace(stalled=stalled)
+    return report(pair=standing(4, 600.0)._replace(launched=launched, since=since))._replace(stalled=stalled)
 
 
 @pytest.mark.parametrize("other", [given(3), given(4, STALLED)], ids=["at its end", "as well"])
 def test_a_device_that_does_not_finish_is_named(other):
     found = stalled_rings({0: other, 1: given(3, STALLED), 2: report(600.0)})
     assert list(found) == [PAIR]
-    assert found[PAIR].endswith("has not finished call 3, forward step 2: a call, nor any other for 601 s")
+    assert found[PAIR].endswith("has not finished call 3, forward step 2: a call, nor any other for 1801 s")
 
 
-@pytest.mark.parametrize("reports", [{1: given(2)}, {1: report(600.0)}, {}], ids=["compiles", "never called", "does not answer"])
+@pytest.mark.parametrize(
+    "reports",
+    [{1: given(2)}, {1: given(3, since=599.0)}, {1: report(600.0)}, {}],
+    ids=["compiles", "has come just now", "never called", "does not answer"],
+)
 def test_no_device_is_at_fault_that_waits_for_a_rank(reports):
     assert stalled_rings({0: given(3, STALLED), **reports}) == {}
 
