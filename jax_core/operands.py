@@ -6,6 +6,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 # Documents a sequence that kernels are told of; each costs a tile of padding in a backward's sums, and a step of a tile scheduler.
 MOST_DOCUMENTS = 4096
+MOST_SHARED = 32  # documents of a placement that several ranks have a part of; each costs a tile in every step's backward
+NOBODY = 2**31 - 1  # the document of a piece of no tokens
 A = TypeVar("A")  # the kind of array
 
 
@@ -27,8 +29,9 @@ class Operands(NamedTuple, Generic[A]):
     sequence order; ids int32 ``[length] | [batch|1, length]``; ``alibi_slopes [heads] | [batch|1, heads]``; ``dropout_seed`` uint32
     ``[2]``; ``origin`` int32 ``[2]``, the first batch entry and head held here; ``documents`` int32 ``[batch|1, most + 1]``, the
     same on all ranks: where each document begins in the whole sequence, ascending, and where the last one ends, for all places that
-    are left; in place of segment ids, for queries and keys of one length. ``rank`` int32 ``[1]``, this
-    device's rank in the ring (None: ``lax.axis_index`` gives it); ``predicate_arrays`` as in :class:`Extras`.
+    are left; in place of segment ids, for queries and keys of one length. Or ``[ranks, most, 3]``, in place of position ids, too: a
+    table of pieces (``masks.placement``). ``rank`` int32 ``[1]``, this device's rank in the ring (None: ``lax.axis_index`` gives
+    it); ``predicate_arrays`` as in :class:`Extras`.
     """
 
     query: A
@@ -47,6 +50,11 @@ class Operands(NamedTuple, Generic[A]):
     documents: A | None = None
     rank: A | None = None
     predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def placed(self) -> bool:
+        """Whether documents lie by a table of pieces."""
+        return self.documents is not None and len(self.documents.shape) == 3  # type: ignore[attr-defined]
 
     @property
     def keys(self) -> Keys[A]:

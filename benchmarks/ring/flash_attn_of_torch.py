@@ -17,21 +17,31 @@ import torch
 from torch import Tensor
 
 
-@cache
 def zigzag_function() -> Any:
-    """``zigzag_ring_flash_attn_func`` of the installed ring-flash-attention, unchanged.
+    """``zigzag_ring_flash_attn_func`` of the installed ring-flash-attention, unchanged."""
+    return ring_flash_attn("zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
+
+
+@cache
+def ring_flash_attn(module: str) -> Any:
+    """A module of the installed ring-flash-attention, unchanged.
 
     Its package imports more than that at the top (adapters for certain versions of transformers), so only the needed module is
     loaded, by its path, with what that module imports.
     """
+    _find_ring_flash_attn()
+    with _stand_ins(_flash_attn_backward):
+        return importlib.import_module(f"ring_flash_attn.{module}")
+
+
+@cache
+def _find_ring_flash_attn() -> None:
     found = importlib.util.find_spec("ring_flash_attn")
     if found is None or not found.submodule_search_locations:
         raise ImportError("ring-flash-attn is not installed")
     package = ModuleType("ring_flash_attn")
     package.__path__ = list(found.submodule_search_locations)
     sys.modules["ring_flash_attn"] = package
-    with _stand_ins(_flash_attn_backward):
-        return importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
 
 
 @cache
@@ -48,9 +58,9 @@ def _stand_ins(backward: Callable[..., None]) -> Iterator[None]:
     vars(interface).update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=backward)
     flash_attn.__path__ = []
     vars(flash_attn).update(__version__="2.6.3", flash_attn_interface=interface)
-    # yunchang imports these too, for what is not measured here.
-    vars(flash_attn).update(flash_attn_func=None)
-    vars(interface).update(_flash_attn_varlen_forward=None, _flash_attn_varlen_backward=None)
+    varlen: dict[str, Any] = {"_flash_attn_varlen_forward": _varlen_forward, "_flash_attn_varlen_backward": _varlen_backward}
+    vars(interface).update(varlen)
+    vars(flash_attn).update(flash_attn_func=None)  # yunchang imports it for what is not measured here
     stand_ins = {"flash_attn": flash_attn, "flash_attn.flash_attn_interface": interface}
     installed = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
     sys.modules |= stand_ins
@@ -79,6 +89,29 @@ def _flash_attn_backward(
     """Writes into dq, dk, dv, as flash-attn does. torch's operator returns new tensors, so this costs a copy of each."""
     settings = _settings(softmax_scale, window_size_left, window_size_right, off)
     operands = dout, q, k, v, out, softmax_lse, None, None, q.shape[1], k.shape[1], 0.0, causal, *_no_random_state(q.device)
+    gradients = torch.ops.aten._flash_attention_backward(*operands, **settings)
+    for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
+        buffer.copy_(gradient)
+
+
+def _varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    softmax_scale: float, causal: bool, window_size_left=-1, window_size_right=-1, **off
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    settings = _settings(softmax_scale, window_size_left, window_size_right, off)
+    operands = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*operands, **settings)
+    return out, lse, None, None
+
+
+def _varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool,
+    window_size_left=-1, window_size_right=-1, deterministic=False, **off
+) -> None:  # fmt: skip
+    settings = _settings(softmax_scale, window_size_left, window_size_right, off)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    operands = dout, q, k, v, out, softmax_lse, *lengths, 0.0, causal, *_no_random_state(q.device)
     gradients = torch.ops.aten._flash_attention_backward(*operands, **settings)
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
         buffer.copy_(gradient)

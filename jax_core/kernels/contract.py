@@ -68,7 +68,8 @@ class Problem:
     Lengths are those of a shard; ``sizes``: of each axis of a ring of ``size`` ranks. ``features``: what is asked for beyond plain
     attention (``request.features``). ``backend``: the devices that the arrays are on, "cpu", "gpu" or "tpu".
     ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's. ``documents``: how
-    many a sequence may have, where the segment ids are those of documents; 0 where nothing is known of them.
+    many a sequence, or if they are ``placed`` a shard, may have, where the segment ids are those of documents; 0 where nothing is
+    known of them.
     """
 
     scores: Scores
@@ -87,6 +88,7 @@ class Problem:
     backend: str = "cpu"
     capability: int = 0
     documents: int = 0
+    placed: bool = False
 
 
 class Extras(NamedTuple):

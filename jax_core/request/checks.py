@@ -31,19 +31,25 @@ def _check_others(operands: Operands, size: int, rows: str) -> None:
         for kind in ("segment", "position"):
             name = f"{side}_{kind}_ids"
             _check_shape(name, getattr(operands, name), [(length,), (1, length), (batch, length)], _INTS)
-    _check_documents(operands)
+    _check_documents(operands, size)
     _check_shape("alibi_slopes", operands.alibi_slopes, [(heads,), (1, heads), (batch, heads)], _FLOATS)
     _check_sinks(operands.softmax_aux, heads)
     _refuse_bias_as_sinks(operands.softmax_aux, whole)
 
 
-def _check_documents(operands: Operands) -> None:
+def _check_documents(operands: Operands, size: int) -> None:
     documents, (batch, length, *_) = operands.documents, operands.query.shape
     if documents is None:
         return
     _check_dtype("documents", documents, ("int32",))
     shape = tuple(documents.shape)
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] < 2:
+    if operands.placed:
+        if shape[0] != size or not shape[1] or shape[2] != 3 or operands.q_position_ids is not None:
+            raise ValueError(
+                f"documents of a placement must be [{size}, pieces, 3], in place of position ids; got shape {shape} and "
+                f"{'no' if operands.q_position_ids is None else 'also'} position ids"
+            )
+    elif len(shape) != 2 or shape[0] not in (1, batch) or shape[1] < 2:
         raise ValueError(f"documents must be [1 or {batch}, documents + 1], got shape {shape}")
     if operands.q_segment_ids is not None or operands.key.shape[1] != length:
         raise ValueError(

@@ -96,7 +96,8 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         features=features(options, scores, operands),
         backend=backend,
         capability=capability() if backend == "gpu" == jax.default_backend() else 0,
-        documents=0 if operands.documents is None else operands.documents.shape[-1] - 1,
+        documents=0 if operands.documents is None else operands.documents.shape[1] - (not operands.placed),
+        placed=operands.placed,
     )
 
 
@@ -127,14 +128,14 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
         mask = _from_the_last_key(mask, options, operands, place)
     made = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
     if options.mask_builder is not None:
-        static = operands.q_position_ids is None  # a builder's mask goes by the index in the sequence
+        static = operands.q_position_ids is None and not operands.placed  # a builder's mask goes by the index in the sequence
         built = _built(options.mask_builder, operands, place, static)
         joined = both(mask, built.mask)
         if joined is None:
             joined, built = mask, _built(options.mask_builder, operands, place, static=False)
         mask = joined
         made += [] if built.predicate is None else [(built.predicate, built.arrays)]
-    if operands.q_position_ids is not None:
+    if operands.q_position_ids is not None or operands.placed:
         check_reach(options.sliding_window, options.chunk_size)
         mask = replace(mask, any_position=True)
     return mask, options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
@@ -142,7 +143,7 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
 
 def _from_the_last_key(mask: Mask, options: Options, operands: Operands, place: Placement) -> Mask:
     """The mask for queries of which the last is at the last key's position."""
-    if operands.q_position_ids is not None:
+    if operands.q_position_ids is not None or operands.placed:
         raise ValueError("bottom_right says where the queries are, and so do q_position_ids; give one of the two")
     by = (operands.key.shape[1] - operands.query.shape[1]) * place.size
     functions = options.mask_mod is not None or any(predicate.over == "position" for predicate in options.predicates)

@@ -9,7 +9,7 @@ from torch import Tensor
 from jax_core.masks.layout import Layout, runs
 from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding, require
-from ring_attn.documents.table import of_cumulative
+from ring_attn.documents.table import Documents, of_cumulative
 from ring_attn.sharding.marks import bounds_of, ranks_of, shard_of
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -93,15 +93,19 @@ def as_documents(where: Where, others: Others, options: dict[str, Any]) -> tuple
             if numbers is not None:
                 require((numbers >= 0).all(), f"{name} must not be negative where padding=False says that all are in documents")
     documents = bounds_of(*ids)
-    if documents is None or ids[0] is None or not _lie_as(ids[0], where, options["layout"]):
+    if documents is None or ids[0] is None or not _lie_as(documents, ids[0], where, others, options["layout"]):
         return others, options
-    others = {**others, "documents": documents.table, "q_segment_ids": None, "kv_segment_ids": None}
-    return others, {**options, "padding": options["padding"] and documents.padding}
+    told = dict.fromkeys(_IDS if documents.placed else _IDS[:2])
+    return {**others, **told, "documents": documents.table}, {**options, "padding": options["padding"] and documents.padding}
 
 
-def _lie_as(ids: Tensor, where: Where, layout: Layout) -> bool:
-    """Whether ids are the shards of the call's ring in the call's layout; of a ring of one there is nothing to shard."""
+def _lie_as(documents: Documents, ids: Tensor, where: Where, others: Others, layout: Layout) -> bool:
+    """Whether ids are the shards of the call's ring, in the call's layout, or with the positions of the placement; of a ring of one
+    there is nothing to shard."""
     shard, ranks = shard_of(ids), _ranks(where, ids.device)
+    if documents.placed:
+        positions = bounds_of(others["q_position_ids"], others["kv_position_ids"])
+        return ranks == documents.ring and positions is not None and positions.table is documents.table
     return ranks == () if shard is None else ranks == shard.ring and (not ranks or shard.layout == str(layout))
 
 

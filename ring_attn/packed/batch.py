@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, rounded_up, shard_multiple
+from ring_attn.documents import table
 from ring_attn.documents.reading import PACKING
 from ring_attn.packed.documents import Documents, read_documents
 from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import BUCKETS, Ring, one_ring
-from ring_attn.sharding.marks import mark_documents, mark_labels
+from ring_attn.sharding.marks import mark_bounds, mark_documents, mark_labels, ranks_of
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -139,12 +140,13 @@ def shard_packed(
     mark_labels(shifted, (real(input_ids), labels, positions, numbers), processes)
     if int(documents.first.sum()) > 1:
         mark_documents(shifted)
+    bounds = _table(placement, len(documents.tokens) < total, ranks_of(processes), device)
     return PackedShard(
         input_ids=take(real(input_ids.long()), pad_id),
         labels=shifted,
         position_ids=take(positions, 0),
-        segment_ids=take(numbers, -1),
-        offsets=take(offsets, 0),
+        segment_ids=mark_bounds(take(numbers, -1), bounds),
+        offsets=mark_bounds(take(offsets, 0), bounds),
         loss_weights=(shifted != ignore_index).float() / max(1, count),
         label_count=count,
         others={name: take(real(tensor), 0) for name, tensor in batch.items() if name not in _READ},
@@ -168,6 +170,12 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{name} must be a tensor of shape {list(shape)} + [...], got {got}; take it out of the batch")
     return input_ids
+
+
+def _table(placement: Placement, padding: bool, ring: tuple[int, ...], device: torch.device) -> table.Documents | None:
+    """On CPUs: on GPUs kernels go by the ids, until all of tests/gpu has run with tables of pieces."""
+    found = placement.table if device.type == "cpu" else None
+    return None if found is None else table.Documents(torch.from_numpy(found).to(device), padding, ring)
 
 
 def _order(placement: Placement, lengths: list[int], shard_length: int) -> np.ndarray:

@@ -4,11 +4,15 @@ A document that one rank can take whole stays whole: its blocks are dense, and n
 long for that are cut over all ranks, each in zigzag, which costs every rank the same at every step of the ring.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
+
+from jax_core.operands import MOST_DOCUMENTS, MOST_SHARED, NOBODY
+from ring_attn.documents.table import places
 
 TOLERANCE = 1.05  # of the largest work of a rank over the mean: what is worth cutting one more document
 
@@ -27,8 +31,9 @@ class Piece(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """``pieces``: those of each rank, in the order of its shard. ``numbers``: the segment id of every document: documents that one
-    rank holds alone have consecutive ids, so that blocks of different ranks have none in common."""
+    """``pieces``: those of each rank, in the order of its shard. ``numbers``: the segment id of every document: those that several
+    ranks have a part of come first; documents that one rank holds alone have consecutive ids, so that blocks of different ranks
+    have none in common."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     numbers: np.ndarray
@@ -38,6 +43,42 @@ class Placement(NamedTuple):
         """The largest work of a rank over the mean."""
         work = [sum(piece.work for piece in held) for held in self.pieces]
         return max(work) * len(work) / sum(work) if sum(work) else 1.0
+
+    @property
+    def table(self) -> np.ndarray | None:
+        """As kernels take it (``jax_core.masks.placement``), int32 ``[ranks, most, 3]``; None where they cannot."""
+        shared = 1 + max((self.numbers[piece.document] for piece in self._shared()), default=-1)
+        most = places(max(map(len, self.pieces)))
+        if shared > MOST_SHARED or most > MOST_DOCUMENTS or not self._makes_rectangles():
+            return None
+        table = np.zeros((len(self.pieces), most, 3), np.int32)
+        table[:, :, 0] = NOBODY
+        for rows, held in zip(table, self.pieces, strict=True):
+            rows[: len(held)] = [(self.numbers[piece.document], piece.start, piece.stop - piece.start) for piece in held] or 0
+        return table
+
+    def _shared(self) -> Iterator[Piece]:
+        """Pieces of documents that several ranks have a part of."""
+        ranks = Counter(document for held in self.pieces for document in {piece.document for piece in held})
+        return (piece for held in self.pieces for piece in held if ranks[piece.document] > 1)
+
+    def _makes_rectangles(self) -> bool:
+        starts: dict[int, list[list[int]]] = defaultdict(list)
+        for held in self.pieces:
+            for document, pieces in groupby(held, key=lambda piece: piece.document):
+                starts[document].append([piece.start for piece in pieces])
+        return all(map(_are_nested, starts.values()))
+
+
+def _are_nested(parts: list[list[int]]) -> bool:
+    """Whether a second piece of a rank is after all that ranks have whose first piece is after its own: the starts of each rank's
+    pieces."""
+    last = -1
+    for part in sorted(parts, reverse=True):
+        if len(part) > 2 or (len(part) == 2 and part[1] < last):
+            return False
+        last = max(last, part[-1])
+    return True
 
 
 def place(lengths: Sequence[int], size: int, shard_length: int) -> Placement:
@@ -80,9 +121,12 @@ def _place(lengths: Sequence[int], longest_first: list[int], cut: int, size: int
         roomy = [rank for rank in range(size) if ranks[rank].free >= lengths[document]]
         home[document] = min(roomy or range(size), key=lambda rank: (ranks[rank].work, rank) if roomy else -ranks[rank].free)
         left.append(ranks[home[document]].take(whole))
+    split = {piece.document for piece in left if piece.stop > piece.start}
     for piece in left:  # what did not fit goes where there is room
         while piece.stop > piece.start:
             piece = max(ranks, key=lambda rank: rank.free).take(piece)
+    for document in split:
+        home[document] = -1
     numbers = np.empty(len(lengths), np.int64)
     numbers[np.lexsort((np.arange(len(lengths)), home))] = np.arange(len(lengths))
     order = [sorted(rank.pieces, key=lambda piece: (numbers[piece.document], piece.start)) for rank in ranks]

@@ -17,7 +17,7 @@ from torch_bridge.job.ring import Ring
 from torch_bridge.job.sanity_checks import note_batch
 
 _MARK, _SUMS, _DOCUMENTS = "ring_attn_shard", "ring_attn_whole", "ring_attn_documents"
-_BOUNDS, _PADDING = "ring_attn_bounds", "ring_attn_padding"
+_BOUNDS = "ring_attn_bounds"
 IDS = "input_ids"
 
 
@@ -94,19 +94,19 @@ def has_documents(labels: Tensor) -> bool:
     return getattr(labels, _DOCUMENTS, False)
 
 
-def mark_bounds(segment_ids: Tensor, bounds: Documents | None) -> Tensor:
+def mark_bounds(ids: Tensor, bounds: Documents | None) -> Tensor:
     """These ids, as those of the documents of the whole, if there is a table of them."""
     if bounds is not None:
-        setattr(segment_ids, _BOUNDS, bounds.table)
-        setattr(segment_ids, _PADDING, bounds.padding)
-    return segment_ids
+        setattr(ids, _BOUNDS, tuple(bounds))
+    return ids
 
 
-def bounds_of(q_segment_ids: Tensor | None, kv_segment_ids: Tensor | None) -> Documents | None:
-    """The documents that both are ids of, if that is known."""
-    table: Tensor | None = getattr(q_segment_ids, _BOUNDS, None)
-    both = kv_segment_ids is None or getattr(kv_segment_ids, _BOUNDS, None) is table
-    return Documents(table, getattr(q_segment_ids, _PADDING, True)) if both and table is not None else None
+def bounds_of(queries: Tensor | None, keys: Tensor | None) -> Documents | None:
+    """The documents that both are ids of, if that is known; the keys' may be left out."""
+    bounds = getattr(queries, _BOUNDS, None)
+    if bounds is None or (keys is not None and getattr(keys, _BOUNDS, (None,))[0] is not bounds[0]):
+        return None
+    return Documents(*bounds)
 
 
 def ranks_of(ring: Ring) -> tuple[int, ...]:

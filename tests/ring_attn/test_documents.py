@@ -171,7 +171,7 @@ def test_a_table_says_what_the_numbers_say(names):
     assert (found is None) == any(name in NO_INTERVALS for name in names)
     if found is None:
         return
-    table, padding = found
+    table, padding, _ = found
     assert padding == bool((numbers < 0).any())
     assert table.dtype == torch.int32 and table.shape == (len(names), 17)
     index = torch.arange(numbers.shape[1])
@@ -186,16 +186,41 @@ def test_a_table_has_places_for_twice_as_many_or_none():
     assert torch.equal(of_cumulative(torch.tensor([0, 2, 5])), of_numbers(torch.tensor([[0, 0, 1, 1, 1]])).table)
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-def test_kernels_are_told_the_documents_of_a_sharded_batch(monkeypatch, compiles):
-    """In compiled functions, too; not those of ids that were changed."""
-    told, apply = [], autograd.apply
+@pytest.fixture
+def told(monkeypatch):
+    """The documents that calls tell their kernels."""
+    found, apply = [], autograd.apply
 
     def noting(key, operands):
-        told.append(operands[OPERANDS.index("documents")])
+        found.append(operands[OPERANDS.index("documents")])
         return apply(key, operands)
 
     monkeypatch.setattr(autograd, "apply", noting)
+    return found
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_kernels_are_told_the_pieces_of_a_packed_batch(told, compiles):
+    """Not those of ids without the positions that belong to them."""
+    batch = shard_packed({"input_ids": torch.arange(9)[None], "cu_seqlens": torch.tensor([0, 3, 9])}, mesh="local", buckets=0)
+    q = torch.randn(1, 9, 2, 8)
+
+    def attend(x, segments, positions):
+        return ring_attention(x, x, x, causal=True, mesh="local", q_segment_ids=segments, q_position_ids=positions)
+
+    run = torch.compile(attend, backend="eager", fullgraph=True) if compiles else attend
+    out = run(q, *batch.attention.values())
+    assert told[-1].shape == (1, 16, 3) and told[-1][0, :3].tolist() == [[0, 0, 3], [1, 0, 6], [2**31 - 1, 0, 0]]
+    changed = attend(q, batch.segment_ids, batch.offsets + 1)
+    assert told[-1] is None
+    torch.testing.assert_close(out, changed)
+    ring_attention(q, q, q, causal=True, mesh="local", q_segment_ids=batch.segment_ids)
+    assert told[-1] is None
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_kernels_are_told_the_documents_of_a_sharded_batch(told, compiles):
+    """In compiled functions, too; not those of ids that were changed."""
     ids = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2]])
     batch = shard_batch(ids, segment_ids=ids, mesh="local")
     q = torch.randn(1, 8, 2, 8)

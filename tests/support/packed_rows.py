@@ -14,10 +14,11 @@ from jax_core.operands import Operands
 from jax_core.options import ALONE, Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.pairs.rows import as_kernel_takes_them
+from ring_attn.packed.placement import place
 
 
 class Packed(NamedTuple):
-    """``bounds``: of the documents of each batch entry, in the whole sequence."""
+    """``bounds``: of the documents of each batch entry, in the whole sequence. ``placed``: by ``shard_packed``'s rule."""
 
     bounds: Sequence[Sequence[int]]
     ring: int = 1
@@ -26,6 +27,7 @@ class Packed(NamedTuple):
     kv_heads: int = 1
     options: Mapping[str, Any] = CAUSAL
     dim: int = 72
+    placed: bool = False
 
     @property
     def order(self) -> list[int]:
@@ -36,6 +38,21 @@ class Packed(NamedTuple):
         places, table = np.arange(self.ring * self.length), np.asarray(self.bounds)[:, :, None]
         ids = (table <= places).sum(1) - 1
         return np.where((ids >= 0) & (places < table[:, -1]), ids, -1).astype(np.int32)
+
+    @property
+    def told(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The table, and the ids that say the same, in the layout's order."""
+        if not self.placed:
+            ids = self.ids[:, self.order]
+            return np.asarray(self.bounds, np.int32), dict(q_segment_ids=ids, kv_segment_ids=ids)
+        placement = place(np.diff(self.bounds[0]).tolist(), self.ring, self.length)
+        ids, positions = np.full((2, self.ring, self.length), -1, np.int32)
+        for rank, pieces in enumerate(placement.pieces):
+            rows = [(placement.numbers[x.document], place) for x in pieces for place in range(x.start, x.stop)]
+            ids[rank, : len(rows)], positions[rank, : len(rows)] = np.array(rows).T
+        assert placement.table is not None
+        ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
+        return placement.table, dict(q_segment_ids=ids, kv_segment_ids=ids, q_position_ids=positions, kv_position_ids=positions)
 
 
 TWO_ROWS = (0, 70, 71, 300, 301, 512, 512, 512), (3, 128, 256, 384, 400, 401, 402, 480)
@@ -53,6 +70,14 @@ CASES = {
     "zigzag of two, one row, own heads": Packed([[7, 30, 31, 200, 250]], ring=2, layout="zigzag", kv_heads=2),
     "zigzag of two, one document": Packed([[0, 256, 256]], ring=2, layout="zigzag"),
     "zigzag of four, padding after most": Packed([[0, 20, 40, 90]], ring=4, layout="zigzag"),
+    "placed on one": Packed([[0, 5, 60, 61, 120]], placed=True),
+    "placed on two, one cut": Packed([[0, 150, 170, 201, 210, 247]], ring=2, placed=True),
+    "placed on two, own heads": Packed([[0, 200, 230, 250]], ring=2, layout="zigzag", kv_heads=2, placed=True),
+    "placed on four, three cut": Packed(
+        [[0, 190, 370, 400, 401, 440, 500]], 4, placed=True, options=CAUSAL | {"deterministic": True}
+    ),
+    "placed on four, no padding": Packed([[0, 128, 192, 256, 448, 512]], 4, placed=True, options=CAUSAL | {"padding": False}),
+    "placed on two, one did not fit": Packed([[0, 120, 240, 256]], ring=2, placed=True),
 }
 
 
@@ -64,12 +89,12 @@ def computed(packed: Packed, platform: str, dtype: str = "float32", by_table: bo
     random = map(np.random.default_rng(0).normal, [0.0] * 4, [1.0] * 4, sizes)
     q, k, v, dout = (jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in random)
     options = Options(platform=platform, strategy="ring", layout=packed.layout, lse_gradient=False, **packed.options)
-    ids, table, rows = jnp.asarray(packed.ids[:, packed.order]), jnp.asarray(packed.bounds, jnp.int32), P(None, "ring")
+    (table, ids), rows = packed.told, P(None, "ring")
 
     def local(q, k, v, dout, ids, table):
-        told = dict(documents=table) if by_table else dict(q_segment_ids=ids, kv_segment_ids=ids)
-        place = Placement("ring", packed.ring) if packed.ring > 1 else ALONE
-        spec, operands = make_spec(options, Operands(q, k, v, **told), place)
+        told = dict(documents=table) if by_table else ids
+        ring = Placement("ring", packed.ring) if packed.ring > 1 else ALONE
+        spec, operands = make_spec(options, Operands(q, k, v, **told), ring)
         assert spec.by_document == (platform == "cute")
         operands = as_kernel_takes_them(spec, operands)
         out, lse = spec.strategy.forward(spec, operands)

@@ -72,18 +72,16 @@ def backward(pair: Pair, residuals: Residuals, dq: Any, config: BwdParams, *, fu
     if group > 1:
         made = [x.filled(values) for x, values in zip(sums, found, strict=True)]
         return Grads(made[0], made[1], made[2], None, None)
-    dk, dv = (_covered(values.reshape(x.shape), plan) for values, x in zip(found[1:], (k, v), strict=True))
+    dk, dv = (_covered(values.reshape(x.shape), plan.keys) for values, x in zip(found[1:], (k, v), strict=True))
     return Grads(sums[0].filled(found[0]), dk, dv, None, None)
 
 
-def _by_document(pair: Pair, residuals: Residuals, dq: Joined | None, plan: "_Plan", sequences: int, deterministic: bool) -> Grads:
+def _by_document(pair: Pair, residuals: Residuals, dq: Any, plan: "_Plan", sequences: int, deterministic: bool) -> Grads:
     """``sequences``: those of the sums of pairs other than the diagonal's. All is converted at once but for these."""
     (q, k, v), scale, alone = pair.shards, pair.scores.scale, pairs.is_static(pair.q_runs)
     tile: Any = plan.settings.tile
     own = zeros(q, "query", tile, plan.sequences) if plan.sequences else None
-    assert own is not None or dq is not None  # a ring begins with the diagonal
-    first = dq.others if own is None and dq is not None else own
-    assert first is not None
+    first: Sums = dq.others if own is None else own
     keys = _key_sums(k, v, tile, plan.sequences or q.shape[0], first) if q.shape[2] > k.shape[2] else []
     found = _differentiated(pair, residuals, plan, [first, *keys], deterministic)
     if keys:
@@ -93,12 +91,14 @@ def _by_document(pair: Pair, residuals: Residuals, dq: Joined | None, plan: "_Pl
     else:
         dk, dv = (values.reshape(x.shape) for values, x in zip(found[1:], (k, v), strict=True))
     if not alone:  # which are added to those of other pairs
-        dk, dv = (_covered(x, plan) for x in (dk, dv))
+        dk, dv = (_covered(x, plan.keys) for x in (dk, dv))
     total = first.filled(found[0])
     if own is None:
-        assert dq is not None
         return Grads(Joined(dq.own, total), dk, dv, None, None)
     made = converted(total, q, scale, plan.where[:2])
+    if pairs.is_placed(pair) and not alone:  # each pair has tiles of its own
+        rows = _covered(made, plan.queries)
+        return Grads(rows if dq is None else dq + rows, dk, dv, None, None)
     others = None if alone else Joined(made, zeros(q, "query", tile, sequences, after=total))
     return Grads(made if others is None else others, dk, dv, None, None)
 
@@ -185,8 +185,10 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, paddi
     if by_document and (pair.diagonal or pairs.is_static(pair.q_runs)):
         bounds, where = pairs.bounds_of(pair), pairs.squares(pair, padding)
         covered = None if padding or not pair.padding else pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
-        number = 0 if where[0] is None else where[0].shape[0] - 1
-        return _Plan(True, where, covered, covered, None, _with_mask(settings, scores.mask), number, by_document)
+        return _Plan(True, where, covered, covered, None, _with_mask(settings, scores.mask), _sequences(where), by_document)
+    if by_document and pairs.is_placed(pair):
+        where, queries, keys = pairs.of_shared_documents(pair)
+        return _Plan(True, where, queries, keys, None, settings, _sequences(where), by_document)
     if pairs.is_within(scores.mask):
         return _of_area(pairs.within(pair), pair, _with_mask(settings, scores.mask))
     if not pair.diagonal and scores.mask.causal:
@@ -197,6 +199,11 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, paddi
         where = pairs.offsets(q.shape[0], q.shape[1]), None, pairs.offsets(k.shape[0], k.shape[1]), None
         return _Plan(True, where, None, None, None, settings)
     return _Plan(False, pairs.WHOLE, None, None, None, settings)
+
+
+def _sequences(where: pairs.Where) -> int:
+    """How many sequences of queries."""
+    return 0 if where[0] is None else where[0].shape[0] - 1
 
 
 def _of_area(area: pairs.Rectangle, pair: Pair, settings: Settings, by_document: bool = False) -> _Plan:
@@ -214,6 +221,8 @@ def _with_mask(settings: Settings, mask: Mask) -> Settings:
 
 
 def _listed(pair: Pair) -> bool:
+    if pair.extras.documents is not None:
+        return False
     has_data = any(x is not None for x in (pair.extras.mask, pair.extras.q_segment_ids, pair.extras.q_position_ids))
     scattered, same_length = max(len(pair.q_runs), len(pair.k_runs)) > 2, pair.q.shape[1] == pair.k.shape[1]
     return pairs.needs_lists(pair.scores, has_data, pairs.is_static(pair.q_runs), same_length, scattered)
@@ -252,7 +261,7 @@ def _locks(q: Array, k: Array, tile: BackwardTile, sequences: int = 0) -> list[S
     return [Shaped(jnp.zeros(shape, jnp.int32), (1, 1, 1, shape[3])) for shape in shapes]
 
 
-def _covered(gradient: Array, plan: _Plan) -> Array:
-    """In float32, 0 in the rows that the call left as they were."""
+def _covered(gradient: Array, rows: Array | None) -> Array:
+    """In float32, 0 in the rows that the call left as they were: all but these."""
     gradient = gradient.astype(jnp.float32)
-    return gradient if plan.keys is None else jnp.where(plan.keys[:, :, None, None], gradient, 0)
+    return gradient if rows is None else jnp.where(rows[:, :, None, None], gradient, 0)

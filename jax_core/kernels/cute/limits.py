@@ -17,6 +17,7 @@ CAPABILITIES = frozenset(
 )
 _DATA = frozenset("mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids".split())
 _SEGMENTS = frozenset(("q_segment_ids", "kv_segment_ids"))
+_IDS = _SEGMENTS | {"q_position_ids", "kv_position_ids"}
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
@@ -27,18 +28,27 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
 
 
 def listed(problem: Problem) -> bool:
-    has_data = bool(problem.features & _DATA) and not takes_documents(problem)
+    if takes_documents(problem):
+        return False
+    has_data = bool(problem.features & _DATA)
     return needs_lists(problem.scores, has_data, problem.size == 1, problem.q_length == problem.k_length, _scattered(problem))
 
 
 def takes_documents(problem: Problem) -> bool:
-    """Whether the documents are rectangles of scores. The rows of a shard must ascend without gaps but one, in the middle."""
-    alone, mask = problem.size == 1, problem.scores.mask
-    others, in_order = problem.features & (_DATA - _SEGMENTS), alone or problem.layout in ("contiguous", "zigzag")
+    """Whether the documents are rectangles of scores. The rows of a shard must ascend without gaps but one, in the middle, or, of
+    one batch entry, be pieces of documents."""
+    alone, mask, told = problem.size == 1, problem.scores.mask, _IDS if problem.placed else _SEGMENTS
+    others, in_order = problem.features & (_DATA - told), alone or problem.layout in ("contiguous", "zigzag")
     if not 0 < problem.documents <= operands.MOST_DOCUMENTS or problem.q_length != problem.k_length or not in_order:
         return False
-    plain = mask.chunk is None and not mask.any_position and mask.keys is None and not problem.scores.predicates and not others
-    return plain and (alone or (mask.causal and mask.left is None and mask.right is None))
+    plain = (
+        mask.chunk is None
+        and (problem.batch == 1 or not problem.placed)
+        and mask.keys is None
+        and not problem.scores.predicates
+        and not others
+    )
+    return plain and mask.any_position == problem.placed and (alone or (mask.causal and mask.left is None and mask.right is None))
 
 
 def _scattered(problem: Problem) -> bool:
@@ -79,7 +89,7 @@ def _list_reason(problem: Problem) -> str | None:
 
 def _length_reason(problem: Problem) -> str | None:
     """Blocks and tiles must not span two runs of a shard."""
-    if problem.size == 1 or not (problem.scores.mask.causal or listed(problem)):
+    if problem.size == 1 or (problem.placed and takes_documents(problem)) or not (problem.scores.mask.causal or listed(problem)):
         return None
     tiles = TILES[calls.capability()]
     backward = tiles.backward(problem.dim, problem.value_dim, True, listed(problem))

@@ -11,7 +11,8 @@ The layout decides which:
   by the late half of the queries.
 
 Documents cut these further. A document is one interval of a shard's rows, so on the diagonal each is a sequence of its own. Of two
-ranks' shards at most one document has rows in both that see each other: the one that covers all that is between them.
+ranks' shards at most one document has rows in both that see each other: the one that covers all that is between them. If documents
+are placed by a table, several have, each with one rectangle.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +21,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.kernels.contract import Pair, Runs, Scores
+from jax_core.masks.placement import Pieces, pieces_of, shared_part
 from jax_core.masks.static import Mask
+from jax_core.operands import MOST_SHARED
 
 Where = tuple[Array | None, Array | None, Array | None, Array | None]  # offsets and lengths of queries, offsets and lengths of keys
 WHOLE: Where = (None, None, None, None)
@@ -88,9 +91,40 @@ def squares(pair: Pair, padding: bool) -> Where:
     return offsets, lengths, offsets, lengths
 
 
+def is_placed(pair: Pair) -> bool:
+    return pair.extras.documents is not None and pair.extras.documents.ndim == 3
+
+
 def bounds_of(pair: Pair) -> Array:
     """``[batch, documents + 1]``: the rows at which documents begin in the shard of queries, and at which the last one ends."""
+    if is_placed(pair):
+        return _pieces(pair, pair.q_runs).documents[None]
     return _rows_before(_positions(pair), pair.q_runs)
+
+
+def _pieces(pair: Pair, runs: Runs) -> Pieces:
+    """Of the rank whose shard this is, contiguous or zigzag."""
+    assert pair.extras.documents is not None
+    return pieces_of(pair.extras.documents, runs[0].start // runs[0].length)
+
+
+def of_shared_documents(pair: Pair) -> tuple[Where, Array, Array]:
+    """Of two ranks' parts of placed documents: a sequence for each that both may have. Also the rows of queries and of keys, bool
+    ``[1, length]``."""
+    queries, keys = (shared_part(_pieces(pair, runs), MOST_SHARED) for runs in (pair.q_runs, pair.k_runs))
+    before = keys.distances < queries.distances
+    q_first, k_end = jnp.where(before, queries.begins, queries.middles), jnp.where(before, keys.middles, keys.ends)
+    there = (q_first < queries.ends) & (keys.begins < k_end)
+    sides = (q_first, queries.ends, pair.q.shape[1]), (keys.begins, k_end, pair.k.shape[1])
+    offsets = [jnp.append(jnp.where(there, first, end), jnp.int32(length)) for first, end, length in sides]
+    lengths = [jnp.where(there, end - first, 0) for first, end, _ in sides]
+    q_rows, k_rows = (_within(at[:-1], number, length) for at, number, (*_, length) in zip(offsets, lengths, sides, strict=True))
+    return (offsets[0], lengths[0], offsets[1], lengths[1]), q_rows, k_rows
+
+
+def _within(first: Array, lengths: Array, length: int) -> Array:
+    rows = jnp.arange(length, dtype=jnp.int32)[:, None]
+    return ((rows >= first) & (rows < first + lengths)).any(1)[None]
 
 
 def _positions(pair: Pair) -> Array:

@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from jax_core.kernels.contract import Runs
 from jax_core.masks.layout import runs
+from jax_core.masks.placement import Pieces, pieces_of
 from jax_core.operands import Operands
 from jax_core.strategies.contract import RingSpec
 
@@ -28,8 +29,17 @@ def as_kernel_takes_them(spec: RingSpec, operands: Operands) -> Operands:
     """With documents as segment ids, unless the kernel goes by documents."""
     if operands.documents is None or spec.by_document:
         return operands
+    told = operands._replace(documents=None)
+    if operands.placed:
+        ids, distances = _pieces(spec, operands).ids(operands.query.shape[1])
+        return told._replace(q_segment_ids=ids, kv_segment_ids=ids, q_position_ids=distances, kv_position_ids=distances)
     ids = _numbers(operands.documents, _places(query_runs(spec, operands)))
-    return operands._replace(documents=None, q_segment_ids=ids, kv_segment_ids=ids)
+    return told._replace(q_segment_ids=ids, kv_segment_ids=ids)
+
+
+def _pieces(spec: RingSpec, operands: Operands) -> Pieces:
+    assert operands.documents is not None
+    return pieces_of(operands.documents, rank_of(spec, operands))
 
 
 class Real(NamedTuple):
@@ -43,6 +53,9 @@ def real_rows(spec: RingSpec, operands: Operands) -> Real:
     """Of a rank's own shards."""
     if not spec.padding:
         return Real(None, None)
+    if operands.placed:
+        within = jnp.arange(operands.query.shape[1]) < _pieces(spec, operands).ends[-1]
+        return Real(within[None], within[None])
     if operands.documents is not None:
         places, table = _places(query_runs(spec, operands)), operands.documents
         within = (places >= table[:, :1]) & (places < table[:, -1:])
