@@ -27,6 +27,7 @@ from ring_attn.integrations.transformers.model.checkpointing import check_checkp
 from ring_attn.integrations.whole_batches import WholeBatches, reject_sharded
 from ring_attn.memory import Levers
 from ring_attn.memory.formula import Checkpoint
+from ring_attn.packed.ring import placing
 from ring_attn.ring import BUCKETS, Ring
 from ring_attn.training.chunked_loss import check_chunk_size
 from ring_attn.training.tiles import check_tile_size
@@ -38,7 +39,8 @@ class RingParallelism(ParallelismConfig):
     ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
     "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`).
     ``checkpoint``, ``loss_chunk``, ``mlp_tile``, ``head_groups``, ``offload_inputs``: what takes less memory, as for
-    ``context_parallel``. Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
+    ``context_parallel``, and so is ``place_documents``, which balances packed rows. Other arguments are those of
+    ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
 
     Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
     included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
@@ -63,6 +65,7 @@ class RingParallelism(ParallelismConfig):
         mlp_tile: int | None = None,
         head_groups: int = 1,
         offload_inputs: bool = False,
+        place_documents: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -78,13 +81,15 @@ class RingParallelism(ParallelismConfig):
             raise ValueError(f"cp_size must be at least 1, got {self.cp_size}")
         self.cp_backend = "ring_attn"
         ring = Ring(layout=layout, buckets=buckets)
+        if place_documents:
+            placing(ring)
         check_checkpoint(checkpoint)
         check_head_groups(head_groups)
         if loss_chunk is not None:
             check_chunk_size(loss_chunk, "loss_chunk")
         if mlp_tile is not None:
             check_tile_size(mlp_tile, "mlp_tile")
-        self.layout, self.buckets = ring.layout, ring.buckets
+        self.layout, self.buckets, self.place_documents = ring.layout, ring.buckets, place_documents
         self.levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
         for name in ("loss_chunk", "mlp_tile"):
             if getattr(self.levers, name) is not None and self.cp_size == 1:
@@ -132,6 +137,7 @@ class RingParallelism(ParallelismConfig):
                 mesh["cp"],
                 layout=self.layout,
                 buckets=self.buckets,
+                place_documents=self.place_documents,
                 **asdict(self.levers),
             )
             self._whole_batches = WholeBatches(parallel)
@@ -143,6 +149,7 @@ class RingParallelism(ParallelismConfig):
             "cp_backend": "ring_attn",
             "layout": str(self.layout),
             "buckets": self.buckets,
+            "place_documents": self.place_documents,
             **asdict(self.levers),
         }
 

@@ -18,9 +18,9 @@ _ASKED_BY_TRL = {*_ASKED_BY_SFT, "mean_logits", "log_sum_sq_probs"}
 
 
 class _Call(NamedTuple):
-    """A forward under way: the whole sequences' length, whether the caller counted the labels, what TRL's head gets."""
+    """A forward under way: the batch as it is sharded, whether the caller counted the labels, what TRL's head gets."""
 
-    length: int
+    batch: dict[str, Any]
     counted: bool
     fused: dict[str, Any]
 
@@ -71,7 +71,7 @@ class WholeBatches:
             raise NotImplementedError(_NO_ROUTERS)
         batch = self._parallel.shard(batch)
         late = {name: batch.pop(name) for name in ("labels", "shift_labels")} if fused else {}
-        self._call = _Call(labels.shape[1], counted, late)
+        self._call = _Call(dict(batch), counted, late)
         return (), batch
 
     def _give_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -107,7 +107,7 @@ class WholeBatches:
         tokens = {name: value for name, value in output.items() if isinstance(value, Tensor) and value.shape == mask.shape}
         if torch.is_grad_enabled():
             return tokens
-        return {name: self._ring.unshard(value, length=call.length) for name, value in tokens.items()}
+        return {name: self._parallel.unshard(value, call.batch) for name, value in tokens.items()}
 
 
 class ShardedOutput:

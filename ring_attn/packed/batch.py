@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, rounded_up, shard_multiple
-from ring_attn.documents import table
 from ring_attn.documents.reading import PACKING
 from ring_attn.packed.documents import Documents, read_documents
-from ring_attn.packed.placement import Placement, place
+from ring_attn.packed.placement import place
+from ring_attn.packed.told import told
 from ring_attn.ring import BUCKETS, Ring, one_ring
-from ring_attn.sharding.marks import mark_bounds, mark_documents, mark_labels, ranks_of
+from ring_attn.sharding.marks import mark_bounds, mark_documents, mark_labels
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.mesh import MeshDim, MeshLike
@@ -116,7 +116,7 @@ def shard_packed(
     multiple = processes.size * int(np.lcm(pad_to_multiple_of, shard_multiple(where.layout)))
     total = max(multiple, rounded_up(len(documents.tokens), multiple, where.buckets))
     placement = place(documents.lengths, processes.size, total // processes.size)
-    order = torch.from_numpy(_order(placement, documents.lengths, total // processes.size))
+    order = torch.from_numpy(placement.order(documents.lengths, total // processes.size))
     own = order.view(processes.size, -1)[list(processes.held)].flatten()
 
     def take(tensor: Tensor, fill: float) -> Tensor:
@@ -140,7 +140,7 @@ def shard_packed(
     mark_labels(shifted, (real(input_ids), labels, positions, numbers), processes)
     if int(documents.first.sum()) > 1:
         mark_documents(shifted)
-    bounds = _table(placement, len(documents.tokens) < total, ranks_of(processes), device)
+    bounds = told(placement, documents, total, processes, device)
     return PackedShard(
         input_ids=take(real(input_ids.long()), pad_id),
         labels=shifted,
@@ -170,23 +170,6 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{name} must be a tensor of shape {list(shape)} + [...], got {got}; take it out of the batch")
     return input_ids
-
-
-def _table(placement: Placement, padding: bool, ring: tuple[int, ...], device: torch.device) -> table.Documents | None:
-    """On CPUs: on GPUs kernels go by the ids, until all of tests/gpu has run with tables of pieces."""
-    found = placement.table if device.type == "cpu" else None
-    return None if found is None else table.Documents(torch.from_numpy(found).to(device), padding, ring)
-
-
-def _order(placement: Placement, lengths: list[int], shard_length: int) -> np.ndarray:
-    """``[ranks * shard_length]``: which real token is where, -1 for padding."""
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    order = np.full((len(placement.pieces), shard_length), -1)
-    for shard, pieces in zip(order, placement.pieces, strict=True):
-        held = [np.arange(starts[piece.document] + piece.start, starts[piece.document] + piece.stop) for piece in pieces]
-        tokens = np.concatenate([np.empty(0, np.int64), *held])
-        shard[: len(tokens)] = tokens
-    return order.reshape(-1)
 
 
 def _places(order: Tensor, count: int) -> Tensor:

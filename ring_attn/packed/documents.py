@@ -32,6 +32,17 @@ class Documents(NamedTuple):
         """``[n]``: how far each token is from the first of its document."""
         return self.tokens - self.tokens[self.first][self.numbers]
 
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether no document has padding within."""
+        return bool((self.tokens.diff()[~self.first[1:]] == 1).all())
+
+
+def documents_in(numbers: Tensor, begins: Tensor) -> Documents:
+    """From their ``numbers [rows, seq]``, negative on padding, and whether each token ``begins`` one."""
+    tokens = (numbers >= 0).flatten().nonzero().flatten()
+    return Documents(tokens, begins.flatten()[tokens])
+
 
 def read_documents(batch: Mapping[str, Any]) -> Documents:
     """From whatever the batch has (:func:`ring_attn.documents.reading.read_documents`), on the CPU.
@@ -46,5 +57,4 @@ def read_documents(batch: Mapping[str, Any]) -> Documents:
                 f"{found.told_by} gives one number to tokens that are apart, and shard_packed places documents in one piece; "
                 "number them apart, or use shard_batch, where equal ids attend to each other wherever they are"
             )
-    tokens = (found.numbers >= 0).flatten().nonzero().flatten()
-    return Documents(tokens, begins.flatten()[tokens])
+    return documents_in(found.numbers, begins)

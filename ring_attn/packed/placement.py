@@ -57,6 +57,16 @@ class Placement(NamedTuple):
             rows[: len(held)] = [(self.numbers[piece.document], piece.start, piece.stop - piece.start) for piece in held] or 0
         return table
 
+    def order(self, lengths: Sequence[int], shard_length: int) -> np.ndarray:
+        """``[ranks * shard_length]``: which token of the documents, one after another, is where, -1 for padding."""
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        order = np.full((len(self.pieces), shard_length), -1)
+        for shard, pieces in zip(order, self.pieces, strict=True):
+            held = [np.arange(starts[piece.document] + piece.start, starts[piece.document] + piece.stop) for piece in pieces]
+            tokens = np.concatenate([np.empty(0, np.int64), *held])
+            shard[: len(tokens)] = tokens
+        return order.reshape(-1)
+
     def _shared(self) -> Iterator[Piece]:
         """Pieces of documents that several ranks have a part of."""
         ranks = Counter(document for held in self.pieces for document in {piece.document for piece in held})

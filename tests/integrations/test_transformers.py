@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import masking_utils as masking
 from transformers import modeling_layers
 
-from ring_attn import Ring
+from ring_attn import Ring, balance
 from ring_attn.integrations.transformers import context_parallel
 from ring_attn.integrations.transformers.batch.sharding import MARK
 from ring_attn.integrations.transformers.layers.masks import Rule, translate
@@ -198,6 +198,28 @@ def test_a_batch_of_another_model_is_refused(local):
     other = context_parallel(llama(), "local")
     with pytest.raises(ValueError, match="sharded by another ContextParallel"):
         model(**other.shard(tiny.batch()))
+
+
+def test_placed_documents_have_an_order_that_only_their_batch_knows():
+    cp = context_parallel(llama(), "local", place_documents=True)
+    batch = tiny.packed(4, 15, 8)
+    sharded = cp.shard(batch)
+    assert torch.equal(cp.unshard(sharded["input_ids"], sharded), batch["input_ids"])
+    with pytest.raises(ValueError, match=r"cp\.unshard\(tensor, batch\) with the batch that cp\.shard made"):
+        cp.ring.unshard(sharded["input_ids"])
+    with pytest.raises(ValueError, match=r"cp\.unshard needs the batch that cp\.shard made"):
+        cp.unshard(sharded["input_ids"], batch)
+
+
+def test_placed_documents_are_refused_where_places_count():
+    with pytest.raises(NotImplementedError, match=r"decoders that take position_ids, not for T5"):
+        context_parallel(tiny.t5(), "local", place_documents=True)
+    with pytest.raises(ValueError, match="places documents itself; give a layout by name"):
+        context_parallel(llama(), "local", layout=balance(64, 1, causal=True), place_documents=True)
+    model = tiny.gemma3_with_images()
+    cp = context_parallel(model, "local", place_documents=True)
+    with pytest.raises(NotImplementedError, match="placed documents have others; leave out place_documents=True"):
+        model(**cp.shard({**tiny.packed(10, 17), "token_type_ids": torch.ones(1, 27, dtype=torch.int64)}))
 
 
 def test_a_batch_that_was_not_sharded_is_refused_on_a_ring(monkeypatch, local):

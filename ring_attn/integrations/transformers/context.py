@@ -26,6 +26,7 @@ from ring_attn.integrations.transformers.model.tiles import check_tiles, tiles_o
 from ring_attn.integrations.transformers.verify.verification import Verdict, verify
 from ring_attn.memory import Levers
 from ring_attn.memory.formula import Checkpoint
+from ring_attn.packed.ring import PlacingRing, placing
 from ring_attn.ring import BUCKETS, Ring, one_ring
 from ring_attn.sharding.marks import is_shard
 from ring_attn.training.chunked_loss import CHUNK
@@ -64,6 +65,8 @@ class ContextParallel:
         check_head_groups(levers.head_groups)
         self.model, self.ring, self.levers, self.overlap = pretrained_model(model), ring, levers, overlap
         self.plan = plan_of(self.model)
+        if isinstance(ring, PlacingRing):
+            self.plan.check_order()
         self._head = None if levers.loss_chunk is None else Head(self.plan, levers.loss_chunk)
         self._tiles = {} if levers.mlp_tile is None else tiles_of(self.model, self.plan.config, levers.mlp_tile)
         self.previous: str = self.plan.config._attn_implementation
@@ -127,6 +130,15 @@ class ContextParallel:
     def __call__(self, **batch: Any) -> Any:
         """The model's outputs for a whole batch, which is sharded here, or for one that :meth:`shard` made."""
         return self._outer(**(batch if MARK in batch else self.shard(batch)))
+
+    def unshard(self, tensor: Tensor, batch: Mapping[str, Any], *, dim: int = 1) -> Tensor:
+        """The whole of what the model made of a ``batch`` of :meth:`shard`, something for each token along ``dim``: in the order of
+        the batch, without padding, on every rank. Collective and differentiable as :func:`ring_attn.unshard`."""
+        sharded = batch.get(MARK)
+        if not isinstance(sharded, Sharded):
+            raise ValueError("cp.unshard needs the batch that cp.shard made, whose order it restores")
+        sequence = sharded.sequences["decoder"]
+        return sequence.ring.unshard(tensor, dim=dim, length=sequence.length)
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a model's outputs, or of its logits, for a batch that :meth:`shard` made: the mean over all labels of the
@@ -345,6 +357,7 @@ def context_parallel(
     mlp_tile: int | None = None,
     head_groups: int = 1,
     offload_inputs: bool = False,
+    place_documents: bool = False,
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -369,10 +382,13 @@ def context_parallel(
         mlp_tile: MLPs, and experts, compute this many of a rank's tokens at a time (:func:`ring_attn.tiled`). None: all at once.
         head_groups: attention is computed in so many groups of K/V heads, one after another, as in ``ring_attention``.
         offload_inputs: under activation checkpointing the inputs of layers wait in pinned host memory, too.
+        place_documents: a batch of one row of several documents, as packing and flattening collators make it, lies on the ring as
+            :func:`ring_attn.shard_packed` places it, so that all ranks have nearly equal work; ``layout`` is for all others.
+            ``cp.unshard(tensor, batch)`` restores the order. For decoders that take ``position_ids``.
 
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
     where = one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
     levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
-    return ContextParallel(model, where, levers, overlap)
+    return ContextParallel(model, placing(where) if place_documents else where, levers, overlap)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.documents.table import Documents, of_numbers
+from ring_attn.packed.ring import PlacedRing
 from ring_attn.ring import Ring
 from ring_attn.sharding.marks import mark_bounds
 
@@ -23,7 +24,8 @@ class Sequence:
     none. ``unfounded``: ``[batch, padded]``, that padding where a label is to be predicted from it, else None. ``position_ids``:
     of this rank's tokens, ``[batch, local]`` where the model makes them itself; ``positions``: the same, if transformers counts
     windows from the start of the documents that they tell, else None. ``highest``: the highest position id of the whole.
-    ``bounds``: the documents as kernels take them (:mod:`ring_attn.documents.table`), where they can be told so.
+    ``bounds``: the documents as kernels take them (:mod:`ring_attn.documents.table`), where they can be told so. ``ring``: of this
+    batch; where its documents are placed, it alone knows the order of the tokens.
     """
 
     ring: Ring
@@ -40,6 +42,11 @@ class Sequence:
     positions: Tensor | None = None
     highest: int = 0
     bounds: Documents | None = None
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """int64 ``[1, local]``: the positions that masks go by, where no layout tells them."""
+        return self.ring.offsets if isinstance(self.ring, PlacedRing) else None
 
     def segments_with(self, keys: "Sequence", causal: bool) -> tuple[Tensor | None, Tensor | None]:
         """Segment ids of this rank's queries, and of its part of the keys; None where all see all. Padding is seen by nothing, but
@@ -71,8 +78,14 @@ def describe(
     sequence = Sequence(ring, batch, length, padded, padded // ring.size, tokens.device)
     highest = length - 1 if positions is None or not positions.numel() else int(positions.max())
     whole = None if documents is None else ring.pad(documents.to(torch.int32), value=-1)
-    sequence = replace(sequence, documents=whole, highest=highest, bounds=None if documents is None else of_numbers(documents))
+    sequence = replace(sequence, documents=whole, highest=highest, bounds=_bounds(ring, documents))
     return sequence if mask is None or bool((mask != 0).all()) else replace(sequence, **_padding(sequence, mask, labels))
+
+
+def _bounds(ring: Ring, documents: Tensor | None) -> Documents | None:
+    if isinstance(ring, PlacedRing):
+        return ring.told
+    return None if documents is None else of_numbers(documents)
 
 
 def _padding(sequence: Sequence, mask: Tensor, labels: Tensor | None) -> dict[str, Any]:

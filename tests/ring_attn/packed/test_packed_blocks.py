@@ -13,7 +13,6 @@ from jax_core.kernels.contract import Extras, Pair, Scores
 from jax_core.kernels.xla import blocks as xla
 from jax_core.masks.layout import LAYOUTS, Run, runs
 from jax_core.masks.static import Mask, make_mask
-from ring_attn.packed.batch import _order
 from ring_attn.packed.documents import read_documents
 from ring_attn.packed.placement import place
 
@@ -32,7 +31,7 @@ def batch(mix):
 def placed(documents):
     """The segment and position ids of all ranks' balanced shards, ``[ranks, shard length]`` each."""
     placement = place(documents.lengths, SIZE, TOTAL // SIZE)
-    order = _order(placement, documents.lengths, TOTAL // SIZE).reshape(SIZE, -1)
+    order = placement.order(documents.lengths, TOTAL // SIZE).reshape(SIZE, -1)
     return placement.numbers[documents.numbers.numpy()][order], documents.offsets.numpy()[order]
 
 

@@ -31,11 +31,11 @@ def loss_of(
         share = chunked_loss(head, head.parameters, hidden, labels, head.chunk, ring=ring, num_items=items)
     routers = getattr(outputs, "router_logits", None)
     if routers is not None:
-        share = share + _balance(plan, ring, routers, sharded) / ring.size
+        share = share + _balance(plan, routers, sharded) / ring.size
     return share + (total_loss(share, ring=ring) - share.detach())
 
 
-def _balance(plan: Plan, ring: Ring, routers: tuple[Tensor, ...], sharded: Sharded) -> Tensor:
+def _balance(plan: Plan, routers: tuple[Tensor, ...], sharded: Sharded) -> Tensor:
     """The model's own auxiliary loss, of the router logits of the whole sequence: it is a product of means."""
     balance, model = load_balancing_loss(plan.model), plan.model
     coefficient = getattr(model, "router_aux_loss_coef", None)
@@ -49,7 +49,7 @@ def _balance(plan: Plan, ring: Ring, routers: tuple[Tensor, ...], sharded: Shard
 
     def whole(logits: Tensor) -> Tensor:
         split = logits.view(sequence.batch, sequence.local, -1)
-        return ring.unshard(split, length=sequence.length).flatten(0, 1)
+        return sequence.ring.unshard(split, length=sequence.length).flatten(0, 1)
 
     gathered = tuple(whole(logits) for logits in routers)
     return coefficient * balance(gathered, model.num_experts, model.num_experts_per_tok, mask)

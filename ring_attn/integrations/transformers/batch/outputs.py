@@ -19,7 +19,7 @@ class OfOneToken:
         raise NotImplementedError(
             f"{self._name} is made of a token that one rank has (the first, the last, or where the highest id is), and each rank "
             "would make it of another: make it yourself of hidden states of the whole sequence, "
-            "cp.ring.unshard(outputs.last_hidden_state)"
+            "cp.unshard(outputs.last_hidden_state, batch)"
         )
 
     def __getattr__(self, attribute: str) -> NoReturn:

@@ -16,6 +16,7 @@ from ring_attn.integrations.transformers.calls import Sharded
 from ring_attn.integrations.transformers.layers.positions import embeds_positions
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.sequence import IGNORED, Sequence, describe
+from ring_attn.packed.ring import PlacingRing
 from ring_attn.ring import Ring
 from ring_attn.sharding.marks import is_shard, mark_shard
 from ring_attn.sharding.padding import forget_padding
@@ -104,6 +105,7 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
     plan.check_length(tokens.shape[1])
     packing = {x: given.pop(x) for x in PACKING if x in given}
     documents, by_position = documents_of(tokens, mask, positions, packing, plan.axes)
+    ring = ring.of(documents) if isinstance(ring, PlacingRing) else ring
     mask = documents >= 0 if documents is not None else mask
     positions = plan.positions_of(tokens, mask) if positions is None else positions
     sequence = describe(ring, tokens, mask, documents, positions, labels)

@@ -70,7 +70,7 @@ class RingMask(_Prepared):
         self, arguments: dict[str, Any], call: Call, keys: Sequence, options: dict[str, Any], averaging: Tensor | None
     ) -> None:
         super().__init__(arguments)
-        self.call, self.ring, self.keys, self.options, self.averaging = call, call.ring, keys, options, averaging
+        self.call, self.ring, self.keys, self.options, self.averaging = call, keys.ring, keys, options, averaging
 
     def __getitem__(self, index: Any) -> "RingMask":
         if all(part == slice(None) or part == slice(0, None) for part in (index if isinstance(index, tuple) else (index,))):
@@ -131,7 +131,7 @@ def _ring_mask(call: Call, rule: Rule, arguments: dict[str, Any]) -> RingMask:
     _check_lengths(arguments, own, keys)
     averaging = None
     if own.unfounded is not None and call.previous == "eager" and rule.causal:
-        averaging = call.ring.shard(own.unfounded)
+        averaging = own.ring.shard(own.unfounded)
     return RingMask(arguments, call, keys, _options(rule, own, keys), averaging)
 
 
@@ -149,6 +149,11 @@ def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence)
 def _options(rule: Rule, queries: Sequence, keys: Sequence) -> dict[str, Any]:
     if rule.chunk is not None and rule.counts_from_first and queries.left is not None:
         rule = rule.with_predicate(chunked(rule.chunk, queries.left))
+    if rule.predicates and queries.offsets is not None:
+        raise NotImplementedError(
+            f"the mask function {rule.predicates[0].__qualname__} goes by places in the whole sequence, and placed documents have "
+            "others; leave out place_documents=True"
+        )
     if rule.predicates and queries.positions is not None:
         raise NotImplementedError(
             "documents that restart position_ids cannot be combined with the mask function "
@@ -157,12 +162,22 @@ def _options(rule: Rule, queries: Sequence, keys: Sequence) -> dict[str, Any]:
     options: dict[str, Any] = {"causal": rule.causal}
     if rule.left is not None or rule.right is not None:
         options["sliding_window"] = (rule.left, None if rule.causal else rule.right)
+    positions = queries.offsets
     if rule.chunk is not None:
-        options |= {"chunk_size": rule.chunk, "q_position_ids": queries.positions, "kv_position_ids": queries.positions}
+        positions = _chunked_by(queries)
+        options["chunk_size"] = rule.chunk
+    options |= {"q_position_ids": positions, "kv_position_ids": positions}
     if rule.predicates:
         options["mask_mod"] = _mask_mod(rule, queries, keys)
     options["q_segment_ids"], options["kv_segment_ids"] = queries.segments_with(keys, rule.causal)
     return options
+
+
+def _chunked_by(queries: Sequence) -> Tensor | None:
+    """Position ids that chunks go by: places in the whole sequence, unless transformers counts within documents."""
+    if queries.positions is not None or queries.offsets is None:
+        return queries.positions
+    return queries.ring.positions(queries.padded, device=queries.device)[None]
 
 
 def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ def at_global_positions(module: Any, query: Tensor, ring: Ring) -> Tensor:
         return torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
     index = torch.arange(local, device=query.device)
-    position = positions(local * ring.size, device=query.device, **ring.arguments())
+    position = ring.positions(local * ring.size, device=query.device)
     return query * (temperature(position).double() / temperature(index).double()).to(query.dtype)[:, None, None]
 
 

@@ -114,6 +114,13 @@ class Plan:
                 raise ValueError(f"{name} counts positions by the tokens it sees, which are one rank's; give position_ids too")
         return None
 
+    def check_order(self) -> None:
+        """NotImplementedError unless tokens may lie in any order, each told its position."""
+        if self.encoder_decoder or not self.takes_positions or any(has_relative_bias(module) for module in self.model.modules()):
+            raise NotImplementedError(
+                f"place_documents=True is for decoders that take position_ids, not for {type(self.model).__name__}; leave it out"
+            )
+
     def check_length(self, length: int) -> None:
         for name, module in self._routers:
             capacity = module.expert_capacity
@@ -196,7 +203,7 @@ def _head(model: Any) -> str | None:
     other = next((head for name in names for head in _OTHER_HEADS if head in name), None) if found is None else None
     if found is None and (other is not None or not names[0].endswith("Model")):
         reason = "is not known to make its outputs and its loss of each token by itself" if other is None else _OTHER_HEADS[other]
-        raise NotImplementedError(f"the head of {names[0]} {reason}; use the model without it, and cp.ring.unshard what it returns")
+        raise NotImplementedError(f"the head of {names[0]} {reason}; use the model without it, and cp.unshard what it returns")
     return found
 
 

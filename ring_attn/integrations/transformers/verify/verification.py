@@ -131,8 +131,8 @@ def _on_the_ring(parallel: Any, batch: Mapping[str, Any], loss: LossOf | None) -
     share.backward()
     parallel.reduce_gradients()
     lengths = {x.local: x.length for x in sequences.values()}
-    seen = {name: _whole(x, ring, lengths, decoder.batch) for name, x in local.items()}
-    logits = ring.unshard(outputs.logits.detach(), length=decoder.length)
+    seen = {name: _whole(x, decoder.ring, lengths, decoder.batch) for name, x in local.items()}
+    logits = parallel.unshard(outputs.logits.detach(), sharded)
     value = share.detach() if loss is None else total_loss(share, ring=ring)
     return _Run(value, logits, _gradients(model), {name: x for name, x in seen.items() if x is not None})
 
@@ -152,7 +152,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _logits_on_the_ring(parallel: Any, batch: Mapping[str, Any]) -> Tensor:
     sharded = parallel.shard(batch)
-    return parallel.ring.unshard(parallel.model(**sharded).logits, length=sharded[MARK].sequences["decoder"].length)
+    return parallel.unshard(parallel.model(**sharded).logits, sharded)
 
 
 def _changed(batch: Mapping[str, Any], places: Tensor) -> dict[str, Any]:
