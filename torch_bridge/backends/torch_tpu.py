@@ -7,7 +7,7 @@ world, in which equal rings that tile the world run side by side.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -173,7 +173,13 @@ def _pallas() -> ModuleType:
 
 
 def placement(grid: Grid | None) -> Placement:
-    return Placement(axis_name=AXIS, size=grid[1], backend="tpu") if grid else Placement(backend="tpu")
+    if grid is None:
+        return Placement(backend="tpu")
+    generation = None
+    with suppress(ImportError):  # that of torch-tpu is raised once the request is checked
+        device = _pallas().get_pallas_mesh(AXIS).abstract_mesh.abstract_device
+        generation = None if device is None else device.device_kind
+    return Placement(axis_name=AXIS, size=grid[1], backend="tpu", generation=generation)
 
 
 def over_world(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_core.kernels.contract import capability
+from jax_core.kernels.contract import no_gpu
 from jax_core.varying import vary, varying_axes
 
 
@@ -53,17 +53,17 @@ def _settings(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
     )
 
 
-def missing() -> str | None:
-    """Why cuDNN's attention cannot be called here, in words, or None."""
-    if jax.default_backend() != "gpu":
-        return f'cuDNN needs an NVIDIA GPU, and this program runs on "{jax.default_backend()}"'
+def missing(backend: str, capability: int) -> str | None:
+    """Why cuDNN's attention cannot be called there, in words, or None."""
+    if reason := no_gpu(backend, capability):
+        return f"cuDNN needs an NVIDIA GPU, and {reason}"
     if changed():
         return changed()
     if not version():
         return "JAX finds no cuDNN"
-    if capability() < 80:
-        return f"cuDNN's fused attention needs compute capability 8.0, this GPU has {capability() / 10}"
-    oldest = 91100 if capability() == 103 else 91002  # 9.10.0 and 9.10.1 have bugs that NVIDIA's own front end refuses
+    if capability < 80:
+        return f"cuDNN's fused attention needs compute capability 8.0, this GPU has {capability / 10}"
+    oldest = 91100 if capability == 103 else 91002  # 9.10.0 and 9.10.1 have bugs that NVIDIA's own front end refuses
     if version() < oldest:
         return f"the cuDNN kernel needs cuDNN {_in_words(oldest)}, this is {_in_words(version())}"
     return None

@@ -22,8 +22,12 @@ _SEGMENTS = frozenset(("q_segment_ids", "kv_segment_ids"))
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
     if any(number is not None for params in (forward, backward) for number in vars(params).values()):
         return "flash-attn-4's tiles are chosen by head dim; leave fwd_params and bwd_params without numbers"
-    checks = (_dim_reason, _scores_reason, _list_reason, lambda _: calls.missing(), _length_reason)
+    checks = (_dim_reason, _scores_reason, _list_reason, _missing, _length_reason)
     return next((reason for check in checks if (reason := check(problem))), None)
+
+
+def _missing(problem: Problem) -> str | None:
+    return calls.missing(problem.backend, problem.capability)
 
 
 def listed(problem: Problem) -> bool:
@@ -81,7 +85,7 @@ def _length_reason(problem: Problem) -> str | None:
     """Blocks and tiles must not span two runs of a shard."""
     if problem.size == 1 or not (problem.scores.mask.causal or listed(problem)):
         return None
-    tiles = TILES[calls.capability()]
+    tiles = TILES[problem.capability]
     backward = tiles.backward(problem.dim, problem.value_dim, True, listed(problem))
     if is_within(problem.scores.mask) and not listed(problem):
         more = problem.k_length - problem.q_length

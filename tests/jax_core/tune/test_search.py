@@ -173,9 +173,8 @@ def test_a_kernel_without_candidates_is_refused():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("asked", ["", "bias", "mask"])
 def test_triton_lists_what_it_can_run(monkeypatch, dim: int, dtype: str, asked: str):
-    monkeypatch.setattr(launch, "missing", lambda: None)
-    monkeypatch.setattr(launch, "capability", lambda: 90)
-    wanted = problem(asked, dim=dim, value_dim=dim, dtype=dtype)
+    monkeypatch.setattr(launch, "missing", lambda *_: None)
+    wanted = problem(asked, dim=dim, value_dim=dim, dtype=dtype, capability=90)
     forward, backward = candidates(triton, wanted)
     assert len(forward) >= 3 and len(backward) >= 3
     assert all(triton.unsupported(wanted, *triton.default_params(wanted)[:1], params) is None for params in backward)
