@@ -163,7 +163,7 @@ def kernels() -> Iterator[tuple[str, str, dict, Callable, dict]]:
     on_hopper = dict([hopper, ((launch, "missing"), lambda *_: None), ((launch, "jax_triton"), lambda: library)])
     yield "triton", "bfloat16", on_hopper, partial(as_stablehlo, "cpu"), dict(platform="triton")
     cudnn = import_module("jax_core.kernels.cudnn.calls")
-    private = cudnn._private(), "check_cudnn_version"
+    private = cudnn.cudnn_attention(), "check_cudnn_version"
     answers = dict([hopper, ((cudnn, "missing"), lambda *_: None), (private, lambda: 91900)])
     yield "cudnn", "bfloat16", answers, partial(as_stablehlo, "cuda"), dict(platform="cuda", return_lse=False)
     tpu = first_of("jax_core.kernels.tpu.launch", "jax_core.kernels.tpu.launch")

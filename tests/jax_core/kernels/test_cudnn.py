@@ -201,7 +201,7 @@ def other_results(private):
 )
 def test_jax_has_other_calls(monkeypatch, drift, words):
     """A named request says so; "auto" goes on without."""
-    private = calls._private()
+    private = calls.cudnn_attention()
     monkeypatch.setattr(calls, "_private", lambda: drift(private))
     calls.changed.cache_clear()
     try:

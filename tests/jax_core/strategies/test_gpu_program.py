@@ -117,7 +117,7 @@ def with_cudnn() -> Iterator[None]:
     """Answers for the cuDNN of a GPU's machine, which JAX calls and which is not here."""
     with (
         patch.object(calls, "version", lambda: 91900),
-        patch.object(calls._private(), "check_cudnn_version", lambda: 91900),
+        patch.object(calls.cudnn_attention(), "check_cudnn_version", lambda: 91900),
         patch.dict(os.environ, CUTE_DSL_ARCH=ARCHITECTURE),
     ):
         yield
