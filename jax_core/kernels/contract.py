@@ -235,7 +235,7 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def no_gpu(backend: str, capability: int) -> str | None:
-    """Why a kernel for NVIDIA's GPUs has none, as the end of a sentence, or None."""
+    """The end of a sentence that a kernel needs an NVIDIA GPU; None if there is one."""
     if backend != "gpu":
         return f'this program runs on "{backend}"'
     return None if capability else "this process has none"

@@ -22,12 +22,8 @@ _SEGMENTS = frozenset(("q_segment_ids", "kv_segment_ids"))
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
     if any(number is not None for params in (forward, backward) for number in vars(params).values()):
         return "flash-attn-4's tiles are chosen by head dim; leave fwd_params and bwd_params without numbers"
-    checks = (_dim_reason, _scores_reason, _list_reason, _missing, _length_reason)
-    return next((reason for check in checks if (reason := check(problem))), None)
-
-
-def _missing(problem: Problem) -> str | None:
-    return calls.missing(problem.backend, problem.capability)
+    reason = _dim_reason(problem) or _scores_reason(problem) or _list_reason(problem)
+    return reason or calls.missing(problem.backend, problem.capability) or _length_reason(problem)
 
 
 def listed(problem: Problem) -> bool:
