@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -27,16 +28,18 @@ def job() -> Any:
 def serve_job(address: str, world: int, heartbeat: int) -> object:
     """JAX's coordination service, which lives as long as the result. Recoverable: a task's death neither aborts the others from C++
     nor delays their shutdown."""
-    settings: dict[str, Any] = dict(heartbeat_timeout=heartbeat, shutdown_timeout=1, recoverable=True)
-    return jaxlib().get_distributed_runtime_service(address, world, **settings)
+    serve = jaxlib().get_distributed_runtime_service
+    return serve(address, world, heartbeat_timeout=heartbeat, shutdown_timeout=1, recoverable=True)
 
 
 def skip_atexit() -> None:
-    """In a forked child: nothing that JAX does at exit. Raises ImportError and AttributeError."""
-    from jax._src import api
+    """In a forked child: what JAX does at exit would send on the parent's own connection to the service, which breaks it and aborts
+    the parent."""
+    with suppress(ImportError, AttributeError):
+        from jax._src import api
 
-    atexit.unregister(api.clean_up)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(job()))
+        atexit.unregister(api.clean_up)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(job()))
 
 
 def listen_with_gloo(address: str | None, interface: str | None) -> None:

@@ -246,24 +246,19 @@ def create_shard_map_wrapper(
 
 def _attention(
     local: Callable[..., tuple[Array, Array]],
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    softmax_aux: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    *,
+    *arrays: Any,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None = None,
     **arguments: Unpack[Keywords],
 ) -> Array | tuple[Array, Array]:
     """:func:`ring_attention`, with ``local`` as the attention of local shards."""
-    options, operands, axis_name = request_of(query, key, value, softmax_aux, bias, **arguments)
+    options, operands, axis_name = request_of(*arrays, **arguments)
     return_lse = options.lse_gradient
     if mesh is not None:
         plan = plan_mesh(operands, mesh, axis_name, in_specs, out_specs, return_lse, options.strategy)
-        function, arrays = on_mesh(options, operands, plan, local)
-        return function(*arrays)
+        function, whole = on_mesh(options, operands, plan, local)
+        return function(*whole)
     if in_specs is not None or out_specs is not None:
         raise ValueError("in_specs and out_specs describe arrays on a mesh: give mesh= too")
     out, lse = local(options, operands, axis_name)

@@ -217,6 +217,12 @@ class Kernel(Protocol):
     ) -> tuple[Array, Array, Array]: ...
 
 
+def chosen_by_itself(problem: Problem) -> tuple[FwdParams, BwdParams]:
+    """The parameters of kernels that leave none to others."""
+    del problem
+    return FwdParams(), BwdParams()
+
+
 def takes_documents(problem: Problem) -> bool:
     """Of kernels that go by segment ids: never."""
     del problem

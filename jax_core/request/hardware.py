@@ -17,9 +17,7 @@ def capability(backend: str) -> int:
 def generation(backend: str) -> str:
     """The generation of the TPUs of the enclosing ``shard_map``, or of this process, as JAX names it, like "TPU v5 lite"; "" if
     neither says."""
-    if backend != "tpu":
-        return ""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is None and jax.default_backend() == "tpu":
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) if backend == "tpu" else None
+    if device is None and backend == "tpu" == jax.default_backend():
         device = jax.local_devices(backend="tpu")[0]
     return "" if device is None else device.device_kind

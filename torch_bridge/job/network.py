@@ -70,13 +70,6 @@ def leave_jax() -> None:
         jax.distributed.shutdown()
 
 
-def skip_jax_atexit() -> None:
-    """In a forked child. What JAX does at exit would send on the parent's own connection to the service, which breaks it and aborts
-    the parent."""
-    with suppress(ImportError, AttributeError):
-        internals.skip_atexit()
-
-
 def set_gloo_address(address: str) -> None:
     """Make JAX's gloo listen where the others can reach it, and nowhere else: on torch's ``GLOO_SOCKET_IFNAME``, else at the
     ``address`` with which this process reaches the coordinator. By itself it takes the address of the host's name, often

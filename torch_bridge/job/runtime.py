@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from jax_core.internals import backends_started
+from jax_core.internals import backends_started, skip_atexit
 from torch_bridge.job import coordinator, peers
 from torch_bridge.job.addresses import loopback, meeting_place
 from torch_bridge.job.compilation_cache import keep_programs
 from torch_bridge.job.deadlock import named
 from torch_bridge.job.jax_memory import choose_allocator
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
-from torch_bridge.job.network import leave_jax, open_relay, set_gloo_address, skip_jax_atexit
+from torch_bridge.job.network import leave_jax, open_relay, set_gloo_address
 from torch_bridge.job.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
 from torch_bridge.job.trial import note_ring
 from torch_bridge.job.watchdog import PeerFailure, compare, watch
@@ -281,7 +281,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
 def _disown() -> None:
     """A forked child must not disconnect its parent when it exits."""
     _state.owns_distributed = False
-    skip_jax_atexit()
+    skip_atexit()
 
 
 def _bypass_proxy() -> None:

@@ -44,11 +44,6 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
     return reason or calls.missing(problem.backend, problem.capability) or _dim_reason(problem)
 
 
-def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    del problem
-    return FwdParams(), BwdParams()
-
-
 def _scores_reason(problem: Problem) -> str | None:
     scores = problem.scores
     if scores.scale <= 0:

@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals, Scores
+from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Residuals, Scores
 from jax_core.kernels.cute import pairs
 from jax_core.kernels.cute.calls import Shaped, call
 from jax_core.kernels.cute.lists import Lists, make_lists
@@ -28,11 +28,6 @@ from jax_core.kernels.cute.tiles import TILES, BackwardTile, ForwardTile
 from jax_core.masks.static import Mask
 
 CONTINUES = False
-
-
-def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    del problem
-    return FwdParams(), BwdParams()
 
 
 def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:

@@ -202,7 +202,7 @@ def other_results(private):
 def test_jax_has_other_calls(monkeypatch, drift, words):
     """A named request says so; "auto" goes on without."""
     private = calls.cudnn_attention()
-    monkeypatch.setattr(calls, "_private", lambda: drift(private))
+    monkeypatch.setattr(calls, "cudnn_attention", lambda: drift(private))
     calls.changed.cache_clear()
     try:
         with pytest.raises(NotImplementedError, match=f"other versions of JAX than {jax.__version__} \\(.*{words}"):
