@@ -67,7 +67,8 @@ class Options(Settings):
 @dataclass(frozen=True)
 class Placement:
     """Where local shards are: the ring's mesh axis or axes, its size and that of each axis, over how many devices heads are split,
-    the mesh axes that values vary over, and the hardware (None: JAX's default)."""
+    the mesh axes that values vary over, and the hardware (None: JAX's default), with the generation of its GPUs or TPUs as in
+    ``Problem`` (None: that of the devices here)."""
 
     axis_name: AxisName = None
     size: int = 1
@@ -75,6 +76,8 @@ class Placement:
     head_shards: int = 1
     axes: frozenset = frozenset()
     backend: str | None = None
+    capability: int | None = None
+    generation: str | None = None
 
 
 ALONE = Placement()

@@ -24,7 +24,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> "Explanation":
         options["dropout_seed"] = 0  # in the place of one from torch's generator, which stays as it is
     with torch.no_grad(), Explaining(run=False) as calls:
         ring_attention(q, k, v, **options)
-    return next(iter(calls.found.values()))
+    from jax_core.request.explain import Explanation
+
+    (explanation,) = calls.found.values()
+    assert isinstance(explanation, Explanation)
+    return explanation
 
 
 class Explaining(TorchDispatchMode):
@@ -38,7 +42,7 @@ class Explaining(TorchDispatchMode):
     def __init__(self, run: bool = True) -> None:
         super().__init__()
         self.run = run
-        self.found: dict[str, Explanation] = {}
+        self.found: dict[str, object] = {}
         self._requests: dict[str, tuple[str, Request]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

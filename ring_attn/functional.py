@@ -290,7 +290,7 @@ def attention(
     if not told:
         others, options = as_documents(where, others, options)
     if not torch.compiler.is_compiling():
-        key = _key(names, where, qkv, others, dropout_seed, qkv_format, packing, options)
+        key = _key(where, qkv, others, dropout_seed, qkv_format, packing, options)
         repeat = call_cache.lookup(key)
         if repeat is not None:
             qkv = _autocast({name: batch_first(x, qkv_format) for name, x in qkv.items()}, qkv["query"].device.type)
@@ -332,7 +332,6 @@ def _packing(*given: Any) -> Packing | None:
 
 
 def _key(
-    names: dict[str, str],
     where: tuple[MeshLike, MeshDim],
     qkv: dict[str, Tensor],
     others: dict[str, Tensor | None],
@@ -341,8 +340,8 @@ def _key(
     packing: Packing | None,
     options: dict[str, Any],
 ) -> Hashable:
-    """All that the checks of this call look at, by which it is found again; None where they look at values, or where the operands
-    are made anew in each call."""
+    """All that the checks of this call look at, by which it is found again, whoever makes it; None where they look at values, or
+    where the operands are made anew in each call."""
     functions, dropout = options["mask_mod"] is not None or options["mask_builder"] is not None, options["dropout_prob"]
     if functions or options.get("bottom_right") or dropout_seed is not None or packing is not None:
         return None
@@ -350,7 +349,7 @@ def _key(
         return None
     values, window = tuple(options.values()), options["sliding_window"]
     kinds = *map(type, values), *(map(type, window) if isinstance(window, tuple) else ())  # 4.0 equals 4, and is checked
-    return call_cache.key(where, (*qkv.values(), *others.values()), qkv_format, values, kinds, *names.items())
+    return call_cache.key(where, (*qkv.values(), *others.values()), qkv_format, values, kinds, *options, *others)
 
 
 def _ids_as_they_are(others: dict[str, Tensor | None]) -> bool:

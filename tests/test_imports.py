@@ -24,7 +24,7 @@ STANDARD_LIBRARY_ONLY = (
 )
 # The layers of jax_core from the lowest up: none imports one above it.
 LAYERS = (
-    ("caches", "config", "keywords", "tiers", "turns", "varying"),
+    ("caches", "config", "internals", "keywords", "tiers", "turns", "varying"),
     ("masks", "operands", "options"),
     ("kernels",),
     ("tune",),
@@ -78,7 +78,7 @@ def within(name: str, package: str) -> bool:
 
 def forbidden(module: str, name: str) -> str | None:
     """Why ``module`` may not import ``name``, or None."""
-    checks = (package_reason, standard_library_reason, sibling_reason, oracle_reason, layer_reason)
+    checks = (package_reason, internals_reason, standard_library_reason, sibling_reason, oracle_reason, layer_reason)
     return next((reason for check in checks if (reason := check(module, name))), None)
 
 
@@ -87,6 +87,11 @@ def package_reason(module: str, name: str) -> str | None:
     if any(within(name, other) for other in above[module.split(".")[0]]):
         return "the order is ring_attn -> torch_bridge -> jax_core; only the bridge knows both torch and jax"
     return None
+
+
+def internals_reason(module: str, name: str) -> str | None:
+    inside = name.split(".")[0] in ("jax", "jaxlib") and any(part.startswith("_") for part in name.split("."))
+    return "what is taken from inside JAX is in jax_core.internals" if inside and module != "jax_core.internals" else None
 
 
 def standard_library_reason(module: str, name: str) -> str | None:
@@ -219,6 +224,9 @@ def test_a_circle_of_imports_is_seen():
         ("jax_core.kernels.triton.plan", "from ..xla import blocks"),
         ("jax_core.kernels.contract", "from jax_core.strategies import contract"),
         ("jax_core.kernels.xla.kernel", "from jax_core.tune import lookup"),
+        ("jax_core.kernels.cudnn.calls", "def f():\n    from jax._src.cudnn import fused_attention_stablehlo"),
+        ("torch_bridge.job.network", "from jaxlib import _jax"),
+        ("torch_bridge.backends.dlpack", "import importlib\nimportlib.import_module('jaxlib._jax')"),
         ("jax_core.tune.lookup", "from jax_core.request import dispatch"),
     ],
 )
@@ -289,6 +297,23 @@ def test_the_packages_are_typed(tmp_path):
 def host_files() -> list[Path]:
     """All but the kernels: device code is measured by other things than its lines."""
     return [path for path in FILES if "kernels" not in path.relative_to(ROOT).parts]
+
+
+def asked_of_devices(source: str) -> set[str]:
+    """The questions to devices in a file's code."""
+    names = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    return names & {"devices", "local_devices", "default_backend", "compute_capability", "device_kind", "abstract_device"}
+
+
+def test_kernels_and_strategies_ask_no_device():
+    """What they may know of the hardware is in their problem (``request/hardware.py``)."""
+    assert asked_of_devices("def f():\n    return jax.local_devices(backend='gpu')[0].compute_capability") == {
+        "local_devices",
+        "compute_capability",
+    }
+    paths = [path for folder in ("kernels", "strategies") for path in (ROOT / "jax_core" / folder).rglob("*.py")]
+    asking = {module_name(path): asked_of_devices(path.read_text(encoding="utf-8")) for path in paths}
+    assert len(asking) > 80 and not any(asking.values())
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

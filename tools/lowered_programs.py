@@ -159,14 +159,12 @@ def kernels() -> Iterator[tuple[str, str, dict, Callable, dict]]:
     yield "xla", "float32", {}, partial(as_stablehlo, "cpu"), dict(platform="xla")
     launch = import_module("jax_core.kernels.triton.launch")
     library = SimpleNamespace(__version_info__=(0, 3), triton_call=triton_ir)
-    on_hopper = {(launch, "missing"): lambda: None, (launch, "capability"): lambda: 90, (launch, "jax_triton"): lambda: library}
+    hopper = (import_module("jax_core.request.hardware"), "capability"), lambda backend: 90
+    on_hopper = dict([hopper, ((launch, "missing"), lambda *_: None), ((launch, "jax_triton"), lambda: library)])
     yield "triton", "bfloat16", on_hopper, partial(as_stablehlo, "cpu"), dict(platform="triton")
     cudnn = import_module("jax_core.kernels.cudnn.calls")
-    answers = {
-        (cudnn, "missing"): lambda: None,
-        (cudnn, "capability"): lambda: 90,
-        (cudnn._private(), "check_cudnn_version"): lambda: 91900,
-    }
+    private = cudnn.cudnn_attention(), "check_cudnn_version"
+    answers = dict([hopper, ((cudnn, "missing"), lambda *_: None), (private, lambda: 91900)])
     yield "cudnn", "bfloat16", answers, partial(as_stablehlo, "cuda"), dict(platform="cuda", return_lse=False)
     tpu = first_of("jax_core.kernels.tpu.launch", "jax_core.kernels.tpu.launch")
     missing = {(tpu, "missing"): lambda *_: None}

@@ -18,8 +18,15 @@ from jax_core.varying import vary, varying_axes
 Tree = TypeVar("Tree")
 
 
-def local_attention(options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None):
-    """``(out, lse)`` of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None."""
+def local_attention(options: Options, operands: Operands, *where):
+    """``(out, lse)`` of local shards, placed as :func:`local_spec` says."""
+    return attend(*local_spec(options, operands, *where))
+
+
+def local_spec(
+    options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None
+) -> tuple[RingSpec, Operands]:
+    """Of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None."""
     axes, operands = varying_axes(operands), _empty_made_here(operands)
     backend = backend or _backend_here()
     sizes: tuple[int, ...] = ()
@@ -35,7 +42,7 @@ def local_attention(options: Options, operands: Operands, axis_name=None, head_s
     operands = completed
     # One type for every operand under check_vma; the cast's transpose sums the gradients of operands that devices share.
     arrays = vary(operands._replace(predicate_arrays=()), axes)
-    return _compiled(spec, arrays._replace(predicate_arrays=operands.predicate_arrays))
+    return spec, arrays._replace(predicate_arrays=operands.predicate_arrays)
 
 
 def _axis_size(axis_name) -> int:
@@ -92,4 +99,4 @@ _attention, _attention_again = (jax.custom_vjp(_results, nondiff_argnums=(0,)) f
 _attention.defvjp(_forward, _backward)
 _attention_again.defvjp(_forward_again, _backward)
 # Equal specs and shapes share one program, even when every layer of a model calls it.
-_compiled = jax.jit(_attention, static_argnums=0)
+attend = jax.jit(_attention, static_argnums=0)

@@ -61,8 +61,8 @@ def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, re
     return replace(plan, out_specs=results)
 
 
-def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Callable, tuple]:
-    """``(fn, args)``: ``fn(*args)`` is the attention of the global arrays ``args``."""
+def on_mesh(options: Options, operands: Operands, plan: MeshPlan, attention: Callable = local_attention) -> tuple[Callable, tuple]:
+    """``(fn, args)``: ``fn(*args)`` is the attention of the global arrays ``args``. ``attention``: that of local shards."""
     check_whole(operands)  # in the shapes that the caller knows
     operands = _in_global_shape(operands)
     given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
@@ -76,7 +76,7 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan) -> tuple[Calla
         return result(shards._replace(origin=_origin(plan, shards)), *where)
 
     def result(shards: Operands, *where):
-        out, lse = local_attention(options, shards, *where)
+        out, lse = attention(options, shards, *where)
         return (out, lse) if plan.return_lse else out
 
     in_specs = tuple(operand_spec(plan, operands, name) for name in given)

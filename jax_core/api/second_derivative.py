@@ -98,7 +98,7 @@ def _floating(values: Operands, operands: Operands) -> dict[str, Any]:
 
 def _done(spec: RingSpec, tree: Any) -> Array | None:
     """A number that is there when all of ``tree`` is: on a CPU, collectives of one program must be ordered (``transfers``)."""
-    if spec.backend != "cpu" or spec.size == 1:
+    if spec.problem.backend != "cpu" or spec.problem.size == 1:
         return None
     return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(tree))
 
@@ -108,7 +108,7 @@ def _changes_forward(spec: RingSpec, *arguments: Any) -> tuple[Any, Any]:
 
 
 def _changes_backward(spec: RingSpec, arguments: Any, cotangents: Any) -> tuple[Any, ...]:
-    if spec.size > 1:
+    if spec.problem.size > 1:
         raise NotImplementedError(
             "ring_attention over several devices can be differentiated twice, and a third derivative was asked for; compute it on "
             "one device, without axis_name and mesh"

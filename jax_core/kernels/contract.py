@@ -7,12 +7,12 @@ A kernel is a module with
 - ``unsupported(problem, forward, backward) -> str | None``: None, or in words why it cannot compute this with these parameters;
 - ``default_params(problem) -> (FwdParams, BwdParams)``: what it uses if the caller gives none;
 - ``forward(pair, carry, out_dtype, config) -> Partial``: attention of the pair's queries over its keys, continuing the online
-  softmax from ``carry``, the partial result so far (None at the first pair); ``out`` in ``out_dtype``;
+  softmax from ``carry``, the partial result so far (None at the first pair); ``out`` in ``out_dtype``. ``config``: how, as a
+  :class:`KernelConfig`; a kernel asks no device;
 - ``CONTINUES``: whether it does so. If not, ``carry`` is None, ``out`` is in the query's dtype, and the ring joins the partials
   (``merge.join``), several in one pass over memory. Then rows with LSE -inf may hold anything, but 0 where there is one pair;
-- ``backward(pair, residuals, dq, config, *, fused, deterministic) -> Grads``: the pair's share of the gradients, given the query
-  rows' final statistics. ``dq`` is the query gradient so far (or None), and is included in the result's ``dq``; ``fused`` requires
-  dQ, dK and dV in one sweep over the scores, ``deterministic`` the same bits in every run;
+- ``backward(pair, residuals, dq, config) -> Grads``: the pair's share of the gradients, given the query rows' final statistics.
+  ``dq`` is the query gradient so far (or None), and is included in the result's ``dq``;
 - ``finish((q, k, v), (dq, dk, dv), scores) -> (dq, dk, dv)``: the sums over all pairs as gradients in their operands' dtype. Until
   then they may be in a form of the kernel's own: trees of arrays, which the ring adds and sends.
 
@@ -22,9 +22,8 @@ pair may be requested in the query's dtype. ``lse`` is a natural logarithm, ``-i
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -40,6 +39,7 @@ from jax_core.varying import varying_axes
 # a kernel that lists the feature "plan" takes more, which may lie anywhere, in ascending order.
 Runs = tuple[Run, ...]
 Precision = lax.Precision | str | None
+Params = TypeVar("Params", bound=FwdParams)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Problem:
 
     Lengths are those of a shard; ``sizes``: of each axis of a ring of ``size`` ranks. ``features``: what is asked for beyond plain
     attention (``request.features``). ``backend``: the devices that the arrays are on, "cpu", "gpu" or "tpu".
-    ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's. ``documents``: how
-    many a sequence, or if they are ``placed`` a shard, may have, where the segment ids are those of documents; 0 where nothing is
-    known of them.
+    ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's. ``generation``: that
+    of the TPU, as JAX names it; "" if it is not known. ``documents``: how many a sequence, or if they are ``placed`` a shard, may
+    have, where the segment ids are those of documents; 0 where nothing is known of them.
     """
 
     scores: Scores
@@ -87,8 +87,27 @@ class Problem:
     features: frozenset[str] = frozenset()
     backend: str = "cpu"
     capability: int = 0
+    generation: str = ""
     documents: int = 0
     placed: bool = False
+
+
+@dataclass(frozen=True)
+class KernelConfig(Generic[Params]):
+    """How a kernel computes a pass: its parameters, complete; ``capability`` and ``generation`` of the hardware as in
+    :class:`Problem`; and of a backward, ``fused``: dQ, dK and dV in one sweep over the scores, ``deterministic``: the same bits in
+    every run. A kernel that does neither refuses the features of these names."""
+
+    params: Params
+    capability: int = 0
+    generation: str = ""
+    fused: bool = False
+    deterministic: bool = False
+
+
+def config_of(problem: Problem, params: Params) -> KernelConfig[Params]:
+    fused, deterministic = (name in problem.features for name in ("fused_backward", "deterministic"))
+    return KernelConfig(params, problem.capability, problem.generation, fused, deterministic)
 
 
 class Extras(NamedTuple):
@@ -190,15 +209,19 @@ class Kernel(Protocol):
 
     def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]: ...
 
-    def forward(self, pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial: ...
+    def forward(self, pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial: ...
 
-    def backward(
-        self, pair: Pair, residuals: Residuals, dq: Any, config: BwdParams, *, fused: bool, deterministic: bool
-    ) -> Grads: ...
+    def backward(self, pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[BwdParams]) -> Grads: ...
 
     def finish(
         self, operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores
     ) -> tuple[Array, Array, Array]: ...
+
+
+def chosen_by_itself(problem: Problem) -> tuple[FwdParams, BwdParams]:
+    """The parameters of kernels that leave none to others."""
+    del problem
+    return FwdParams(), BwdParams()
 
 
 def takes_documents(problem: Problem) -> bool:
@@ -218,7 +241,8 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def capability() -> int:
-    """The compute capability of this process's GPU, as 90 for 9.0; 0 of one that is not NVIDIA's."""
-    major, _, minor = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")
-    return 10 * int(major) + int(minor) if major.isdigit() and minor.isdigit() else 0
+def no_gpu(backend: str, capability: int) -> str | None:
+    """The end of a sentence that a kernel needs an NVIDIA GPU; None if there is one."""
+    if backend != "gpu":
+        return f'this program runs on "{backend}"'
+    return None if capability else "this process has none"

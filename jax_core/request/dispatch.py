@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from contextvars import ContextVar
 from types import MappingProxyType
 from typing import NamedTuple
-
-import jax
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, checked_platform
 from jax_core.kernels import cudnn, cute, tpu, triton, xla
@@ -40,7 +37,6 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 )
 SHARED_QUERIES = frozenset(name for name, strategy in STRATEGIES.items() if strategy.SHARED_QUERIES)
 _NO_PARAMS = FwdParams(), BwdParams()
-_PER_PROCESS = ("cute", "cuda", "triton")  # these query this process's own GPU
 
 
 class Choice(NamedTuple):
@@ -52,18 +48,6 @@ class Choice(NamedTuple):
     bwd_params: BwdParams
 
 
-class Decision(NamedTuple):
-    """What was asked, and what was chosen for it."""
-
-    options: Options
-    problem: Problem
-    choice: Choice
-
-
-# Collects decisions while ``explain`` runs.
-DECISIONS: ContextVar[list[Decision] | None] = ContextVar("ring_attn_decisions", default=None)
-
-
 def choose(options: Options, problem: Problem, axes: tuple[str, ...] = ()) -> Choice:
     """The strategy, the kernel, and their parameters: those of ``options.cfg``, completed. A named choice runs, or the error says
     why it cannot; "auto" takes the first that can compute the request, and falls back to the ring with the XLA kernel.
@@ -71,14 +55,6 @@ def choose(options: Options, problem: Problem, axes: tuple[str, ...] = ()) -> Ch
     ``axes``: the names of several mesh axes, which may mean a strategy that "auto" then tries first. Raises ValueError for unknown
     or contradictory names, NotImplementedError for what cannot be computed.
     """
-    choice = _choose(options, problem, axes)
-    heard = DECISIONS.get()
-    if heard is not None:
-        heard.append(Decision(options, problem, choice))
-    return choice
-
-
-def _choose(options: Options, problem: Problem, axes: tuple[str, ...]) -> Choice:
     given = options.cfg or RingAttentionConfig()
     platform = named_platform(options.platform, given)
     if given.backend not in ("any", problem.backend):
@@ -150,7 +126,7 @@ def _kernels_reasons(strategy: Strategy, params: tuple[FwdParams, BwdParams], pr
     for name, kernel in KERNELS.items():
         forward, backward = kernel.default_params(asked)
         choice = Choice(strategy, kernel, params[0].completed(forward), params[1].completed(backward))
-        reasons[name] = _kernel_reason(choice, name, asked)
+        reasons[name] = _kernel_reason(choice, asked)
     return reasons
 
 
@@ -171,7 +147,7 @@ def _with_kernel(
     for name in (platform,) if named else preferred_kernels(asked):
         forward, backward = lookup.completed(name, KERNELS[name], asked, params, autotune)
         choice = Choice(strategy, KERNELS[name], forward, backward)
-        reasons[name] = _kernel_reason(choice, name, asked)
+        reasons[name] = _kernel_reason(choice, asked)
         if reasons[name] is None:
             tried = getattr(KERNELS[name], "EXPERIMENTAL", "")
             if tried and problem.backend == "tpu":
@@ -181,10 +157,8 @@ def _with_kernel(
     raise NotImplementedError(f'{said}; use platform="auto"' if named else f"no platform can: {said}")
 
 
-def _kernel_reason(choice: Choice, name: str, problem: Problem) -> str | None:
+def _kernel_reason(choice: Choice, problem: Problem) -> str | None:
     """Why the kernel cannot compute the ``problem`` that the strategy has for it, or None."""
-    if name in _PER_PROCESS and problem.backend != jax.default_backend():
-        return f'the arrays are on "{problem.backend}", and this process computes on "{jax.default_backend()}"'
     assert choice.kernel is not None
     reason = refusal(problem.features - choice.strategy.IN_PLACE_OF_A_KERNEL, choice.kernel.CAPABILITIES)
     return reason or choice.kernel.unsupported(problem, choice.fwd_params, choice.bwd_params)

@@ -1,12 +1,11 @@
 """What a call would run, and why: what ``dispatch.choose`` decided, and what every other strategy and kernel says of the same."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Kernel, Problem
-from jax_core.request.dispatch import DECISIONS, KERNELS, STRATEGIES, Decision, kernels_reasons, strategies_reasons
+from jax_core.options import Options
+from jax_core.request.dispatch import KERNELS, STRATEGIES, kernels_reasons, strategies_reasons
 from jax_core.request.preferences import why_these_kernels
 from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.transfers.traffic import Traffic, sizes
@@ -61,34 +60,20 @@ class Explanation:
         return "\n".join([*lines, f"memory    about {held}, beside {_mib(self.given)} of q, k, v, output and LSE"])
 
 
-@contextmanager
-def heard() -> Iterator[list[Decision]]:
-    """The decisions of the block, in their order."""
-    found: list[Decision] = []
-    token = DECISIONS.set(found)
-    try:
-        yield found
-    finally:
-        DECISIONS.reset(token)
-
-
-def explained(decision: Decision) -> Explanation:
-    """The decision in words and figures, and the others' answers."""
-    options, problem, (strategy, kernel, fwd_params, bwd_params) = decision
-    name, chosen = _names(strategy, kernel)
+def explained(options: Options, spec: RingSpec) -> Explanation:
+    """What was decided for these options, in words and figures, and the others' answers."""
+    problem, strategy, kernel = spec.problem, spec.strategy, spec.kernel
+    params, (name, chosen) = (spec.fwd_config.params, spec.bwd_config.params), _names(strategy, kernel)
     if name is None:
-        given = _given(problem)
-        return Explanation(
-            "nothing to compute", None, "empty", fwd_params, bwd_params, {}, {}, _NOTHING, _NOTHING, given, problem.size
-        )
+        return Explanation("nothing to compute", None, "empty", *params, {}, {}, _NOTHING, _NOTHING, _given(problem), problem.size)
     named = options.platform not in (None, "auto") or (options.cfg is not None and options.cfg.platform != "auto")
     of_kernels = {} if kernel is None else kernels_reasons(options, problem, strategy)
     return Explanation(
         strategy=name,
         kernel=chosen,
         why="named by the call" if named else why_these_kernels(strategy.kernel_problem(problem)),
-        fwd_params=fwd_params,
-        bwd_params=bwd_params,
+        fwd_params=params[0],
+        bwd_params=params[1],
         strategies={other: why for other, why in strategies_reasons(options, problem).items() if other != name},
         kernels={other: why for other, why in of_kernels.items() if other != chosen},
         forward=strategy.traffic(problem, backward=False) if problem.size > 1 else _NOTHING,

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 
 from jax_core.config import RingAttentionConfig
-from jax_core.kernels.contract import Problem, Scores, capability
+from jax_core.kernels.contract import Problem, Scores, config_of
 from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
 from jax_core.masks.static import Mask, both, check_reach, make_mask, moved
 from jax_core.operands import Operands
 from jax_core.options import ALONE, Options, Placement
+from jax_core.request import hardware
 from jax_core.request.checks import check_operands
 from jax_core.request.dispatch import Choice, choose
 from jax_core.request.features import features
@@ -32,18 +33,12 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
     axes = place.axis_name if isinstance(place.axis_name, tuple) and len(place.axis_name) > 1 else ()
     choice = choose(options, problem, axes)
     spec = RingSpec(
-        scores=problem.scores,
+        problem=problem,
         strategy=choice.strategy,
         kernel=choice.kernel,
-        backend=problem.backend,
-        layout=options.layout,
+        fwd_config=config_of(problem, choice.fwd_params),
+        bwd_config=config_of(problem, choice.bwd_params),
         axis_name=place.axis_name,
-        size=place.size,
-        sizes=problem.sizes,
-        fwd_params=choice.fwd_params,
-        bwd_params=choice.bwd_params,
-        fused_backward=options.fused_backward,
-        deterministic=options.deterministic,
         lse_gradient=options.lse_gradient,
         by_document=_goes_by_document(choice, problem),
         padding=options.padding,
@@ -95,7 +90,8 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         sizes=place.sizes or (place.size,),
         features=features(options, scores, operands),
         backend=backend,
-        capability=capability() if backend == "gpu" == jax.default_backend() else 0,
+        capability=hardware.capability(backend) if place.capability is None else place.capability,
+        generation=hardware.generation(backend) if place.generation is None else place.generation,
         documents=0 if operands.documents is None else operands.documents.shape[1] - (not operands.placed),
         placed=operands.placed,
     )

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Kernel, Problem, Residuals, Scores
-from jax_core.masks.layout import Layout
+from jax_core.kernels.contract import Extras, Kernel, KernelConfig, Problem, Residuals
 from jax_core.operands import Operands
 from jax_core.strategies.transfers.traffic import Traffic
 
@@ -33,25 +32,19 @@ def extras_of(operands: Operands) -> Extras:
 class RingSpec:
     """Everything static about one attention: equal specs and shapes share one compiled program.
 
-    ``kernel``: what computes a pair of shards; None for a strategy with a kernel of its own. ``backend``: "cpu", "gpu", "tpu".
-    ``size``: how many ranks; ``sizes``: along each axis, the first of which is the major one. ``lse_gradient``: whether the LSE may
-    have a cotangent; if False, one passed anyway is ignored. ``by_document``: whether the kernel takes documents as they are, not
-    as segment ids. ``padding``: whether there may be rows of no document. ``differentiable``: whether JAX is to differentiate a
-    pass itself, which is then sent in a form that has derivatives.
+    ``problem``: what was asked for; what a strategy computes may be less, as a shorter window. ``kernel``: what computes a pair of
+    shards; None for a strategy with a kernel of its own. ``fwd_config``, ``bwd_config``: how a kernel computes each pass.
+    ``lse_gradient``: whether the LSE may have a cotangent; if False, one passed anyway is ignored. ``by_document``: whether the
+    kernel takes documents as they are, not as segment ids. ``padding``: whether there may be rows of no document.
+    ``differentiable``: whether JAX is to differentiate a pass itself, which is then sent in a form that has derivatives.
     """
 
-    scores: Scores
+    problem: Problem
     strategy: "Strategy"
     kernel: Kernel | None
-    backend: str
-    layout: Layout = "contiguous"
+    fwd_config: KernelConfig[FwdParams]
+    bwd_config: KernelConfig[BwdParams]
     axis_name: str | tuple[str, ...] | None = None
-    size: int = 1
-    sizes: tuple[int, ...] = ()
-    fwd_params: FwdParams = FwdParams()
-    bwd_params: BwdParams = BwdParams()
-    fused_backward: bool = False
-    deterministic: bool = False
     lse_gradient: bool = True
     by_document: bool = False
     padding: bool = True

@@ -41,7 +41,8 @@ def run_steps(
     not grow with the ring. ``run_step(state, step=)`` gives the next state; ``settle`` gives a state the form that it has at the
     end of the loop's body."""
     for step, equal in groupby(plan):
-        state = _repeat(partial(run_step, step=step), settle, state, len(list(equal)), unroll=1 if spec.backend == "cpu" else 2)
+        unroll = 1 if spec.problem.backend == "cpu" else 2
+        state = _repeat(partial(run_step, step=step), settle, state, len(list(equal)), unroll)
     return state
 
 

@@ -8,7 +8,8 @@ several processes has, those that torch started too (``torch_bridge.runtime``).
 from collections.abc import Callable
 
 import jax
-from jax._src import distributed  # no public interface to the service's store
+
+from jax_core.internals import job
 
 LIMIT = 900.0  # seconds: a search compiles some dozens of programs
 _PREFIX = "ring_attn/tune/"
@@ -22,8 +23,8 @@ def agreed(what: str, decide: Callable[[], str]) -> str:
 
 def _store():
     """None in a job of one process."""
-    state = distributed.global_state
-    return None if state.client is None or state.num_processes in (None, 1) else state.client
+    client = job().client
+    return None if client is None or job().num_processes in (None, 1) else client
 
 
 def _first_decides(client, what: str, decide: Callable[[], str], limit: float) -> str:
@@ -42,7 +43,7 @@ def _first_decides(client, what: str, decide: Callable[[], str], limit: float) -
 def _claims(client, key: str) -> bool:
     """Whether this process is the first; of equal keys the service takes one."""
     try:
-        client.key_value_set(key, str(distributed.global_state.process_id))
+        client.key_value_set(key, str(job().process_id))
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):
             raise

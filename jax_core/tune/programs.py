@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import xla
-from jax_core.kernels.contract import Kernel, Problem, Residuals
+from jax_core.kernels.contract import Kernel, Problem, Residuals, config_of
 from jax_core.tune.inputs import Inputs
 
 Results = dict[str, Array]
@@ -84,12 +84,11 @@ def _pairs(problem: Problem) -> float:
 
 def _forward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals | None) -> Results:
     del residuals  # a backward's
-    return kernel.forward(inputs.pair(problem.scores), None, inputs.q.dtype, params)._asdict()
+    return kernel.forward(inputs.pair(problem.scores), None, inputs.q.dtype, config_of(problem, params))._asdict()
 
 
 def _backward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals) -> Results:
-    settings = dict(fused="fused_backward" in problem.features, deterministic="deterministic" in problem.features)
-    grads = kernel.backward(inputs.pair(problem.scores), residuals, None, params, **settings)
+    grads = kernel.backward(inputs.pair(problem.scores), residuals, None, config_of(problem, params))
     dq, dk, dv = kernel.finish(inputs[:3], (grads.dq, grads.dk, grads.dv), problem.scores)
     grads = grads._replace(dq=dq, dk=dk, dv=dv)
     return {name: array for name, array in grads._asdict().items() if array is not None}

@@ -18,13 +18,15 @@ from jax_core.kernels.cute import calls as cute_calls
 from jax_core.kernels.triton import launch as triton_launch
 from jax_core.masks.layout import LAYOUTS
 from jax_core.masks.static import make_mask
+from jax_core.request.hardware import capability
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def the_kernel(request, a_gpu):
-    reason = (cute_calls if "cute" in request.function.__name__ else triton_launch).missing()
+    kernel = cute_calls if "cute" in request.function.__name__ else triton_launch
+    reason = kernel.missing("gpu", capability("gpu"))
     if reason:
         pytest.skip(reason)
 

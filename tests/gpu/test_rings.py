@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.ring.systems import OF_TWO_AXES, STRATEGIES
 from jax_core.kernels.cute import calls as cute
+from jax_core.request.hardware import capability
 from tests.gpu.jobs import GPUS, need, run, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -74,8 +75,8 @@ def test_a_device_that_does_not_finish_a_call_is_told():
 def test_kernels_for_16_bits(strategy):
     """cuDNN's is not among them: it has no gradient of the LSE, which is compared."""
     need(4 if strategy in OF_TWO_AXES else 2)
-    if cute.missing():
-        pytest.skip(f"flash-attn-4: {cute.missing()}")
+    if reason := cute.missing("gpu", capability("gpu")):
+        pytest.skip(f"flash-attn-4: {reason}")
     fine, said = torchrun(EVEN, "tests/gpu/sixteen_bits_worker.py", "--strategies", strategy, timeout=880)
     assert fine and "out " in said, said
     print(said)

@@ -16,7 +16,7 @@ def whole_sequence(spec: RingSpec, operands: Operands) -> Pair:
     key, value = (lax.all_gather(x, spec.axis_name, axis=1, tiled=True) for x in operands[1:3])
     length = operands.query.shape[1]
     q_run, k_run = Run(lax.axis_index(spec.axis_name) * length, 1, length), Run(0, 1, key.shape[1])
-    return Pair(operands.query, key, value, (q_run,), (k_run,), spec.scores)
+    return Pair(operands.query, key, value, (q_run,), (k_run,), spec.problem.scores)
 
 
 class Toy(Strategy):
@@ -32,13 +32,13 @@ class Toy(Strategy):
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
         assert spec.kernel is not None
         wide = accumulation_dtype(operands.query.dtype)
-        out, lse = spec.kernel.forward(whole_sequence(spec, operands), None, wide, spec.fwd_params)
+        out, lse = spec.kernel.forward(whole_sequence(spec, operands), None, wide, spec.fwd_config)
         return out.astype(operands.query.dtype), lse
 
     def backward(self, spec: RingSpec, operands: Operands, out, lse, dout, dlse=None) -> Operands:
         assert spec.kernel is not None
         pair, residuals = whole_sequence(spec, operands), make_residuals(out, lse, dout, dlse)
-        grads = spec.kernel.backward(pair, residuals, None, spec.bwd_params, fused=False, deterministic=False)
+        grads = spec.kernel.backward(pair, residuals, None, spec.bwd_config)
         dk, dv = (lax.psum_scatter(x, spec.axis_name, scatter_dimension=1, tiled=True) for x in (grads.dk, grads.dv))
         nothing = jax.tree.map(lambda _: None, operands)
         return nothing._replace(query=grads.dq, key=dk, value=dv)

@@ -9,11 +9,12 @@ import numpy as np
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import contract, xla
-from jax_core.kernels.contract import Grads, Pair, Partial, Residuals, Scores
+from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Residuals, Scores
 from jax_core.kernels.merge import join
 from jax_core.masks.layout import Layout, runs
 from jax_core.masks.plan import Plan
 from jax_core.masks.static import make_mask
+from jax_core.request.hardware import capability
 from jax_core.strategies.contract import make_residuals
 
 CAUSAL = make_mask(True)
@@ -91,13 +92,14 @@ def run(kernel, pair: ShardPair, params: tuple[FwdParams, BwdParams], dtype: str
         )
         shards = Pair(*qkv, q_runs, k_runs, pair.scores, diagonal=diagonal)
         carried = carry if pair.carry and kernel.CONTINUES else None
-        result = kernel.forward(shards, carried, qkv[0].dtype if pair.last else wide, params[0])
+        of_pass: dict[str, Any] = dict(capability=capability("gpu") or 90, fused=pair.fused, deterministic=pair.deterministic)
+        forward, backward = (KernelConfig(each, **of_pass) for each in params)
+        result = kernel.forward(shards, carried, qkv[0].dtype if pair.last else wide, forward)
         if not kernel.CONTINUES:
             result = join([carry, result] if pair.carry else [result], wide)
         residuals = residuals or make_residuals(result.out, result.lse, dout, None)
-        settings = dict(fused=pair.fused, deterministic=pair.deterministic)
         plain = kernel.finish is contract.finish
-        grads = kernel.backward(shards, residuals, dq if pair.carry and plain else None, params[1], **settings)
+        grads = kernel.backward(shards, residuals, dq if pair.carry and plain else None, backward)
         if not plain:
             found = kernel.finish(qkv, (grads.dq, grads.dk, grads.dv), pair.scores)
             grads = Grads(found[0].astype(wide) + (dq if pair.carry else 0), *found[1:], None, None)

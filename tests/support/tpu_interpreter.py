@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.tpu import launch, limits
+from jax_core.request import hardware
 
 CHIP = tpu_info.ChipVersion.TPU_V5E
 
@@ -20,7 +21,7 @@ def kernels_interpreted(lanes: int = limits.LANES) -> Iterator[None]:
     multiples of it; a small value splits a small shard into many blocks."""
     with (
         patch.object(launch, "missing", lambda backend: None),
-        patch.object(launch, "generation", lambda: "TPU v5e"),
+        patch.object(hardware, "generation", lambda backend: "TPU v5e"),
         patch.object(limits, "LANES", lanes),
         patch.object(pl, "pallas_call", partial(pl.pallas_call, interpret=True)),
     ):

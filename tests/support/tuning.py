@@ -40,7 +40,7 @@ def dense_forward(pair: Pair, carry, out_dtype, config) -> Partial:
     return Partial(out.astype(out_dtype), jax.nn.logsumexp(x, -1))
 
 
-def dense_backward(pair: Pair, residuals, dq, config, **settings) -> Grads:
+def dense_backward(pair: Pair, residuals, dq, config) -> Grads:
     (q, k, v), scores, extras = pair.shards, pair.scores, pair.extras
     group = q.shape[2] // k.shape[2]
     weights = jnp.exp(_logits(pair) - residuals.lse[..., None])

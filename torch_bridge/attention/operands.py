@@ -3,12 +3,15 @@ turns the dropout seed into words, traces mask functions, and lifts out the arra
 
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 
 from jax_core.masks.functions import from_mask_mod
 from jax_core.operands import Operands
 from jax_core.request.spec import both_sides
 from torch_bridge.attention.operation import OPERANDS
+from torch_bridge.backends.dlpack import narrow_ids, to_torch
 from torch_bridge.backends.interface import Backend
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import Tensors
@@ -27,20 +30,34 @@ def gather(
     query = tensors["query"]
     assert query is not None
     backend.check(query)
-    ids = {name: backend.ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
-    seed = _seed_words(backend, dropout_seed, query.device)
+    ids = {name: _ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
+    seed = _seed_words(dropout_seed, query.device)
     named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
     operands = both_sides(Operands(**named))
     arrays = tuple(getattr(operands, name) for name in OPERANDS)
     return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(backend, where, options, arrays)
 
 
-def _seed_words(backend: Backend, seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def _ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """In 32 bits, but in torch-xla's graphs, which take them as they are."""
+    return tensor if tensor.device.type == "xla" else narrow_ids(tensor, name)
+
+
+def _seed_words(seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """The 64-bit seed as two int32 words on ``device``, low word first; JAX reads them as unsigned."""
     if isinstance(seed, torch.Tensor):  # drawn in a graph, where it has no value yet
         whole = seed.to(torch.int64).reshape(())
         low = (whole & 2**32 - 1 ^ 2**31) - 2**31  # as a signed word; torch 2.11 has no view of another dtype under vmap
         return torch.stack([low, whole >> 32]).to(torch.int32).to(device, non_blocking=True)
-    return None if seed is None else backend.seed_words(seed, device)
+    if seed is None:
+        return None
+    first, second = (seed + 2**31) % 2**32 - 2**31, (seed // 2**32 + 2**31) % 2**32 - 2**31
+    # Written on the device: a copy from the host would wait for everything queued there. In a graph a number would be a constant,
+    # for which it is compiled; the words are data.
+    written = device if device.type in ("cpu", "cuda") else torch.device("cpu")
+    words = torch.full((2,), first, dtype=torch.int32, device=written)
+    words[1:] = second  # no view of one int64: compiled by torch 2.11 that gives the low word twice
+    return words.to(device)
 
 
 def _lift_mask_mod(backend: Backend, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
@@ -49,5 +66,14 @@ def _lift_mask_mod(backend: Backend, where: Where, options: dict[str, Any], arra
     assert query is not None
     with backend.tracing(backend.resolve(*where), query):
         predicate, constants = from_mask_mod(options["mask_mod"])
-        further = [backend.constant(array, query.device) for array in constants]
+        further = [_constant(array, query.device) for array in constants]
     return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)
+
+
+def _constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array that a mask function closes over, with at least one dimension; one that is already on ``device`` stays there."""
+    if isinstance(array, jax.Array) and array.platform() != "cpu" and device.type == "cuda" and len(array.devices()) == 1:
+        tensor = to_torch(array).to(device)
+    else:
+        tensor = torch.from_numpy(np.array(array)).to(device, non_blocking=True)
+    return tensor if tensor.dim() else tensor.reshape(1)

@@ -17,13 +17,13 @@ docs/contributing/streams.md says how ``ring_attention`` follows these rules, an
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from jax_core.internals import jaxlib
 from torch_bridge.backends.dlpack_view import View, view_capsule
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _direct_conversions(here: torch.device, there: "jax.Device") -> Conversions 
     """None if jaxlib lacks these private functions, or if they behave differently in this version."""
     kind, stream, capsule = (_DL_CPU, None, _capsule) if here.type == "cpu" else (_DL_CUDA, DEFAULT_STREAM, view_capsule)
     try:
-        functions = import_module("jaxlib._jax")
+        functions = jaxlib()
         take, give = functions.dlpack_managed_tensor_to_buffer, functions.buffer_to_dlpack_managed_tensor
         collect_garbage = getattr(functions, "collect_garbage", _nothing)
 

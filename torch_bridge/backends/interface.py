@@ -5,17 +5,13 @@ A backend is a module that implements :class:`Backend`; ``dispatch`` chooses by 
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from torch_bridge.backends.operation import Program, Request, Results
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import Ring
-
-if TYPE_CHECKING:
-    import jax
-    import numpy as np
 
 
 class Operators(NamedTuple):
@@ -37,17 +33,8 @@ class Backend(Protocol):
     def check(self, query: torch.Tensor) -> None:
         """Raises for a device or dtype that this backend does not support."""
 
-    def ids(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Segment or position ids in a dtype that the program accepts."""
-
-    def seed_words(self, seed: int, device: torch.device) -> torch.Tensor:
-        """The 64-bit seed as two int32 words on ``device``, low word first; JAX reads them as unsigned."""
-
     def tracing(self, ring: Ring, query: torch.Tensor) -> AbstractContextManager[object]:
-        """A context in which JAX may trace a mask function for a call with ``query``."""
-
-    def constant(self, array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
-        """An array that a mask function closes over, as an operand on ``device`` with at least one dimension."""
+        """A context in which JAX may trace a function for a call with ``query``."""
 
     def program(self, request: Request) -> Program:
         """Checks the request (ValueError, NotImplementedError) and makes its program."""

@@ -64,6 +64,9 @@ class Local(Protocol):
         """The gradients of the operands at the indices ``wanted``. ``arrays``: the operands, the results and their cotangents, of
         which all but the first may be None."""
 
+    def explained(self) -> object:
+        """What computes it and why, to print."""
+
 
 class Whole(NamedTuple):
     """A checked request as functions of whole arrays, which the compiler splits. ``backward(wanted, given)``: a function of the

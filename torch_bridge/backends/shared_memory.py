@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_bridge.backends.dlpack import narrow_ids, precision_scope, to_torch
-from torch_bridge.backends.dropout import words_of_seed
+from torch_bridge.backends.dlpack import precision_scope
 from torch_bridge.backends.operation import Request
 from torch_bridge.job.mesh import Ring
 from torch_bridge.job.mesh import resolve as resolve
@@ -17,9 +16,6 @@ from torch_bridge.job.ring import Ring as AnyRing
 from torch_bridge.job.runtime import start
 
 if TYPE_CHECKING:
-    import jax
-    import numpy as np
-
     from torch_bridge.backends.compiled import Program
 
 OPERATORS = None
@@ -34,33 +30,12 @@ def check(query: torch.Tensor) -> None:
         )
 
 
-def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    return narrow_ids(tensor, name)
-
-
-def seed_words(seed: int, device: torch.device) -> torch.Tensor:
-    # Written on the device: a copy from the host would wait for everything queued there.
-    return words_of_seed(seed, device)
-
-
 @contextmanager
 def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
     assert isinstance(ring, Ring)
     start(ring=ring, device=query.device)
     with precision_scope(query.dtype):
         yield
-
-
-def constant(array: "jax.Array | np.ndarray", device: torch.device) -> torch.Tensor:
-    """An array that is already on ``device`` stays there."""
-    import jax
-    import numpy as np
-
-    if isinstance(array, jax.Array) and array.platform() != "cpu" and device.type != "cpu" and len(array.devices()) == 1:
-        tensor = to_torch(array).to(device)
-    else:
-        tensor = torch.from_numpy(np.array(array)).to(device, non_blocking=True)
-    return tensor if tensor.dim() else tensor.reshape(1)
 
 
 def program(request: Request) -> "Program":

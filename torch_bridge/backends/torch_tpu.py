@@ -7,22 +7,19 @@ world, in which equal rings that tile the world run side by side.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 import torch
 import torch.distributed as dist
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_core.options import Placement
 from jax_core.tiers import say_experimental
-from torch_bridge.backends.dlpack import narrow_ids
-from torch_bridge.backends.dropout import words_of_seed
 from torch_bridge.backends.interface import Operators
 from torch_bridge.backends.operation import Local, Request, Results
 from torch_bridge.job.mesh import AXIS, Ring
@@ -41,24 +38,11 @@ def check(query: torch.Tensor) -> None:
         raise NotImplementedError("q, k and v must be bfloat16, float16 or float32 on a TPU, got float64; cast them")
 
 
-def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    return narrow_ids(tensor, name)
-
-
-def seed_words(seed: int, device: torch.device) -> torch.Tensor:
-    """Passed as data: a constant would recompile the program for every seed."""
-    return words_of_seed(seed, "cpu").to(device)
-
-
 @contextmanager
 def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
     del ring, query
     keep_jax_on_cpu()
     yield
-
-
-def constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.array(array, ndmin=1)).to(device)
 
 
 def program(request: Request) -> "Program":
@@ -173,7 +157,13 @@ def _pallas() -> ModuleType:
 
 
 def placement(grid: Grid | None) -> Placement:
-    return Placement(axis_name=AXIS, size=grid[1], backend="tpu") if grid else Placement(backend="tpu")
+    if grid is None:
+        return Placement(backend="tpu")
+    generation = None
+    with suppress(ImportError):  # that of torch-tpu is raised once the request is checked
+        device = _pallas().get_pallas_mesh(AXIS).abstract_mesh.abstract_device
+        generation = None if device is None else device.device_kind
+    return Placement(axis_name=AXIS, size=grid[1], backend="tpu", generation=generation)
 
 
 def over_world(

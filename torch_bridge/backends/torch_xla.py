@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch_xla.core.xla_builder as xla_builder
@@ -25,7 +24,6 @@ import torch_xla.runtime as xla_runtime
 from jax.sharding import AbstractMesh
 
 from jax_core.tiers import say_experimental
-from torch_bridge.backends.dropout import words_of_seed
 from torch_bridge.backends.operation import Request, Results, Whole
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import Ring as AnyRing
@@ -130,21 +128,6 @@ def tracing(ring: AnyRing, query: torch.Tensor) -> AbstractContextManager[None]:
 def check(query: torch.Tensor) -> None:
     del query
     _platform()
-
-
-def ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Returned as they are: 64-bit ids are used in 64 bits."""
-    del name
-    return tensor
-
-
-def seed_words(seed: int, device: torch.device) -> torch.Tensor:
-    """Passed as data: a constant in the graph would recompile it for every seed."""
-    return words_of_seed(seed, "cpu").to(device)
-
-
-def constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.atleast_1d(np.array(array))).to(device)
 
 
 @dataclass(frozen=True, eq=False)

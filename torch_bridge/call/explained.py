@@ -1,6 +1,5 @@
 """What a call would run, and what was compiled for it."""
 
-from jax_core.request.explain import Explanation, explained, heard
 from torch_bridge.backends.executable import Compilation
 from torch_bridge.backends.operation import Request, forms_of
 from torch_bridge.call.programs import in_words_of_the_caller, made_for, request_of
@@ -15,17 +14,16 @@ def requested(key: str, operands: Tensors) -> Request:
     return request_of(key, forms_of(operands), first.device)
 
 
-def explain_request(key: str, request: Request) -> Explanation:
-    """Decided anew, as for its program. Starts JAX. Raises NotImplementedError on an XLA device, whose calls are parts of graphs,
-    and the call's own errors, in its caller's words; the other ranks do not hear of them."""
+def explain_request(key: str, request: Request) -> object:
+    """Decided anew, as for its program: what the operation says of it. Starts JAX. Raises NotImplementedError on an XLA device,
+    whose calls are parts of graphs, and the call's own errors, in its caller's words; the other ranks do not hear of them."""
     from torch_bridge.backends.compiled import local_of
 
     if not isinstance(request.ring, Ring):
         device = request.device.type
         raise NotImplementedError(f"calls on CPUs and GPUs can be explained, got one on {device}: jax_core.explain can")
-    with in_words_of_the_caller(key), heard() as decisions:
-        local_of(request, request.ring)
-    return explained(decisions[-1])
+    with in_words_of_the_caller(key):
+        return local_of(request, request.ring).explained()
 
 
 def compilations(key: str, request: Request) -> list[Compilation]:

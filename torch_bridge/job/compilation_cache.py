@@ -9,11 +9,11 @@ import platform
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from jax_core import internals
 from jax_core.caches import VARIABLE, cache_folder, make_folder, read_kept, write_kept
 
 _AT_ONCE = 1.0  # JAX's default for the seconds below which a program is not kept
@@ -64,40 +64,11 @@ def _write_whole_files(folder: Path) -> None:
     if settings.jax_compilation_cache_max_size != -1 or settings.jax_compilation_cache_check_contents:
         return
     with suppress(ImportError, AttributeError, TypeError):
-        from jax._src import compilation_cache
-        from jax._src.lru_cache import LRUCache
-
-        class WholeFiles(LRUCache):
-            def get(self, key: str) -> bytes | None:
-                return read_kept(folder / f"{key}-program")
-
-            def put(self, key: str, value: bytes) -> None:
-                write_kept(folder / f"{key}-program", value)
-
-        if compilation_cache._cache is None and not compilation_cache._cache_initialized:
-            compilation_cache._cache, compilation_cache._cache_initialized = WholeFiles(str(folder), max_size=-1), True
-            if shares_compiling():
-                _share_programs()
+        if internals.keep_programs_with(folder, read_kept, write_kept) and shares_compiling():
+            internals.share_programs()  # files are written whole
 
 
 def shares_compiling() -> bool:
     """Whether processes of a host share what they compile, and backwards are compiled ahead: not yet on machines with GPUs, where
     not all of tests/gpu has run with it."""
     return not torch.cuda.is_available()
-
-
-def _share_programs() -> None:
-    """JAX lets process 0 alone write, lest several write one file, and on CPUs looks in each process for a program of its own. Here
-    any process writes, since files are written whole, and processes have one program, by what it computes. Where this version's
-    parts are not as expected, each process compiles what process 0 has not kept."""
-    from jax._src import cache_key, compiler
-
-    write, hash_devices, hash_topology = compiler._cache_write, cache_key._hash_devices, cache_key._hash_accelerator_config
-
-    def hash_accelerators(hash_obj: Any, accelerators: Any) -> None:
-        on_cpus = all(device.platform == "cpu" for device in accelerators.flat)  # of the model that the folder is named for
-        (hash_devices if on_cpus else hash_topology)(hash_obj, accelerators)
-
-    first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
-    compiler._cache_write = FunctionType(write.__code__, {**vars(compiler), "distributed": first}, write.__name__)
-    cache_key._hash_accelerator_config = hash_accelerators

@@ -46,6 +46,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax_core.internals import serve_job
 from torch_bridge.job.addresses import listen, with_port
 from torch_bridge.job.deadlock import (
     ALL_CALL,
@@ -354,15 +355,10 @@ def _free_port(address: str) -> int:
 
 def _start_service(world: int, address: str, attempts: int = 5) -> tuple[object, int]:
     """JAX's coordination service and its port. The service does not accept port 0, so a free port may be lost to a race: retry."""
-    from jaxlib import _jax
-
     while True:
         port = _free_port(address)
         try:
-            # Recoverable: a task's death neither aborts the others from C++ nor delays their shutdown.
-            service = _jax.get_distributed_runtime_service(
-                with_port(address, port), world, heartbeat_timeout=SERVICE_HEARTBEAT, shutdown_timeout=1, recoverable=True
-            )
+            service = serve_job(with_port(address, port), world, SERVICE_HEARTBEAT)
         except Exception:
             attempts -= 1
             if not attempts:

@@ -5,15 +5,14 @@ JAX aborts the process from C++ as soon as such a connection breaks, as it does 
 process could say which ranks are lost. Without an answer it waits for its heartbeat, until long after the watchdog has acted.
 """
 
-import atexit
 import ctypes
 import os
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
+from jax_core import internals
 from torch_bridge.job import peers
 
 _AT_ONCE = 65536  # bytes
@@ -62,38 +61,18 @@ def _from_service(there: socket.socket, here: socket.socket) -> None:
 def leave_jax() -> None:
     """As ``jax.distributed.shutdown``, which waits minutes for a service that is lost, here or when its client is destroyed."""
     import jax
-    from jax._src import distributed
 
     if peers.state.cut_off:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(distributed.global_state.client))
-        distributed.global_state.client = None
+        job = internals.job()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(job.client))
+        job.client = None
     with suppress(Exception):  # the coordinator may be gone, and at exit no one could handle the error
         jax.distributed.shutdown()
-
-
-def skip_jax_atexit() -> None:
-    """In a forked child. What JAX does at exit would send on the parent's own connection to the service, which breaks it and aborts
-    the parent."""
-    with suppress(ImportError, AttributeError):
-        from jax._src import api, distributed
-
-        atexit.unregister(api.clean_up)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(distributed.global_state))
 
 
 def set_gloo_address(address: str) -> None:
     """Make JAX's gloo listen where the others can reach it, and nowhere else: on torch's ``GLOO_SOCKET_IFNAME``, else at the
     ``address`` with which this process reaches the coordinator. By itself it takes the address of the host's name, often
     127.0.1.1. Before the backends."""
-    from jax._src import xla_bridge
-
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
-
-    def cpu_client() -> Any:
-        from jax._src import distributed
-        from jaxlib import _jax
-
-        collectives = _jax.make_gloo_tcp_collectives(distributed.global_state.client, None if interface else address, interface)
-        return xla_bridge.make_cpu_client(collectives)
-
-    xla_bridge.register_backend_factory("cpu", cpu_client, priority=0, fail_quietly=False)
+    internals.listen_with_gloo(None if interface else address, interface)

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
+from jax_core.internals import backends_started, skip_atexit
 from torch_bridge.job import coordinator, peers
 from torch_bridge.job.addresses import loopback, meeting_place
 from torch_bridge.job.compilation_cache import keep_programs
 from torch_bridge.job.deadlock import named
 from torch_bridge.job.jax_memory import choose_allocator
 from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
-from torch_bridge.job.network import leave_jax, open_relay, set_gloo_address, skip_jax_atexit
+from torch_bridge.job.network import leave_jax, open_relay, set_gloo_address
 from torch_bridge.job.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
 from torch_bridge.job.trial import note_ring
 from torch_bridge.job.watchdog import PeerFailure, compare, watch
@@ -145,21 +146,15 @@ def _start_world(device: torch.device | None, settings: peers.Settings, arrival:
 
 def _settings_before_jax(device: torch.device | None) -> None:
     """Set what JAX reads from the environment when its backends start; the user's own settings are kept."""
-    choose_allocator(running=_backends_started())
+    choose_allocator(running=backends_started())
     if "JAX_PLATFORMS" not in os.environ and not torch.cuda.is_available():
         os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     # JAX reads the environment when it is imported, which the user may have done before.
-    if not _backends_started() and not _platforms() and "JAX_PLATFORMS" in os.environ:
+    if not backends_started() and not _platforms() and "JAX_PLATFORMS" in os.environ:
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     keep_programs()
-
-
-def _backends_started() -> bool:
-    from jax._src import xla_bridge  # no public function tells this without starting them
-
-    return bool(xla_bridge.backends_are_initialized())
 
 
 def _refuse_what_cannot_work() -> None:
@@ -173,7 +168,7 @@ def _refuse_what_cannot_work() -> None:
                 f"{jax.process_index()} of {jax.process_count()}. Remove the program's own jax.distributed.initialize, or "
                 "give it num_processes=dist.get_world_size(), process_id=dist.get_rank() and one local device"
             )
-    elif _backends_started():
+    elif backends_started():
         raise RuntimeError(
             f"JAX must start after torch's {world} processes have met, but its backend was already running in this process as "
             "a single one. Call torch_bridge.runtime.start() on all ranks before the first use of JAX (jax.devices(), any "
@@ -286,7 +281,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
 def _disown() -> None:
     """A forked child must not disconnect its parent when it exits."""
     _state.owns_distributed = False
-    skip_jax_atexit()
+    skip_atexit()
 
 
 def _bypass_proxy() -> None:

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention through JAX's private calls. Everything that may change between versions of JAX is in this file.
+"""cuDNN's fused attention through JAX's private calls. What may change between versions of JAX is in this file.
 
 Shapes as in the contract. Every query sees every key; with ``causal`` query ``i`` sees keys ``j <= i``, of these the nearest
 ``window`` if given.
@@ -10,29 +10,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_core.kernels.contract import capability
+from jax_core.internals import cudnn_attention
+from jax_core.kernels.contract import no_gpu
 from jax_core.varying import vary, varying_axes
 
 
 def forward(q, k, v, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[jax.Array, jax.Array]:
     """``out`` in the dtype of ``q``, and ``lse``, float32, natural logarithm."""
-    bind = _private()._dot_product_attention_fwd_p_wrapper.bind
+    bind = cudnn_attention()._dot_product_attention_fwd_p_wrapper.bind
     out, lse = bind(q, k, v, *_left_out(q), **_settings(scale, causal, window), is_training=True)  # is_training: with the LSE
     return vary((out, lse), varying_axes(q, k, v))
 
 
 def backward(q, k, v, out, dout, lse, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[jax.Array, ...]:
     """``dq, dk, dv`` in the dtype of ``q``. ``out`` and ``lse`` may cover more keys than these: the share of these is exact."""
-    bind = _private()._dot_product_attention_bwd_p_wrapper.bind
+    bind = cudnn_attention()._dot_product_attention_bwd_p_wrapper.bind
     grads = bind(q, k, v, *_left_out(q), lse, out, dout, **_settings(scale, causal, window))
     return vary(tuple(grads), varying_axes(q, k, v, out, dout, lse))
-
-
-def _private():
-    """Imported late: the module may not exist."""
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    return fused_attention_stablehlo
 
 
 def _left_out(q) -> list[jax.Array]:
@@ -41,7 +35,7 @@ def _left_out(q) -> list[jax.Array]:
 
 
 def _settings(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
-    private = _private()
+    private = cudnn_attention()
     return dict(
         scale=scale,
         seed=0,
@@ -53,17 +47,17 @@ def _settings(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
     )
 
 
-def missing() -> str | None:
-    """Why cuDNN's attention cannot be called here, in words, or None."""
-    if jax.default_backend() != "gpu":
-        return f'cuDNN needs an NVIDIA GPU, and this program runs on "{jax.default_backend()}"'
+def missing(backend: str, capability: int) -> str | None:
+    """Why cuDNN's attention cannot be called there, in words, or None."""
+    if reason := no_gpu(backend, capability):
+        return f"cuDNN needs an NVIDIA GPU, and {reason}"
     if changed():
         return changed()
     if not version():
         return "JAX finds no cuDNN"
-    if capability() < 80:
-        return f"cuDNN's fused attention needs compute capability 8.0, this GPU has {capability() / 10}"
-    oldest = 91100 if capability() == 103 else 91002  # 9.10.0 and 9.10.1 have bugs that NVIDIA's own front end refuses
+    if capability < 80:
+        return f"cuDNN's fused attention needs compute capability 8.0, this GPU has {capability / 10}"
+    oldest = 91100 if capability == 103 else 91002  # 9.10.0 and 9.10.1 have bugs that NVIDIA's own front end refuses
     if version() < oldest:
         return f"the cuDNN kernel needs cuDNN {_in_words(oldest)}, this is {_in_words(version())}"
     return None
@@ -93,7 +87,7 @@ def _other_calls(how: str) -> str:
 def version() -> int:
     """The version of the loaded cuDNN, as 91900 for 9.19.0; 0 if there is none."""
     try:
-        return _private().check_cudnn_version()
+        return cudnn_attention().check_cudnn_version()
     except RuntimeError:
         return 0
 

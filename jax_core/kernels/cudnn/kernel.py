@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals, Scores
+from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals, Scores
 from jax_core.kernels.cudnn import calls, tiles
 from jax_core.kernels.merge import join
 
@@ -41,12 +41,7 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
         return "cuDNN chooses its tiles itself; leave fwd_params and bwd_params without numbers"
     checks = (_scores_reason, _mask_reason, _ring_reason, _length_reason)
     reason = next((reason for check in checks if (reason := check(problem))), None)
-    return reason or calls.missing() or _dim_reason(problem)
-
-
-def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    del problem
-    return FwdParams(), BwdParams()
+    return reason or calls.missing(problem.backend, problem.capability) or _dim_reason(problem)
 
 
 def _scores_reason(problem: Problem) -> str | None:
@@ -88,7 +83,7 @@ def _length_reason(problem: Problem) -> str | None:
 
 
 def _dim_reason(problem: Problem) -> str | None:
-    dims, capability = (problem.dim, problem.value_dim), calls.capability()
+    dims, capability = (problem.dim, problem.value_dim), problem.capability
     widest = 256 if capability // 10 == 9 else 128
     if any(dim % 8 for dim in dims):
         return f"cuDNN needs head dims that are multiples of 8, got {dims[0]} and {dims[1]}"
@@ -99,7 +94,7 @@ def _dim_reason(problem: Problem) -> str | None:
     return None
 
 
-def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
     del config  # unsupported() refuses any, as it does extras
     (q, k, v), scale, before = pair.shards, pair.scores.scale, _before(pair)
     if pair.diagonal or not pair.scores.mask.causal:
@@ -116,8 +111,8 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
     return join([carry, *found], out_dtype)
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
-    del fused, deterministic, config  # one sweep in any case
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+    del config  # one sweep in any case
     # Every row sees a key, so the LSE is never +inf.
     operands = _Operands(*pair.shards, residuals.out, residuals.dout, residuals.lse)
     scale, before = pair.scores.scale, _before(pair)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.caches import cache_folder, read_kept, write_kept
-from jax_core.kernels.contract import capability
+from jax_core.kernels.contract import no_gpu
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks import static
 from jax_core.varying import vary, varying_axes
@@ -54,7 +54,7 @@ def call(
     arrays = [operand.array for operand in operands]
     types = [jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in (*in_place, *results)]
     compiled_for = jax.tree.map(_canonical, ((*inputs, *in_place), tuple(results)), is_leaf=_is_shaped)
-    code = _code(name, settings, compiled_for, len(in_place), _architecture(), cache_folder())
+    code = _code(name, settings, compiled_for, len(in_place), _architecture(settings.tile.capability), cache_folder())
     register()
     aliases = {len(arrays) - len(in_place) + i: i for i in range(len(in_place))}
 
@@ -145,8 +145,8 @@ def _is_type(x: object) -> bool:
     return isinstance(x, _Type)
 
 
-def _architecture() -> str:
-    return os.environ.get("CUTE_DSL_ARCH") or f"sm_{capability()}a"
+def _architecture(capability: int) -> str:
+    return os.environ.get("CUTE_DSL_ARCH") or f"sm_{capability}a"
 
 
 # -------------------------------------------------------------------------------------------------------- the library, versions
@@ -177,13 +177,13 @@ def _library() -> Path | None:
     return max(found, default=None)
 
 
-def missing() -> str | None:
-    """Why flash-attn-4's kernels cannot be called here, in words, or None."""
-    if jax.default_backend() != "gpu":
-        return f'flash-attn-4 needs an NVIDIA GPU, and this program runs on "{jax.default_backend()}"'
+def missing(backend: str, capability: int) -> str | None:
+    """Why flash-attn-4's kernels cannot be called there, in words, or None."""
+    if reason := no_gpu(backend, capability):
+        return f"flash-attn-4 needs an NVIDIA GPU, and {reason}"
     known = " and ".join(str(number / 10) for number in TILES)
     return changed() or (
-        None if capability() in TILES else f"the cute kernel is for compute capability {known}, this GPU has {capability() / 10}"
+        None if capability in TILES else f"the cute kernel is for compute capability {known}, this GPU has {capability / 10}"
     )
 
 

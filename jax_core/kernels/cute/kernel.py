@@ -18,8 +18,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals, Scores
-from jax_core.kernels.cute import calls, pairs
+from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Residuals, Scores
+from jax_core.kernels.cute import pairs
 from jax_core.kernels.cute.calls import Shaped, call
 from jax_core.kernels.cute.lists import Lists, make_lists
 from jax_core.kernels.cute.settings import Settings
@@ -30,17 +30,12 @@ from jax_core.masks.static import Mask
 CONTINUES = False
 
 
-def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    del problem
-    return FwdParams(), BwdParams()
-
-
-def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
     """``out`` is in the query's dtype, whatever ``out_dtype``; a row that sees no key of the pair has LSE -inf and any output."""
     assert carry is None
-    del out_dtype, config
+    del out_dtype
     (q, k, v), listed = pair.shards, _listed(pair)
-    tile = TILES[calls.capability()].forward(q.shape[3], v.shape[3], pair.diagonal and pair.scores.mask != Mask(), listed)
+    tile = TILES[config.capability].forward(q.shape[3], v.shape[3], pair.diagonal and pair.scores.mask != Mask(), listed)
     plan = _make_plan(pair, tile, listed, padding=False)
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
@@ -58,17 +53,17 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
     return Partial(made.reshape(out.shape), sums)
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Any, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
-    del fused, config  # one sweep in any case
+def backward(pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[BwdParams]) -> Grads:
+    """One sweep in any case."""
     q, k, v = pair.shards
     listed, group = _listed(pair), q.shape[2] // k.shape[2]
-    tile = TILES[calls.capability()].backward(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
+    tile = TILES[config.capability].backward(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
     plan, sequences = _make_plan(pair, tile, listed, padding=pair.padding), q.shape[0] if pairs.packs(pair, listed) else 0
     if plan.by_document:
-        return _by_document(pair, residuals, dq, plan, sequences, deterministic)
+        return _by_document(pair, residuals, dq, plan, sequences, config.deterministic)
     sums = [zeros(q, "query", tile, sequences) if dq is None else dq]
     sums += _key_sums(k, v, tile, sequences, dq) if group > 1 else []
-    found = _differentiated(pair, residuals, plan, sums, deterministic)
+    found = _differentiated(pair, residuals, plan, sums, config.deterministic)
     if group > 1:
         made = [x.filled(values) for x, values in zip(sums, found, strict=True)]
         return Grads(made[0], made[1], made[2], None, None)
@@ -169,7 +164,6 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, paddi
     """``padding``: whether a rank's own rows of no document are computed, too. (In a backward they give zeros.)"""
     (q, k, v), scores = pair.shards, pair.scores
     settings = Settings(
-        capability=calls.capability(),
         dtype=str(q.dtype),
         dim=q.shape[3],
         value_dim=v.shape[3],

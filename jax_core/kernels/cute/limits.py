@@ -23,8 +23,8 @@ _IDS = _SEGMENTS | {"q_position_ids", "kv_position_ids"}
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
     if any(number is not None for params in (forward, backward) for number in vars(params).values()):
         return "flash-attn-4's tiles are chosen by head dim; leave fwd_params and bwd_params without numbers"
-    checks = (_dim_reason, _scores_reason, _list_reason, lambda _: calls.missing(), _length_reason)
-    return next((reason for check in checks if (reason := check(problem))), None)
+    reason = _dim_reason(problem) or _scores_reason(problem) or _list_reason(problem)
+    return reason or calls.missing(problem.backend, problem.capability) or _length_reason(problem)
 
 
 def listed(problem: Problem) -> bool:
@@ -91,7 +91,7 @@ def _length_reason(problem: Problem) -> str | None:
     """Blocks and tiles must not span two runs of a shard."""
     if problem.size == 1 or (problem.placed and takes_documents(problem)) or not (problem.scores.mask.causal or listed(problem)):
         return None
-    tiles = TILES[calls.capability()]
+    tiles = TILES[problem.capability]
     backward = tiles.backward(problem.dim, problem.value_dim, True, listed(problem))
     if is_within(problem.scores.mask) and not listed(problem):
         more = problem.k_length - problem.q_length

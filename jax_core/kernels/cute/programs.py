@@ -22,7 +22,7 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 @cute.jit
 def forward(stream, q, k, v, where, lists, mask_arrays, o, lse, *, settings):
     """``where``: offsets and lengths of query and key rows (cu_seqlens, seqused), or Nones."""
-    kernel = CLASSES[settings.capability].forward(settings)
+    kernel = CLASSES[settings.tile.capability].forward(settings)
     kernel(
         q, k, v, o, lse, cutlass.Float32(settings.scale), where[0], where[2], where[1], where[3], None,
         _bound(settings.left), _bound(settings.right), None, _listed(lists, q, settings), _aux(mask_arrays), None, None, stream,
@@ -34,7 +34,7 @@ def backward(stream, q, k, v, dout, lse, delta, where, lists, mask_arrays, *chan
     """``changed``: the locks of a deterministic backward, dQ, dK, dV. Adds to dQ (float32, in the kernel's own order of elements),
     and to dK and dV likewise if heads share K/V; otherwise writes those. ``lse``: to the base 2."""
     (dq, dk, dv), (of_dq, of_dk, of_dv) = changed[-3:], _locks(changed[:-3])
-    kernel = CLASSES[settings.capability].backward(settings)
+    kernel = CLASSES[settings.tile.capability].backward(settings)
     kernel(
         q, k, v, dout, lse, delta, dq, dk, dv, cutlass.Float32(settings.scale), where[0], where[2], where[1], where[3],
         _bound(settings.left), _bound(settings.right), of_dq, of_dk, of_dv, _aux(mask_arrays),
@@ -56,7 +56,7 @@ def _locks(given):
 @cute.jit
 def convert(stream, sums, where, gradient, *, settings):
     """float32 sums in the backward's own order of elements -> a gradient."""
-    kernel = CLASSES[settings.capability].convert(settings)
+    kernel = CLASSES[settings.tile.capability].convert(settings)
     kernel(sums, gradient, cutlass.Float32(settings.scale), where[0], where[1], None, None, stream)
 
 
@@ -114,7 +114,7 @@ class Hopper:
         else:
             of_tile = tile.tile_n, 256, tile.AtomLayoutNdKV, tile.dKV_swapAB
         return FlashAttentionBackwardPostprocess(
-            DTYPES[settings.dtype], settings.dim, settings.capability, *of_tile, hdim_multiple_of=tile.multiple
+            DTYPES[settings.dtype], settings.dim, tile.capability, *of_tile, hdim_multiple_of=tile.multiple
         )
 
 

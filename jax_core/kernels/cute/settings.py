@@ -26,10 +26,8 @@ class Listed:
 
 @dataclass(frozen=True)
 class Settings:
-    """``local``: a window of ``left`` and ``right`` (None: no bound), counted from the diagonal. ``group``: heads per K/V head.
-    ``capability``: the generation of GPUs whose class is called."""
+    """``local``: a window of ``left`` and ``right`` (None: no bound), counted from the diagonal. ``group``: heads per K/V head."""
 
-    capability: int
     dtype: str
     dim: int
     value_dim: int
@@ -49,7 +47,6 @@ class Settings:
 class ConvertSettings:
     """``of``: whose gradient, "query" or "key" (or value)."""
 
-    capability: int
     of: str
     dtype: str
     dim: int

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.cute import calls, pairs
+from jax_core.kernels.cute import pairs
 from jax_core.kernels.cute.calls import Shaped, call
 from jax_core.kernels.cute.settings import ConvertSettings
 from jax_core.kernels.cute.tiles import BackwardTile
@@ -64,7 +64,7 @@ def converted(sums: Sums, operand: Array, factor: float, where: tuple[Array | No
     """The gradient of ``operand``: ``factor`` times the sums, in its dtype. ``where``: offsets and lengths of the sequences of
     packed sums, if they are not the batch entries; other rows may hold anything."""
     batch, length, _, dim = operand.shape
-    settings = ConvertSettings(calls.capability(), sums.of, str(operand.dtype), dim, factor, sums.tile)
+    settings = ConvertSettings(sums.of, str(operand.dtype), dim, factor, sums.tile)
     offsets, lengths = where or (pairs.offsets(batch, length) if sums.packed else None, None)
     places = tuple(None if x is None else Shaped(x, (1,)) for x in (offsets, lengths))
     result = rows_of(jax.ShapeDtypeStruct(operand.shape, operand.dtype), 1, sums.packed)

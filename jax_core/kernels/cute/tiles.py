@@ -5,13 +5,15 @@ to be imported to know it. docs/contributing/a-kernel.md says what else a furthe
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """``tile_m`` queries x ``tile_n`` keys; the weights in registers or in shared memory."""
+    """``tile_m`` queries x ``tile_n`` keys; the weights in registers or in shared memory. ``capability``: of the generation of GPUs
+    whose class takes it."""
 
+    capability: ClassVar[int] = 90
     tile_m: int
     tile_n: int
     weights_in_registers: bool = True
@@ -22,6 +24,7 @@ class BackwardTile:
     """The arguments of flash-attn-4's backward class with the same names. ``multiple``: head dims are padded to it in the float32
     accumulators."""
 
+    capability: ClassVar[int] = 90
     tile_m: int
     tile_n: int
     Q_stage: int = 2

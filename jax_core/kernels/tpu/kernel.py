@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import BlockSparsity, out_of_blocks
-from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals
+from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals
 from jax_core.kernels.tpu import costs, launch, limits, params
 from jax_core.kernels.tpu.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from jax_core.kernels.tpu.constants import (
@@ -68,14 +68,14 @@ def _list_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> s
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     if launch.missing(problem.backend):
         return FwdParams(limits.LANES, limits.LANES), BwdParams(limits.LANES, limits.LANES)  # not used: unsupported() says why
-    return params.default_params(problem, launch.generation())
+    return params.default_params(problem)
 
 
 def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
     return params.configs(problem)
 
 
-def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
     const = make_constants(pair, _fitting(config, pair))
     blocked = block_extras(const, pair)
     visits = list_visits(pairs_to_visit(const, pair, blocked))
@@ -99,12 +99,13 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
         scratch=[pltpu.VMEM((size, columns), jnp.float32) for columns in (1, 1, const.value_dim)],
         aliases=_in_place(inputs, before, results),
         cost=costs.forward(const, pair.q.dtype),
+        generation=config.generation,
     )
     return Partial(_from_rows(out, const), _from_statistics(lse, const))
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
-    del deterministic  # it is in any case
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+    """Deterministic in any case."""
     const = make_constants(pair, _fitting(config, pair))
     blocked, extras = block_extras(const, pair), pair.extras
     pairs = pairs_to_visit(const, pair, blocked)
@@ -113,9 +114,9 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdPara
         lse=blocked_statistics(residuals.lse, const.q, jnp.inf),  # padding rows also have weights exp(-inf) = 0
         delta=blocked_statistics(residuals.delta, const.q),
     )
-    run = _Backward(const, shards, blocked, pairs, make_scalars(pair))
+    run = _Backward(const, shards, blocked, pairs, make_scalars(pair), config.generation)
     before = None if dq is None else blocked_rows(dq, const.q)
-    if fused:
+    if config.fused:
         dk, dv, dslopes, found = run.keys(jnp.zeros(shards.q.shape, jnp.float32) if before is None else before)
         assert found is not None
     else:
@@ -139,6 +140,7 @@ class _Backward:
     blocked: BlockedExtras[Array]
     pairs: BlockSparsity
     scalars: Array
+    generation: str
 
     def queries(self, before: Array | None) -> Array:
         """dQ, ``[batch, heads, length in blocks, dim]``, added to ``before``, the dQ so far."""
@@ -157,6 +159,7 @@ class _Backward:
             scratch=[pltpu.VMEM((const.q.block, const.dim), jnp.float32)],
             aliases=_in_place(inputs, before, [result]),
             cost=costs.queries(const, self.shards.q.dtype),
+            generation=self.generation,
         )
         return dq
 
@@ -191,6 +194,7 @@ class _Backward:
             scratch=scratch,
             aliases=_in_place(inputs, dq, [x for x in results if x is not None]),
             cost=costs.keys(const, self.shards.q.dtype, fused=dq is not None),
+            generation=self.generation,
             all_in_blocks=dq is None,
         )
         return dk, dv, dslopes, dq
@@ -216,6 +220,7 @@ class _Backward:
             scratch=[pltpu.VMEM((const.q.block if split[2] else 1, const.k.block), jnp.float32)],
             aliases={},
             cost=costs.bias(const, self.shards.q.dtype),
+            generation=self.generation,
         )
         dbias = out_of_blocks(dbias, 3, const.k)
         return (dbias if shape[2] == 1 else out_of_blocks(dbias, 2, const.q)).reshape(shape)
@@ -277,7 +282,7 @@ def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
     return dslopes if slopes.shape[0] == dslopes.shape[0] else dslopes.sum(0, keepdims=True)
 
 
-def _fitting(config: FwdParams, pair: Pair) -> tuple[int, int]:
+def _fitting(config: KernelConfig, pair: Pair) -> tuple[int, int]:
     """The block sizes, no longer than the runs need."""
-    q, k = limits.block_sizes(config)
+    q, k = limits.block_sizes(config.params)
     return limits.fitting(q, pair.q_runs[0].length), limits.fitting(k, pair.k_runs[0].length)

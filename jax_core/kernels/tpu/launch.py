@@ -25,6 +25,7 @@ def launch(
     scratch: Sequence[Any],
     aliases: dict[int, int],
     cost: pl.CostEstimate,
+    generation: str,
     all_in_blocks: bool = True,
 ) -> tuple[Array, ...]:
     """Runs ``kernel(*prefetched, *inputs, *outputs, *scratch)`` over ``grid``. ``aliases``: from leaves of ``inputs`` to the
@@ -38,7 +39,7 @@ def launch(
         compiler_params=pltpu.CompilerParams(
             # Batch entries and heads are independent; the visits of each run in order.
             dimension_semantics=tuple("parallel" if axis < 2 else "arbitrary" for axis in range(len(grid))),
-            vmem_limit_bytes=params.generation(generation()).memory,
+            vmem_limit_bytes=params.generation(generation).memory,
         ),
         cost_estimate=cost,
         name=_name(kernel),
@@ -60,18 +61,6 @@ def _name(kernel: Callable[..., None]) -> str:
     return _name(kernel.func) if isinstance(kernel, partial) else kernel.__name__
 
 
-def missing(backend: str | None) -> str | None:
-    """Why no Pallas kernel can run on ``backend`` (None: JAX's default), in words, or None."""
-    backend = backend or jax.default_backend()
-    if backend == "tpu":
-        return None
-    return f'the Pallas kernels need a TPU, and this program runs on "{backend}"'
-
-
-def generation() -> str:
-    """The generation of the TPUs of the enclosing ``shard_map``, or of this process, as JAX names it, like "TPU v5 lite"; "" if
-    neither says."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is None and jax.default_backend() == "tpu":
-        device = jax.local_devices(backend="tpu")[0]
-    return "" if device is None else device.device_kind
+def missing(backend: str) -> str | None:
+    """Why no Pallas kernel can run on ``backend``, in words, or None."""
+    return None if backend == "tpu" else f'the Pallas kernels need a TPU, and this program runs on "{backend}"'

@@ -40,8 +40,8 @@ def generation(name: str) -> Generation:
     return next((found for found in GENERATIONS if name in found.names), GENERATIONS[-1])
 
 
-def default_params(problem: Problem, name: str) -> tuple[FwdParams, BwdParams]:
-    rows = generation(name).rows
+def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
+    rows = generation(problem.generation).rows
     row = next((row for row in rows if max(problem.dim, problem.value_dim) <= row.dim), rows[-1])
     smaller = 2 if problem.dtype == "float32" else 1  # full precision takes six products instead of one
     return FwdParams(*(size // smaller for size in row.forward)), BwdParams(*(size // smaller for size in row.backward))

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import same_rows, starts
-from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals
+from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals
 from jax_core.kernels.triton import launch, params
 from jax_core.kernels.triton.plan import LaunchConstants, make_plan
 from jax_core.kernels.triton.tables import Tables, make_tables
@@ -37,7 +37,7 @@ def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> st
         return f"a GPU takes at most {_GRID} batch entries and heads (their product, with a bias)"
     if {"deterministic", "fused_backward"} <= problem.features:
         return "Triton's backward in one sweep adds dQ in any order; without fused_backward it is deterministic"
-    return launch.missing() or _params_reason(problem, forward, backward)
+    return launch.missing(problem.backend, problem.capability) or _params_reason(problem, forward, backward)
 
 
 def _params_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
@@ -53,25 +53,25 @@ def _params_reason(problem: Problem, forward: FwdParams, backward: BwdParams) ->
         # The side that stays, and the side that is loaded at every stage.
         still, coming = (q, k) if part is forward else (k, q)
         needed = params.shared_memory(problem, still, coming, part)
-        if needed > params.shared_memory_of(launch.capability()):
+        if needed > params.shared_memory_of(problem.capability):
             return f"{name}: tiles of {q} x {k} need {needed} bytes of shared memory, more than this GPU has for a program"
     return None
 
 
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    if max(problem.dim, problem.value_dim) > _WIDEST or launch.missing():
+    if max(problem.dim, problem.value_dim) > _WIDEST or launch.missing(problem.backend, problem.capability):
         return FwdParams(16, 16), BwdParams(16, 16)  # not used: unsupported() says why
-    return params.default_params(problem, launch.capability())
+    return params.default_params(problem)
 
 
 def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
     return params.configs(problem)
 
 
-def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
     from jax_core.kernels.triton.forward_kernel import forward_kernel  # loads Triton
 
-    pair, blocks = _prepared(pair), _blocks(config)
+    pair, blocks = _prepared(pair), _blocks(config.params)
     (q, k, v), tables = pair.shards, make_tables(pair, blocks)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
@@ -82,20 +82,21 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Fwd
     if carry is not None and carry.out.dtype != out_dtype:
         before, in_place, outputs = [carry.out], [carry.lse], [out]
     plan = make_plan(pair, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings)
-    inputs = [q, k, v, *_positional(pair), tables.bits, *tables.lists(of_keys=True), *before]
+    inputs = [q, k, v, *_positional(pair), tables.bits, *tables.lists(True, config), *before]
     grid = plan.q.blocks, plan.heads, plan.batch
-    found = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, params=config)
+    found = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, config=config)
     return Partial(*(found if len(in_place) == 2 else found[::-1]))
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+    """Two sweeps are deterministic; one is not, and refused where that is asked for."""
     from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 
-    del deterministic  # two sweeps are, one is refused
+    fused, blocks = config.fused, _blocks(config.params)
     pair = _prepared(pair)
     (q, k, v), extras = pair.shards, pair.extras
     arrays = [q, k, v, residuals.dout, residuals.lse, residuals.delta, *_positional(pair)]
-    over_queries = _make_pass(pair, arrays, config, _blocks(config))
+    over_queries = _make_pass(pair, arrays, config, blocks)
 
     before = dq
     dq = jnp.zeros(q.shape, jnp.float32) if fused and dq is None else dq
@@ -106,7 +107,7 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdPara
         dq, dslopes, dk, dv = launched(keys_kernel, [], [dq], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
     else:
         dslopes, dk, dv = launched(keys_kernel, [None, None], [], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
-        turned = _make_pass(pair, arrays, config, _blocks(config)[::-1])
+        turned = _make_pass(pair, arrays, config, blocks[::-1])
         plan, launched = turned.plan(of_keys=True, carry=before is not None)
         grid = plan.q.blocks, plan.heads, plan.batch
         if before is None:
@@ -127,13 +128,13 @@ class _Pass(NamedTuple):
     make_plan: Callable[..., LaunchConstants]
     tables: Tables
     arrays: list[Array | None]
-    params: BwdParams
+    config: KernelConfig
 
     def plan(self, of_keys: bool | None, **settings: Any) -> tuple[LaunchConstants, Callable[..., Any]]:
         """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
         whether key blocks are visited (True) or query blocks (False); None: all pairs."""
         plan = self.make_plan(**settings)
-        lists = (None, None) if of_keys is None else self.tables.lists(of_keys)
+        lists = (None, None) if of_keys is None else self.tables.lists(of_keys, self.config)
         inputs = [*self.arrays, self.tables.bits, *lists]
 
         def launched(
@@ -143,14 +144,14 @@ class _Pass(NamedTuple):
             outputs: list[jax.ShapeDtypeStruct],
             grid: tuple[int, ...],
         ) -> Any:
-            return launch.launch(kernel, inputs + more, in_place, outputs, plan=plan, grid=grid, params=self.params)
+            return launch.launch(kernel, inputs + more, in_place, outputs, plan=plan, grid=grid, config=self.config)
 
         return plan, launched
 
 
-def _make_pass(pair: Pair, arrays: list[Array | None], params: BwdParams, blocks: tuple[int, int]) -> _Pass:
+def _make_pass(pair: Pair, arrays: list[Array | None], config: KernelConfig, blocks: tuple[int, int]) -> _Pass:
     tables = make_tables(pair, blocks)
-    return _Pass(partial(make_plan, pair, blocks, **tables.settings), tables, arrays, params)
+    return _Pass(partial(make_plan, pair, blocks, **tables.settings), tables, arrays, config)
 
 
 def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
@@ -158,8 +159,8 @@ def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
     return dslopes.sum(-1) if slopes.shape[0] == dslopes.shape[0] else dslopes.sum((0, -1))[None]
 
 
-def _blocks(config: FwdParams) -> tuple[int, int]:
-    return config.q_blocksize, config.kv_blocksize  # type: ignore[return-value]  # complete by now
+def _blocks(params: FwdParams) -> tuple[int, int]:
+    return params.q_blocksize, params.kv_blocksize  # type: ignore[return-value]  # complete by now
 
 
 def _positional(pair: Pair) -> list[Array | None]:

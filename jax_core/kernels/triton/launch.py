@@ -9,8 +9,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from jax_core.config import FwdParams
-from jax_core.kernels.contract import capability
+from jax_core.kernels.contract import KernelConfig, no_gpu
 from jax_core.kernels.triton.kept import keep
 from jax_core.varying import vary, varying_axes
 
@@ -23,7 +22,7 @@ def launch(
     *,
     plan: object,
     grid: tuple[int, ...],
-    params: FwdParams,
+    config: KernelConfig,
 ) -> tuple[Array, ...]:
     """Runs ``kernel(*inputs, *in_place, *in_place again, *outputs, plan)`` over ``grid``.
 
@@ -34,7 +33,8 @@ def launch(
     inputs = [given[0] if array is None else array for array in inputs]  # a placeholder that no kernel reads
     types = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place), *outputs]
     aliases = {len(inputs) + i: i for i in range(len(in_place))}
-    settings = dict(kernel=kernel, grid=grid, num_warps=params.num_warps, num_stages=params.num_stages, plan=plan)
+    settings: dict[str, Any] = dict(kernel=kernel, grid=grid, plan=plan, compute_capability=config.capability)
+    settings |= dict(num_warps=config.params.num_warps, num_stages=config.params.num_stages)
     # jax-triton has no rule for vmap: entries are computed one after another.
     call = jax.custom_batching.sequential_vmap(lambda *arrays: tuple(_call(arrays, types, aliases, settings)))
     results = call(*inputs, *in_place)
@@ -43,7 +43,7 @@ def launch(
 
 def _call(arrays, types, aliases: dict[int, int], settings: dict[str, Any]):
     library = jax_triton()
-    settings = settings | dict(compute_capability=capability(), input_output_aliases=aliases)
+    settings = settings | dict(input_output_aliases=aliases)
     if library.__version_info__ < (0, 4):
         return library.triton_call(*arrays, out_shape=types, enable_fp_fusion=True, **settings)
     again = [None] * len(aliases)  # 0.4 passes an aliased pair as one pointer
@@ -53,18 +53,17 @@ def _call(arrays, types, aliases: dict[int, int], settings: dict[str, Any]):
         return library.triton_call(*arrays, *again, out_type=types, backend_options={"enable_fp_fusion": True}, **settings)
 
 
-def missing() -> str | None:
-    """Why no Triton kernel can run here, in words, or None."""
-    backend = jax.default_backend()
-    if backend != "gpu":
-        return f'the Triton kernels need an NVIDIA GPU, and this program runs on "{backend}"'
+def missing(backend: str, capability: int) -> str | None:
+    """Why no Triton kernel can run there, in words, or None."""
+    if reason := no_gpu(backend, capability):
+        return f"the Triton kernels need an NVIDIA GPU, and {reason}"
     try:
         jax_triton()
     except ImportError as error:
         return (
             f"the Triton kernels need jax-triton >= 0.3.1, which cannot be imported ({error}); pip install '.[gpu]' in a checkout"
         )
-    return None if capability() >= 80 else f"the Triton kernels need compute capability 8.0, this GPU has {capability() / 10}"
+    return None if capability >= 80 else f"the Triton kernels need compute capability 8.0, this GPU has {capability / 10}"
 
 
 def jax_triton():

@@ -40,9 +40,9 @@ FLOAT32 = (
 )
 
 
-def default_params(problem: Problem, capability: int) -> tuple[FwdParams, BwdParams]:
+def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     widest = max(padded_dim(problem.dim), padded_dim(problem.value_dim))
-    row = next(row for row in _table(problem, capability) if widest <= row.dim)
+    row = next(row for row in _table(problem) if widest <= row.dim)
     q_blocksize, *others = row.forward
     return FwdParams(min(q_blocksize, _fewest_rows(problem)), *others), BwdParams(*row.backward)
 
@@ -53,10 +53,10 @@ def _fewest_rows(problem: Problem) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def _table(problem: Problem, capability: int) -> tuple[Row, ...]:
+def _table(problem: Problem) -> tuple[Row, ...]:
     if problem.dtype == "float32":
         return FLOAT32
-    if capability not in (90, 100, 103):  # the others have less shared memory
+    if problem.capability not in (90, 100, 103):  # the others have less shared memory
         return AMPERE
     tiles = {"bias", "mask"} & problem.features or problem.scores.predicates
     return HOPPER_WITH_TILES if tiles else HOPPER

@@ -5,7 +5,7 @@ shard needs them; otherwise the kernel works out its blocks itself.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax import Array
 
 from jax_core.config import FwdParams
 from jax_core.kernels.blocks import WORD, BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks, packed_bits
-from jax_core.kernels.contract import Pair
+from jax_core.kernels.contract import KernelConfig, Pair
 from jax_core.kernels.triton import launch
 
 
@@ -35,13 +35,13 @@ class Tables(NamedTuple):
         settings = dict(bits_batch=bits[0], bits_heads=bits[1], table_batch=table[0], table_heads=table[1])
         return settings | dict(table=self.visible is not None)
 
-    def lists(self, of_keys: bool) -> tuple[Array | None, Array | None]:
+    def lists(self, of_keys: bool, config: KernelConfig) -> tuple[Array | None, Array | None]:
         """``(order, counts)``: for each block the blocks of the other side to visit, first the fully visible ones (its first
         count), then the partly visible ones (its second count)."""
         if self.visible is None or self.whole is None:
             return None, None
         visible, whole = (x if of_keys else jnp.swapaxes(x, -1, -2) for x in (self.visible, self.whole))
-        return list_blocks(jnp.where(visible, jnp.where(whole, 0, 1), 2).astype(jnp.int32))
+        return list_blocks(jnp.where(visible, jnp.where(whole, 0, 1), 2).astype(jnp.int32), config)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ListsConstants:
     block: int
 
 
-def list_blocks(kinds: Array) -> tuple[Array, Array]:
+def list_blocks(kinds: Array, config: KernelConfig) -> tuple[Array, Array]:
     """``kinds [..., rows, columns]`` of pairs of blocks -> ``order [..., rows, columns + 1]``, ``counts [..., rows, 2]``
     (``lists_kernel``)."""
     from jax_core.kernels.triton.lists_kernel import lists_kernel
@@ -60,8 +60,8 @@ def list_blocks(kinds: Array) -> tuple[Array, Array]:
     *rows, columns = kinds.shape
     plan = ListsConstants(columns, min(1024, 1 << (columns - 1).bit_length()))
     results = [jax.ShapeDtypeStruct((*rows, length), jnp.int32) for length in (columns + 1, 2)]
-    params = FwdParams(num_stages=1, num_warps=4)
-    order, counts = launch.launch(lists_kernel, [kinds], [], results, plan=plan, grid=(math.prod(rows),), params=params)
+    config = replace(config, params=FwdParams(num_stages=1, num_warps=4))
+    order, counts = launch.launch(lists_kernel, [kinds], [], results, plan=plan, grid=(math.prod(rows),), config=config)
     return order, counts
 
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals, Scores, accumulation_dtype
+from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals, Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import (
     Keys,
     Queries,
@@ -69,8 +69,8 @@ class _State(NamedTuple):
     denominator: Array
 
 
-def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: FwdParams) -> Partial:
-    queries, keys, tiles, uncut = cut(pair, config)
+def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
+    queries, keys, tiles, uncut = cut(pair, config.params)
     carry = vary(_nothing_seen(pair.q, pair.v), varying_axes(queries, keys)) if carry is None else carry
     start = _start(carry, queries.q.shape[2], queries.q.shape[4])
 
@@ -144,9 +144,9 @@ class _Shares(NamedTuple):
     dalibi_slopes: Array | None
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: BwdParams, *, fused: bool, deterministic: bool) -> Grads:
-    del fused, deterministic  # it is both in any case
-    queries, keys, tiles, uncut = cut(pair, config)
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+    """One sweep, and deterministic, in any case."""
+    queries, keys, tiles, uncut = cut(pair, config.params)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
     in_blocks = partial(split_heads, kv_heads=kv_heads, size=size)
     # A row that pads a block has an infinite LSE, like one that saw no key: exp(x - inf) is 0.

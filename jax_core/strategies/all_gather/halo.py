@@ -55,11 +55,11 @@ def _added(x: Array, tail: Array, head: Array) -> Array:
 
 def _ways(spec: RingSpec, run: int, direction: int) -> Ways:
     """From every run to the one after it (``direction`` 1) or before it (-1) in the sequence."""
-    count = len(runs(spec.layout, 0, spec.size, 2))
+    count = len(runs(spec.problem.layout, 0, spec.problem.size, 2))
     held = {
         one.start // run: (rank, i)
-        for rank in range(spec.size)
-        for i, one in enumerate(runs(spec.layout, rank, spec.size, run * count))
+        for rank in range(spec.problem.size)
+        for i, one in enumerate(runs(spec.problem.layout, rank, spec.problem.size, run * count))
     }
     ways = defaultdict(list)
     for chunk, (rank, i) in held.items():
@@ -95,7 +95,7 @@ def _send(spec: RingSpec, parcels: Sequence[_Parcel]) -> list[list[Any]]:
 def _permuted(spec: RingSpec, tree: Any, pairs: Sequence[tuple[int, int]], before: Any) -> tuple[Any, Any]:
     """``tree`` from the first rank of a pair to its second, zeros on the others; also the buffer that arrived, which on a CPU the
     next must not overtake (``transfer``)."""
-    axes, places = numbered(spec.axis_name, spec.size)
+    axes, places = numbered(spec.axis_name, spec.problem.size)
     word = word_of(spec, tree)
     buffer = pack(tree, word)
     if word is not None and before is not None:

@@ -103,14 +103,14 @@ def _reach_of(problem: Problem) -> Reach | None:
 
 def _reach(spec: RingSpec, operands: Operands) -> Reach | None:
     whole = operands.bias, operands.mask, operands.q_position_ids
-    plain = not spec.scores.predicates and all(array is None for array in whole)
+    plain = not spec.problem.scores.predicates and all(array is None for array in whole)
     lengths = operands.query.shape[1], operands.key.shape[1]
-    return reach(spec.scores.mask, spec.layout, spec.size, lengths, plain)
+    return reach(spec.problem.scores.mask, spec.problem.layout, spec.problem.size, lengths, plain)
 
 
 def _bounded(spec: RingSpec, operands: Operands) -> RingSpec:
-    mask = bounded(spec.scores.mask, spec.size, (operands.query.shape[1], operands.key.shape[1]))
-    return replace(spec, scores=replace(spec.scores, mask=mask))
+    mask = bounded(spec.problem.scores.mask, spec.problem.size, (operands.query.shape[1], operands.key.shape[1]))
+    return replace(spec, problem=replace(spec.problem, scores=replace(spec.problem.scores, mask=mask)))
 
 
 def _pairs(spec: RingSpec, operands: Operands, keys: Keys, near: Reach | None) -> list[Pair]:
@@ -119,7 +119,7 @@ def _pairs(spec: RingSpec, operands: Operands, keys: Keys, near: Reach | None) -
         beside = add_halo(spec, keys, near)
         k_runs = [Run(run.start - near.left, 1, near.left + near.run + near.right) for run in q_runs]
         return [_of_queries(spec, operands, i, *pair) for i, pair in enumerate(zip(q_runs, beside, k_runs, strict=True))]
-    keys = jax.tree.map(lambda x: in_sequence_order(x, spec.layout), gather(spec, keys))
+    keys = jax.tree.map(lambda x: in_sequence_order(x, spec.problem.layout), gather(spec, keys))
     whole = Run(0, 1, keys.key.shape[1])
     if _one_by_one(spec, operands):
         return [_of_queries(spec, operands, i, q_run, keys, whole) for i, q_run in enumerate(q_runs)]
@@ -130,7 +130,7 @@ def _one_by_one(spec: RingSpec, operands: Operands) -> bool:
     """Whether the kernel gets the two runs of a zigzag shard in a call each: one that works on rectangles knows where one run of
     queries ends among the keys, not where two do."""
     data = operands.bias, operands.mask, operands.q_segment_ids, operands.q_position_ids
-    return not kernel_of(spec).CONTINUES and spec.layout == "zigzag" and all(array is None for array in data)
+    return not kernel_of(spec).CONTINUES and spec.problem.layout == "zigzag" and all(array is None for array in data)
 
 
 def _of_queries(spec: RingSpec, operands: Operands, i: int, q_run: Run, keys: Keys, k_run: Run) -> Pair:
@@ -150,5 +150,5 @@ def _of_run(opened: Backward, i: int, count: int) -> Backward:
 
 def _summed(spec: RingSpec, dkv: tuple[Array, ...]) -> tuple[Array, ...]:
     """This rank's shard of the sum over all ranks, added in the order of the ranks."""
-    blocks = tuple(in_shards(x, spec.layout, spec.size) for x in dkv)
+    blocks = tuple(in_shards(x, spec.problem.layout, spec.problem.size) for x in dkv)
     return tuple(x.sum(0) for x in all_to_all(spec, blocks, spec.axis_name))

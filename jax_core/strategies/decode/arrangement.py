@@ -82,10 +82,10 @@ class Arrangement:
 
 def arrangement(spec: RingSpec, operands: Operands) -> Arrangement:
     """Slopes and mask functions tell heads apart, so heads then stay heads; mask functions tell batch entries apart too."""
-    (batch, length, kv_heads), functions = operands.key.shape[:3], bool(spec.scores.predicates)
+    (batch, length, kv_heads), functions = operands.key.shape[:3], bool(spec.problem.scores.predicates)
     heads_alike = operands.alibi_slopes is None and not functions
     group = operands.query.shape[2] // kv_heads if heads_alike else 1
-    parts = 1 if functions else _parts(spec.backend, batch * kv_heads, length)
+    parts = 1 if functions else _parts(spec.problem.backend, batch * kv_heads, length)
     return Arrangement(batch, group, parts)
 
 

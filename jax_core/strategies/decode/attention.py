@@ -70,7 +70,7 @@ class Decode(Strategy):
         found = opened.attend(_pair(spec, arranged, operands), None, last=False)
         if arranged.parts > 1:
             found = join_stacked(Partial(*map(arranged.stacked, found)), wide)
-        if spec.size > 1:
+        if spec.problem.size > 1:
             found = _joined_over_ranks(spec, found._replace(out=found.out.astype(wide)))
         return opened.close(Partial(arranged.out(found.out), arranged.lse(found.lse)))
 
@@ -91,9 +91,10 @@ class Decode(Strategy):
         pair = _pair(spec, arranged, operands)
         opened = Backward(spec, operands, residuals_of_rows, lse, to_given_shape)
         grads = opened.differentiate(pair, None)
-        query, key, value = kernel_of(spec).finish(pair.shards, (grads.dq, grads.dk, grads.dv), spec.scores)
+        query, key, value = kernel_of(spec).finish(pair.shards, (grads.dq, grads.dk, grads.dv), spec.problem.scores)
         # Every rank has the whole gradient of the sinks, which is to be its part of a sum.
-        dsinks = None if operands.softmax_aux is None else sink_gradient(operands.softmax_aux, lse, residuals.delta) / spec.size
+        sinks, size = operands.softmax_aux, spec.problem.size
+        dsinks = None if sinks is None else sink_gradient(sinks, lse, residuals.delta) / size
         small = to_given_shape(SmallOperands(dsinks, None, arranged.slopes_gradient(grads.dalibi_slopes, operands.alibi_slopes)))
         nothing = jax.tree.map(lambda _: None, operands)
         query = arranged.out(arranged.stacked(query).sum(0))
@@ -111,7 +112,7 @@ def _pair(spec: RingSpec, arranged: Arrangement, operands: Operands) -> Pair:
         alibi_slopes=arranged.of_entries(operands.alibi_slopes),
         dropout_seed=None,
     )
-    return Pair(q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),), spec.scores, extras)
+    return Pair(q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),), spec.problem.scores, extras)
 
 
 def _joined_over_ranks(spec: RingSpec, found: Partial) -> Partial:
@@ -122,7 +123,7 @@ def _joined_over_ranks(spec: RingSpec, found: Partial) -> Partial:
 
 
 def _summed_over_ranks(spec: RingSpec, dout: Array, dlse: Array | None) -> tuple[Array, Array | None]:
-    if spec.size == 1:
+    if spec.problem.size == 1:
         return dout, dlse
     cotangents = dout.astype(accumulation_dtype(dout.dtype)), dlse
     axes = varying_axes(cotangents)

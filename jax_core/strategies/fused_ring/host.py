@@ -48,7 +48,7 @@ class FusedRing(Strategy):
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         operands = clear_values(operands, real_rows(spec, operands))
-        const = make_constants(spec, operands, spec.fwd_params)
+        const = make_constants(spec, operands, spec.fwd_config.params)
         out, lse = forward_kernel.forward(const, _rank(spec), _shards(const, operands))
         found = Partial(_whole(const.q, out).transpose(0, 3, 1, 2), _whole(const.q, lse)[:, :, 0])
         if operands.softmax_aux is not None:
@@ -60,7 +60,7 @@ class FusedRing(Strategy):
     ) -> Operands:
         real = real_rows(spec, operands)
         operands, (dout, dlse) = clear_operands(operands, real), clear_cotangents(real, dout, dlse)
-        const = make_constants(spec, operands, spec.bwd_params)
+        const = make_constants(spec, operands, spec.bwd_config.params)
         residuals = make_residuals(out, lse, dout, dlse if spec.lse_gradient else None)
         blocked = backward_kernel.BlockedResiduals(
             _in_blocks(const.q, residuals.dout.transpose(0, 2, 1, 3), 2),
@@ -68,8 +68,8 @@ class FusedRing(Strategy):
             _in_blocks(const.q, residuals.delta[:, :, None], 3),
         )
         found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
-        dquery = spec.scores.scale * _whole(const.q, found.query).transpose(0, 3, 1, 2)
-        dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.scores.scale * found.key, found.value))
+        dquery = spec.problem.scores.scale * _whole(const.q, found.query).transpose(0, 3, 1, 2)
+        dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.problem.scores.scale * found.key, found.value))
         query, key, value = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
         nothing = jax.tree.map(lambda _: None, operands)
         return nothing._replace(query=query, key=key, value=value, softmax_aux=_dsinks(operands, lse, residuals.delta))
@@ -102,20 +102,20 @@ def make_constants(spec: RingSpec, operands: Operands, params: FwdParams) -> Rin
     assert spec.axis_name is not None
     axes = (spec.axis_name,) if isinstance(spec.axis_name, str) else spec.axis_name
     lengths, (q_block, k_block) = (query.shape[1], key.shape[1]), block_sizes(params)
-    directions, hops = route(spec.scores.mask, spec.layout, spec.size, *lengths)
+    directions, hops = route(spec.problem.scores.mask, spec.problem.layout, spec.problem.size, *lengths)
     return RingConstants(
-        q=halved(spec.layout, spec.size, lengths[0], q_block),
-        k=halved(spec.layout, spec.size, lengths[1], k_block),
+        q=halved(spec.problem.layout, spec.problem.size, lengths[0], q_block),
+        k=halved(spec.problem.layout, spec.problem.size, lengths[1], k_block),
         batch=query.shape[0],
         heads=query.shape[2],
         kv_heads=key.shape[2],
         dim=query.shape[3],
         value_dim=value.shape[3],
-        layout=spec.layout,
+        layout=spec.problem.layout,
         axes=tuple((axis, lax.axis_size(axis)) for axis in axes),
         directions=directions,
         hops=hops,
-        scores=spec.scores,
+        scores=spec.problem.scores,
         segments=operands.q_segment_ids is not None,
     )
 

@@ -166,7 +166,7 @@ class HostRotation:
         hosts, ranks = self._sizes
         rank = rank_of(self.spec, self.operands)
         owner = (rank // ranks - shift[0]) % hosts * ranks + (rank - shift[1]) % ranks
-        k_runs = runs(self.spec.layout, owner, self.spec.size, keys.key.shape[1])
+        k_runs = runs(self.spec.problem.layout, owner, self.spec.problem.size, keys.key.shape[1])
         return make_pair(self.spec, self.operands, query_runs(self.spec, self.operands), keys, k_runs, diagonal)
 
     def _settled(self, state: Any) -> Any:
@@ -174,11 +174,12 @@ class HostRotation:
 
     def _shifts(self) -> list[Shift]:
         lengths = self.operands.query.shape[1], self.operands.key.shape[1]
-        return [(host, rank) for host, rank in visible_shifts(self.spec.scores.mask, self.spec.layout, self._sizes, *lengths)]
+        problem = self.spec.problem
+        return [(host, rank) for host, rank in visible_shifts(problem.scores.mask, problem.layout, self._sizes, *lengths)]
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        hosts, ranks = self.spec.sizes
+        hosts, ranks = self.spec.problem.sizes
         return hosts, ranks
 
     @property

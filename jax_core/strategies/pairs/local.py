@@ -31,7 +31,7 @@ def make_pair(spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_ru
         kv_position_ids=keys.position_ids,
     )
     key, value = (clear_hidden(x, extras.mask) for x in (keys.key, keys.value))
-    return Pair(operands.query, key, value, q_runs, k_runs, spec.scores, extras, diagonal, spec.padding)
+    return Pair(operands.query, key, value, q_runs, k_runs, spec.problem.scores, extras, diagonal, spec.padding)
 
 
 class Forward(NamedTuple):
@@ -43,7 +43,7 @@ class Forward(NamedTuple):
     last_dtype: jnp.dtype
 
     def attend(self, pair: Pair, carry: Partial | None, last: bool) -> Partial:
-        return kernel_of(self.spec).forward(pair, carry, self.last_dtype if last else self.wide, self.spec.fwd_params)
+        return kernel_of(self.spec).forward(pair, carry, self.last_dtype if last else self.wide, self.spec.fwd_config)
 
     def close(self, result: Partial) -> tuple[Array, Array]:
         """``out`` and ``lse`` as the contract says, from the partial result over all keys."""
@@ -84,13 +84,12 @@ class Backward:
         return LocalGradients(None, vary(zeros, varying_axes(self.operands)), None)
 
     def differentiate(self, pair: Pair, dq: Any) -> Grads:
-        settings = dict(fused=self.spec.fused_backward, deterministic=self.spec.deterministic)
-        return kernel_of(self.spec).backward(pair, self.residuals, dq, self.spec.bwd_params, **settings)
+        return kernel_of(self.spec).backward(pair, self.residuals, dq, self.spec.bwd_config)
 
     def close(self, dkv: tuple[Any, Any], sums: LocalGradients, send_home: Callable[..., tuple[Array, Array]]) -> Operands:
         """The gradients as the contract says, from the sums over all pairs; ``dkv`` in the kernel's form, of the shard that came
         last. ``send_home`` takes dK and dV to the rank that owns it: nothing is added to them there, so they go rounded."""
-        dq, dk, dv = kernel_of(self.spec).finish(self.operands[:3], (sums.dq, *dkv), self.spec.scores)
+        dq, dk, dv = kernel_of(self.spec).finish(self.operands[:3], (sums.dq, *dkv), self.spec.problem.scores)
         return self.gradients((dq, *send_home((dk, dv))), sums)
 
     def as_arrays(self, pair: Pair, grads: Grads) -> tuple[Array, Array, Array]:

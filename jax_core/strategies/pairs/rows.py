@@ -16,13 +16,13 @@ from jax_core.strategies.contract import RingSpec
 
 def rank_of(spec: RingSpec, operands: Operands) -> Any:
     """This device's rank: a number without a ring, else a value on the device."""
-    if spec.size == 1:
+    if spec.problem.size == 1:
         return 0
     return lax.axis_index(spec.axis_name) if operands.rank is None else operands.rank[0]
 
 
 def query_runs(spec: RingSpec, operands: Operands) -> Runs:
-    return runs(spec.layout, rank_of(spec, operands), spec.size, operands.query.shape[1])
+    return runs(spec.problem.layout, rank_of(spec, operands), spec.problem.size, operands.query.shape[1])
 
 
 def as_kernel_takes_them(spec: RingSpec, operands: Operands) -> Operands:

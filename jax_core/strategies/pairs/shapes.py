@@ -68,4 +68,4 @@ def _whole_columns(spec: RingSpec, operands: Operands, x: Array | None) -> Array
     if x is None:
         return None
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    return jnp.broadcast_to(x, (*x.shape[:3], operands.key.shape[1] * spec.size))
+    return jnp.broadcast_to(x, (*x.shape[:3], operands.key.shape[1] * spec.problem.size))

@@ -46,7 +46,7 @@ class Ring(Strategy):
         def run_step(state: Any, step: Step) -> Any:
             buffer, shift, partials = state
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
-            arriving = start_transfers(transfers, spec.axis_name, spec.size)
+            arriving = start_transfers(transfers, spec.axis_name, spec.problem.size)
             pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
             result = opened.attend(pair, partials.carry if kernel.CONTINUES else None, last=not step.hop_out)
             if transfers:
@@ -75,7 +75,7 @@ class Ring(Strategy):
             # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
-            arriving = start_transfers(transfers, spec.axis_name, spec.size)
+            arriving = start_transfers(transfers, spec.axis_name, spec.problem.size)
             pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
             grads = opened.differentiate(pair, sums.dq)
             if transfers:
@@ -94,8 +94,8 @@ class Ring(Strategy):
 
 def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool) -> Pair:
     """The queries and the keys from ``shift`` ranks before this one."""
-    owner = (rank_of(spec, operands) - shift) % spec.size
-    q_runs, k_runs = query_runs(spec, operands), runs(spec.layout, owner, spec.size, keys.key.shape[1])
+    owner = (rank_of(spec, operands) - shift) % spec.problem.size
+    q_runs, k_runs = query_runs(spec, operands), runs(spec.problem.layout, owner, spec.problem.size, keys.key.shape[1])
     return make_pair(spec, operands, q_runs, keys, k_runs, diagonal)
 
 
@@ -107,13 +107,14 @@ def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_lengt
 
 
 def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
-    return steps(visible_shifts(spec.scores.mask, spec.layout, spec.size, operands.query.shape[1], operands.key.shape[1]))
+    problem, lengths = spec.problem, (operands.query.shape[1], operands.key.shape[1])
+    return steps(visible_shifts(problem.scores.mask, problem.layout, problem.size, *lengths))
 
 
 def _return_to_owner(spec: RingSpec, dkv: Any, word: type | None, sent: int) -> Any:
     """dK and dV of this rank's own shard, which are ``size - sent`` hops away from it."""
     if not sent:
         return dkv
-    transfers = [Transfer(pack(dkv, word), spec.size - sent)]
-    (buffer,) = finish_transfers(start_transfers(transfers, spec.axis_name, spec.size), transfers)
+    transfers = [Transfer(pack(dkv, word), spec.problem.size - sent)]
+    (buffer,) = finish_transfers(start_transfers(transfers, spec.axis_name, spec.problem.size), transfers)
     return unpack(buffer, dkv)

@@ -59,11 +59,11 @@ def unpack(buffer: Buffer, like: Tree) -> Tree:
 
 def word_of(spec: RingSpec, tree) -> type | None:
     """What ``tree``'s arrays are packed into; None if they are sent as they are."""
-    if spec.differentiable and spec.backend == "cpu":
+    if spec.differentiable and spec.problem.backend == "cpu":
         floats = [leaf.dtype for leaf in jax.tree.leaves(tree) if _is_floating(leaf.dtype)]
         return reduce(jnp.promote_types, floats, jnp.dtype("float32")).type
     smallest = min(jax.tree.leaves(tree), key=lambda leaf: leaf.dtype.itemsize)
-    return wire_dtype(smallest.dtype, packed=spec.backend == "cpu")
+    return wire_dtype(smallest.dtype, packed=spec.problem.backend == "cpu")
 
 
 class Transfer(NamedTuple):

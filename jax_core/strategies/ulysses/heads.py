@@ -37,7 +37,7 @@ class Exchange:
     def __init__(self, spec: RingSpec, operands: Operands, name: Any, size: int, place: Any) -> None:
         self.spec, self.name, self.size, self.place = spec, name, size, place
         self.heads = operands.query.shape[2]
-        self.order = order(spec.layout, alone=size == spec.size)
+        self.order = order(spec.problem.layout, alone=size == spec.problem.size)
 
     def operands(self, operands: Operands) -> Operands:
         """The inner strategy's operands."""
@@ -134,7 +134,7 @@ class Exchange:
         return self.place * (self.heads // self.size)
 
     def _origin(self, operands: Operands) -> Array | None:
-        scores = self.spec.scores
+        scores = self.spec.problem.scores
         if operands.origin is None and not (scores.dropout_prob or scores.predicates):
             return None
         origin = jnp.zeros(2, jnp.int32) if operands.origin is None else operands.origin
@@ -142,9 +142,9 @@ class Exchange:
 
     def _rank_inside(self, operands: Operands) -> Array | None:
         """The rank along the other axis, for those that cannot compute it."""
-        if operands.rank is None or self.size == self.spec.size:
+        if operands.rank is None or self.size == self.spec.problem.size:
             return None
-        ring = self.spec.size // self.size
+        ring = self.spec.problem.size // self.size
         return operands.rank % ring if self.name == self.spec.axis_name[0] else operands.rank // self.size  # type: ignore[index]
 
     def _gathered(self, sent: _Sent) -> _Sent:

@@ -21,10 +21,10 @@ class UlyssesAxis(NamedTuple):
 
 def ulysses_axis(spec: RingSpec, axis: int | None, rank: Any) -> UlyssesAxis:
     if axis is None:
-        return UlyssesAxis(spec.axis_name, spec.size, rank)
+        return UlyssesAxis(spec.axis_name, spec.problem.size, rank)
     assert isinstance(spec.axis_name, tuple)
-    place = rank // spec.sizes[1] if axis == 0 else rank % spec.sizes[1]
-    return UlyssesAxis(spec.axis_name[axis], spec.sizes[axis], place)
+    place = rank // spec.problem.sizes[1] if axis == 0 else rank % spec.problem.sizes[1]
+    return UlyssesAxis(spec.axis_name[axis], spec.problem.sizes[axis], place)
 
 
 def unsupported(problem: Problem, axis: int | None) -> str | None:
@@ -43,9 +43,9 @@ def kv_heads_sent(kv_heads: int, size: int) -> int:
     return lcm(kv_heads, size)
 
 
-def exchanged_over(ring: Problem | RingSpec, axis: int | None) -> int:
+def exchanged_over(problem: Problem, axis: int | None) -> int:
     """How many ranks exchange heads for positions."""
-    return ring.size if axis is None else ring.sizes[axis]
+    return problem.size if axis is None else problem.sizes[axis]
 
 
 def problem_inside(problem: Problem, axis: int | None) -> Problem:
@@ -68,10 +68,8 @@ def problem_inside(problem: Problem, axis: int | None) -> Problem:
 
 
 def spec_inside(spec: RingSpec, inner: Strategy, axis: int | None) -> RingSpec:
-    ring = spec.size // exchanged_over(spec, axis)
     name = None if axis is None else spec.axis_name[1 - axis]  # type: ignore[index]
-    layout = _layout_inside(spec.layout, spec.sizes, axis)
-    return replace(spec, strategy=inner, layout=layout, axis_name=name, size=ring, sizes=(ring,))
+    return replace(spec, problem=problem_inside(spec.problem, axis), strategy=inner, axis_name=name)
 
 
 def order(layout: Any, alone: bool) -> Any:

@@ -30,13 +30,14 @@ from jax_core.kernels.cudnn import calls, kernel
 from jax_core.kernels.triton import launch
 from jax_core.masks.static import make_mask
 from jax_core.options import Options
+from jax_core.request import hardware
 from jax_core.request.dispatch import choose
 from jax_core.request.features import of_scores, refusal
 
 # ------------------------------------------------------------------------------------------------------- what it refuses
 
 SCORES = Scores(make_mask(causal=True), 0.125)
-PROBLEM = Problem(SCORES, "bfloat16", 2, 256, 256, 8, 2, 128, 128, backend="gpu")
+PROBLEM = Problem(SCORES, "bfloat16", 2, 256, 256, 8, 2, 128, 128, backend="gpu", capability=90)
 RING = replace(PROBLEM, layout="zigzag", size=4)
 
 
@@ -97,10 +98,8 @@ REFUSED = {
 @pytest.fixture
 def hopper(monkeypatch):
     """As if on an H100 with a recent cuDNN."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(calls, "version", lambda: 91900)
-    monkeypatch.setattr(calls, "capability", lambda: 90)
-    monkeypatch.setattr(launch, "missing", lambda: "Triton would ask JAX for the GPU")
+    monkeypatch.setattr(launch, "missing", lambda *_: "Triton is not installed")
 
 
 def reason(problem: Problem) -> str | None:
@@ -139,9 +138,8 @@ def test_refuses_tiles(params):
         (75, (64, 64), "compute capability 8.0, this GPU has 7.5"),
     ],
 )
-def test_other_gpus(monkeypatch, capability, dims, words):
-    monkeypatch.setattr(calls, "capability", lambda: capability)
-    found = reason(replace(PROBLEM, dim=dims[0], value_dim=dims[1]))
+def test_other_gpus(capability, dims, words):
+    found = reason(replace(PROBLEM, dim=dims[0], value_dim=dims[1], capability=capability))
     assert found is None if words is None else words in (found or "")
 
 
@@ -203,8 +201,8 @@ def other_results(private):
 )
 def test_jax_has_other_calls(monkeypatch, drift, words):
     """A named request says so; "auto" goes on without."""
-    private = calls._private()
-    monkeypatch.setattr(calls, "_private", lambda: drift(private))
+    private = calls.cudnn_attention()
+    monkeypatch.setattr(calls, "cudnn_attention", lambda: drift(private))
     calls.changed.cache_clear()
     try:
         with pytest.raises(NotImplementedError, match=f"other versions of JAX than {jax.__version__} \\(.*{words}"):
@@ -218,8 +216,8 @@ def test_jax_has_other_calls(monkeypatch, drift, words):
 @pytest.mark.parametrize("causal", [False, True])
 def test_lowers_for_a_gpu(monkeypatch, causal):
     """The real calls, in a ring of two, as far as a machine without a GPU can go."""
-    monkeypatch.setattr(calls, "missing", lambda: None)
-    monkeypatch.setattr(calls, "capability", lambda: 90)
+    monkeypatch.setattr(calls, "missing", lambda *_: None)
+    monkeypatch.setattr(hardware, "capability", lambda backend: 90)
     rows = P(None, "ring")
 
     def attend(q, k, v):
@@ -271,8 +269,8 @@ def stand_in(monkeypatch):
     """In any dtype: in float32 nothing is rounded, and the ring's logic is all that can be wrong."""
     monkeypatch.setattr(calls, "forward", stand_in_forward)
     monkeypatch.setattr(calls, "backward", stand_in_backward)
-    monkeypatch.setattr(calls, "missing", lambda: None)
-    monkeypatch.setattr(calls, "capability", lambda: 90)
+    monkeypatch.setattr(calls, "missing", lambda *_: None)
+    monkeypatch.setattr(hardware, "capability", lambda backend: 90)
     # The cases ask for the LSE, with cotangent 0.
     monkeypatch.setattr(cudnn, "CAPABILITIES", cudnn.CAPABILITIES | {"float32", "float64", "lse_gradient"})
 

@@ -41,17 +41,18 @@ from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import runs
 from jax_core.masks.plan import Plan
 from jax_core.masks.static import make_mask, visible
+from jax_core.request import hardware
 from jax_core.request.dispatch import KERNELS
 from jax_core.request.features import refusal
 from jax_core.request.preferences import ON_GPUS
 
 FULL, WINDOW, CHUNKS = Scores(make_mask(), 0.2), Scores(make_mask(True, 37), 0.2), Scores(make_mask(True, None, 50), 0.2)
-PROBLEM = Problem(Scores(make_mask(True), 0.125), "bfloat16", 2, 256, 256, 8, 2, 128, 128, backend="gpu")
+PROBLEM = Problem(Scores(make_mask(True), 0.125), "bfloat16", 2, 256, 256, 8, 2, 128, 128, backend="gpu", capability=90)
 
 
-def on_gpu(monkeypatch, capability: int = 90) -> None:
-    monkeypatch.setattr(calls, "missing", lambda: None)
-    monkeypatch.setattr(calls, "capability", lambda: capability)
+def on_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(calls, "missing", lambda *_: None)
+    monkeypatch.setattr(hardware, "capability", lambda backend: 90)
 
 
 @pytest.fixture
@@ -274,7 +275,8 @@ def test_refuses_and_says_why(monkeypatch, name: str):
 
 def test_refuses_tiles_and_other_machines():
     assert "tiles are chosen by head dim" in (cute.unsupported(PROBLEM, FwdParams(q_blocksize=128), BwdParams()) or "")
-    assert 'runs on "cpu"' in (_reason(PROBLEM) or "")
+    assert 'runs on "cpu"' in (_reason(replace(PROBLEM, backend="cpu", capability=0)) or "")
+    assert "needs an NVIDIA GPU, and this process has none" in (_reason(replace(PROBLEM, capability=0)) or "")
 
 
 def test_a_generation_has_tiles_a_class_and_a_place_in_the_order(monkeypatch):
@@ -288,10 +290,8 @@ def test_a_generation_has_tiles_a_class_and_a_place_in_the_order(monkeypatch):
     assert {ast.literal_eval(key) for key in classes.keys if key} == set(TILES)
     tried = {gpus.capabilities for gpus in ON_GPUS if any("cute" in row.order for row in gpus.kernels)}
     assert frozenset().union(*tried) == set(TILES)
-    monkeypatch.setattr(calls.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(calls, "changed", lambda: None)
-    monkeypatch.setattr(calls, "capability", lambda: 80)
-    assert calls.missing() == "the cute kernel is for compute capability 9.0, this GPU has 8.0"
+    assert calls.missing("gpu", 80) == "the cute kernel is for compute capability 9.0, this GPU has 8.0"
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_core
 from jax_core.kernels.cute import calls as cute
 from jax_core.kernels.triton import launch as triton
+from jax_core.request import hardware
 
 SIZE, TOKENS = 2, 512
 STRATEGIES = ("all_gather", "ring", "ulysses")
@@ -26,8 +27,8 @@ STRATEGIES = ("all_gather", "ring", "ulysses")
 def on_a_gpu(monkeypatch):
     """As far as a trace goes: kernels' calls without what they call."""
     for module in (cute, triton):
-        monkeypatch.setattr(module, "missing", lambda: None)
-        monkeypatch.setattr(module, "capability", lambda: 90)
+        monkeypatch.setattr(module, "missing", lambda *_: None)
+    monkeypatch.setattr(hardware, "capability", lambda backend: 90)
     monkeypatch.setattr(cute, "_code", lambda *_: b"")
     monkeypatch.setattr(cute, "register", lambda: None)
     monkeypatch.setattr(triton, "_call", _triton_call)

@@ -16,6 +16,7 @@ import jax_core
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import triton
 from jax_core.kernels.triton import launch
+from jax_core.request import hardware
 from jax_core.strategies.decode import arrangement
 from jax_core.testing.oracle import reference_attention
 
@@ -33,8 +34,8 @@ FUSED = ("grouped heads", "slopes per sequence", "packed with padding")
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     monkeypatch.setattr(launch, "jax_triton", lambda: triton_interpreter)
-    monkeypatch.setattr(launch, "missing", lambda: None)
-    monkeypatch.setattr(launch, "capability", lambda: 90)
+    monkeypatch.setattr(launch, "missing", lambda *_: None)
+    monkeypatch.setattr(hardware, "capability", lambda backend: 90)
 
 
 def in_triton(case: Case, **settings) -> Case:

@@ -113,14 +113,13 @@ def launches(case: Case, capability: int, fused: bool) -> list[Launch]:
     def local(operands, out, lse):
         options = everything if case.everything else Options(causal=True)
         options = replace(options, platform="triton", layout=PIECES if case.planned else "zigzag", fused_backward=fused)
-        spec, operands = make_spec(options, operands, Placement("ring", RING))
+        spec, operands = make_spec(options, operands, Placement("ring", RING, backend="gpu", capability=capability))
         return spec.strategy.forward(spec, operands), spec.strategy.backward(spec, operands, out, lse, out)
 
     everything = Options(causal=True, sliding_window=(300, 200), chunk_size=512, logits_soft_cap=30.0, dropout_prob=0.1)
     mesh = jax.make_mesh((RING,), ("ring",), devices=jax.devices()[:RING], axis_types=(jax.sharding.AxisType.Auto,))
     library = SimpleNamespace(__version_info__=(0, 3), triton_call=triton_call)
-    stand_ins = dict(jax_triton=lambda: library, capability=lambda: capability, missing=lambda: None)
-    with patch.multiple(launch, **stand_ins):
+    with patch.object(launch, "jax_triton", lambda: library):
         jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), *shards(case))
     return asked
 

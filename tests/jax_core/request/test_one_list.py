@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import jax_core
-import jax_core.api.attention as of_jax
+import jax_core.api.arguments as of_jax
 import ring_attn
 from jax_core.integrations.settings import RingSettings
 from jax_core.options import Options, Settings

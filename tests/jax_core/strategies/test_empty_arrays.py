@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -64,12 +63,11 @@ def ring_program(strategy: str, layout: str, shard: int, backward: bool, axes: t
     """A pass as torch calls it, lowered: each rank's own arrays lie behind one another. As on a GPU, but with XLA's kernel."""
     where = mesh(*axes)
     ring = where.axis_names if len(axes) > 1 else where.axis_names[0]
-    place, lse_gradient = Placement(ring, where.size, sizes=axes), False
+    place, lse_gradient = Placement(ring, where.size, sizes=axes, backend="gpu"), False
     options = Options(platform="xla", strategy=strategy, layout=layout, lse_gradient=lse_gradient, **mask)
 
     def local(*arrays):
         spec, operands = make_spec(options, Operands(*arrays[:3]), place)
-        spec = replace(spec, backend="gpu")
         return spec.strategy.backward(spec, operands, *arrays[3:])[:3] if backward else spec.strategy.forward(spec, operands)
 
     query = jax.ShapeDtypeStruct((where.size, shard, HEADS, DIM), jnp.float32)

@@ -11,8 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -32,7 +31,6 @@ from jax.sharding import PartitionSpec as P
 
 from jax_core.kernels.cudnn import calls
 from jax_core.kernels.cute import calls as cute_calls
-from jax_core.kernels.triton import launch
 from jax_core.operands import Operands
 from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
@@ -84,7 +82,7 @@ def lowered(
     if platform == "cute" and cute_calls.changed():
         pytest.skip(f"{cute_calls.changed()}: make test-gpu-aot")
     sizes, axes = ((hosts, size // hosts), ("host", "gpu")) if hosts > 1 else ((size,), "ring")
-    mesh, place = topologies.make_mesh(gpus(size), sizes, axes if hosts > 1 else (axes,)), Placement(axes, size, sizes=sizes)
+    mesh, place = topologies.make_mesh(gpus(size), sizes, axes if hosts > 1 else (axes,)), on_gpus(axes, size, sizes)
     strategy = "hierarchical" if hosts > 1 and strategy == "auto" else strategy
     asked = dict(platform=platform, strategy=strategy, layout=layout, sliding_window=window, causal=causal)
     options = Options(lse_gradient=False, deterministic=deterministic, **asked)
@@ -93,7 +91,6 @@ def lowered(
         *arrays, bounds = arrays if documents else (*arrays, None)
         operands = Operands(*arrays[:3], documents=bounds)
         spec, operands = make_spec(options, operands, place)
-        spec = replace(spec, backend="gpu")  # as where JAX runs on GPUs
         return spec.strategy.backward(spec, operands, *arrays[3:])[:3] if backward else spec.strategy.forward(spec, operands)[0]
 
     rows, lse_rows = P(None, axes), P(None, None, axes)
@@ -103,27 +100,26 @@ def lowered(
     if documents:
         arrays.append(shard((1, documents + 1), jnp.int32, mesh, P()))
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=tuple(array.sharding.spec for array in arrays), out_specs=rows))
-    with on_the_gpu():
+    with with_cudnn():
         return function.trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
+ARCHITECTURE = os.environ.get("CUTE_DSL_ARCH", "sm_90a")
+
+
+def on_gpus(axes: Any, size: int, sizes: tuple[int, ...] = ()) -> Placement:
+    """Of Hopper's generation, or the one of ``CUTE_DSL_ARCH``."""
+    return Placement(axes, size, sizes=sizes, backend="gpu", capability=int(re.sub(r"\D", "", ARCHITECTURE)))
+
+
 @contextmanager
-def on_the_gpu() -> Iterator[None]:
-    """Answers for the GPU and its cuDNN that the kernels ask about: Hopper, or the one of ``CUTE_DSL_ARCH``."""
-    architecture = os.environ.get("CUTE_DSL_ARCH", "sm_90a")
-    capability = int(re.sub(r"\D", "", architecture))
-    with ExitStack() as stack:
-        for module, name, answer in (
-            (launch, "missing", None),
-            (launch, "capability", capability),
-            (calls, "missing", None),
-            (calls, "capability", capability),
-            (calls._private(), "check_cudnn_version", 91900),
-            (cute_calls, "missing", None),
-            (cute_calls, "capability", capability),
-        ):
-            stack.enter_context(patch.object(module, name, lambda answer=answer: answer))
-        stack.enter_context(patch.dict(os.environ, CUTE_DSL_ARCH=architecture))
+def with_cudnn() -> Iterator[None]:
+    """Answers for the cuDNN of a GPU's machine, which JAX calls and which is not here."""
+    with (
+        patch.object(calls, "version", lambda: 91900),
+        patch.object(calls.cudnn_attention(), "check_cudnn_version", lambda: 91900),
+        patch.dict(os.environ, CUTE_DSL_ARCH=ARCHITECTURE),
+    ):
         yield
 
 
@@ -365,19 +361,18 @@ def test_one_operand_for_two_changed_arrays_is_found():
 def test_decoding_copies_no_keys_and_joins_in_one_collective():
     """One token on four GPUs, 64k keys on each: the kernel gets them in parts as they lie."""
     pytest.importorskip("jax_triton", reason="it calls Triton's kernels and is not installed: make test-gpu-aot")
-    mesh, place, keys = topologies.make_mesh(gpus(4), (4,), ("ring",)), Placement("ring", 4), 65536
+    mesh, place, keys = topologies.make_mesh(gpus(4), (4,), ("ring",)), on_gpus("ring", 4), 65536
     options = Options(platform="triton", strategy="decode", lse_gradient=False)
 
     def local(query, key, q_ids, kv_ids):
         spec, operands = make_spec(options, Operands(query, key, key, q_segment_ids=q_ids, kv_segment_ids=kv_ids), place)
-        spec = replace(spec, backend="gpu")
         return spec.strategy.forward(spec, operands)[0]
 
     rows = P("ring")  # each GPU's own arrays lie behind one another, as from torch
     query, key = (shard((4, tokens, heads, DIM), jnp.bfloat16, mesh, rows) for tokens, heads in ((1, HEADS), (keys, KV_HEADS)))
     ids = [shard((4, tokens), jnp.int32, mesh, rows) for tokens in (1, keys)]
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
-    with on_the_gpu():
+    with with_cudnn():
         found = function.trace(query, key, *ids).lower(lowering_platforms=("cuda",))
     program = found.compile(compiler_options={"xla_gpu_cuda_data_dir": toolkit()})
     assert program.memory_analysis().temp_size_in_bytes < 2**20

@@ -38,9 +38,9 @@ def wrong_in(blocks: int, what: str):
     """A kernel whose results named ``what`` are wrong at one position with query blocks of this size."""
 
     def spoilt(function):
-        def call(pair, before, third, config, **settings):
-            results = function(pair, before, third, config, **settings)
-            if config.q_blocksize != blocks or what not in results._fields:
+        def call(pair, before, third, config):
+            results = function(pair, before, third, config)
+            if config.params.q_blocksize != blocks or what not in results._fields:
                 return results
             array = getattr(results, what)
             return results._replace(**{what: array.at[(0,) * array.ndim].add(3.0)})
@@ -106,7 +106,7 @@ def test_a_failing_candidate_is_named_and_dropped(monkeypatch):
     times(monkeypatch, {16: 3.0, 32: 1.0, 64: 2.0})
 
     def forward(pair, carry, out_dtype, config):
-        if config.q_blocksize == 32:
+        if config.params.q_blocksize == 32:
             raise RuntimeError("out of registers\nand a long trace")
         return dense_forward(pair, carry, out_dtype, config)
 
@@ -120,7 +120,7 @@ def test_without_the_heuristic_there_is_no_gain(monkeypatch):
     unusable = kernel(default_params=lambda _: (FwdParams(64, 32, 7), BwdParams(64, 32, 7)))
 
     def forward(pair, carry, out_dtype, config):
-        assert config.num_stages is None, "no stages"
+        assert config.params.num_stages is None, "no stages"
         return dense_forward(pair, carry, out_dtype, config)
 
     unusable.forward = forward
@@ -173,9 +173,8 @@ def test_a_kernel_without_candidates_is_refused():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("asked", ["", "bias", "mask"])
 def test_triton_lists_what_it_can_run(monkeypatch, dim: int, dtype: str, asked: str):
-    monkeypatch.setattr(launch, "missing", lambda: None)
-    monkeypatch.setattr(launch, "capability", lambda: 90)
-    wanted = problem(asked, dim=dim, value_dim=dim, dtype=dtype)
+    monkeypatch.setattr(launch, "missing", lambda *_: None)
+    wanted = problem(asked, dim=dim, value_dim=dim, dtype=dtype, capability=90)
     forward, backward = candidates(triton, wanted)
     assert len(forward) >= 3 and len(backward) >= 3
     assert all(triton.unsupported(wanted, *triton.default_params(wanted)[:1], params) is None for params in backward)

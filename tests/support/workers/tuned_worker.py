@@ -53,9 +53,9 @@ called: set[tuple[int, int]] = set()
 
 
 def noting(function):
-    def noted(pair, before, third, config, **settings):
-        called.add((config.q_blocksize, config.kv_blocksize))
-        return function(pair, before, third, config, **settings)
+    def noted(pair, before, third, config):
+        called.add((config.params.q_blocksize, config.params.kv_blocksize))
+        return function(pair, before, third, config)
 
     return noted
 

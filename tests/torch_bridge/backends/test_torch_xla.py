@@ -378,7 +378,7 @@ def test_global_attention_lowers_for_a_tpu():
     )
     text = jax.jit(attention.forward).trace(shape, shape, shape).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("collective_permute") > 0
-    assert attention.spec.backend == "tpu"  # where arrays of one rotation travel as they are, and XLA joins them
+    assert attention.spec.problem.backend == "tpu"  # where arrays of one rotation travel as they are, and XLA joins them
 
 
 def test_the_example():

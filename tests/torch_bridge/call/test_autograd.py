@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ring_attn
-from torch_bridge.backends import launch, shared_memory
+from torch_bridge.backends import launch
 
 
 def normal(*shape, dtype=torch.float64, seed=0, grad=True):
@@ -207,7 +207,7 @@ def test_a_seed_is_two_words(seed):
     from torch_bridge.attention import operands
 
     for given in (seed, torch.tensor(seed), torch.tensor([seed])):
-        words = operands._seed_words(shared_memory, given, torch.device("cpu"))
+        words = operands._seed_words(given, torch.device("cpu"))
         assert words.dtype == torch.int32
         assert [word % 2**32 for word in words.tolist()] == [seed % 2**32, (seed >> 32) % 2**32]
 

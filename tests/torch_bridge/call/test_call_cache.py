@@ -247,3 +247,16 @@ def test_a_function_and_a_module_share_a_program_and_each_says_its_own_names():
     module.dropout = 1.5
     with pytest.raises(ValueError, match=r"^dropout must"):
         module(x, x, x)
+
+
+def test_callers_with_equal_options_share_a_program(qkv):
+    """Whatever they call their arguments: names are for errors alone, and an error has those of the call that raises it."""
+    module, x = ring_attn.RingAttention(16, 2, causal=True, softcap=3.0, batch_first=True), torch.randn(1, 12, 16)
+    attend(*qkv, softcap=3.0)
+    before = len(programs._PROGRAMS), len(programs._CALLS)
+    module(x, x, x)
+    assert (len(programs._PROGRAMS), len(programs._CALLS)) == before
+    module.dropout = 2.0
+    for call, name in ((lambda: attend(*qkv, softcap=3.0, dropout_p=2.0), "dropout_p"), (lambda: module(x, x, x), "dropout")):
+        with pytest.raises(ValueError, match=rf"^{name} must be in "):
+            call()

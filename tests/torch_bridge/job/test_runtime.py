@@ -239,7 +239,7 @@ def unset(monkeypatch):
 @pytest.fixture
 def running_jax(unset, monkeypatch):
     """A program that has used JAX on a GPU before it came here, with no setting of its own."""
-    monkeypatch.setattr(runtime, "_backends_started", lambda: True)
+    monkeypatch.setattr(runtime, "backends_started", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
@@ -267,7 +267,7 @@ def test_what_the_user_has_set_stays(setting, monkeypatch):
 @pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize("allocator", ["bfc", "default"])
 def test_a_pool_that_the_user_chose_stays_and_its_cost_is_said_once(allocator, monkeypatch):
-    monkeypatch.setattr(runtime, "_backends_started", lambda: False)
+    monkeypatch.setattr(runtime, "backends_started", lambda: False)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", allocator)
     with pytest.warns(RuntimeWarning, match="has the allocator of XLA_PYTHON_CLIENT_ALLOCATOR: its pool grows by doubling") as told:
         runtime._settings_before_jax(None)
@@ -277,12 +277,12 @@ def test_a_pool_that_the_user_chose_stays_and_its_cost_is_said_once(allocator, m
 
 @pytest.mark.usefixtures("unset")
 def test_jax_takes_no_memory_ahead_and_has_cudas_own_pool(monkeypatch):
-    monkeypatch.setattr(runtime, "_backends_started", lambda: False)
+    monkeypatch.setattr(runtime, "backends_started", lambda: False)
     for _ in range(2):
         runtime._settings_before_jax(None)
         assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
         assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
-        monkeypatch.setattr(runtime, "_backends_started", lambda: True)
+        monkeypatch.setattr(runtime, "backends_started", lambda: True)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
