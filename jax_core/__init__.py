@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jax_core.api.attention import create_shard_map_wrapper, explain, ring_attention
     from jax_core.api.blockwise import blockwise_attention
+    from jax_core.api.recurrence import causal_conv1d, gated_delta_rule, kda, linear_attention, ssd
     from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
     from jax_core.masks.balance import balance
     from jax_core.options import MaskInfo
@@ -19,9 +20,14 @@ __all__ = [
     "RingAttentionConfig",
     "balance",
     "blockwise_attention",
+    "causal_conv1d",
     "create_shard_map_wrapper",
     "explain",
+    "gated_delta_rule",
+    "kda",
+    "linear_attention",
     "ring_attention",
+    "ssd",
 ]
 
 _HOMES = {
@@ -29,6 +35,11 @@ _HOMES = {
     "create_shard_map_wrapper": "api.attention",
     "explain": "api.attention",
     "blockwise_attention": "api.blockwise",
+    "causal_conv1d": "api.recurrence",
+    "gated_delta_rule": "api.recurrence",
+    "kda": "api.recurrence",
+    "linear_attention": "api.recurrence",
+    "ssd": "api.recurrence",
     "balance": "masks.balance",
     "MaskInfo": "options",
     "ExperimentalWarning": "tiers",

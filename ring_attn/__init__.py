@@ -8,6 +8,7 @@ from ring_attn.functional import ring_attention
 from ring_attn.module.attention import RingAttention
 from ring_attn.module.replace import replace_attention
 from ring_attn.packed.batch import PackedShard, shard_packed
+from ring_attn.recurrence import causal_conv1d, gated_delta_rule, kda, linear_attention, ssd
 from ring_attn.ring import Ring, balance
 from ring_attn.sharding.sequence import ShardedBatch, pad, positions, shard, shard_batch, unshard
 from ring_attn.torch_sdpa.function import sdpa
@@ -38,11 +39,15 @@ __all__ = [
     "Verdict",
     "__version__",
     "balance",
+    "causal_conv1d",
     "chunked_cross_entropy",
     "context_parallel_sdpa",
     "cross_entropy",
     "explain",
+    "gated_delta_rule",
+    "kda",
     "keep_attention",
+    "linear_attention",
     "memory",
     "pad",
     "positions",
@@ -52,6 +57,7 @@ __all__ = [
     "shard",
     "shard_batch",
     "shard_packed",
+    "ssd",
     "start",
     "sync_gradients",
     "tiled",

@@ -28,18 +28,18 @@ LAYERS = (
     ("masks", "operands", "options"),
     ("kernels",),
     ("tune",),
-    ("strategies",),
+    ("recurrence", "strategies"),
     ("request",),
     ("api",),
     ("integrations",),
 )
 # And those of torch_bridge.
-ROOMS = (("job",), ("backends", "runtime"), ("call",), ("attention",))
+ROOMS = (("job",), ("backends", "runtime"), ("call",), ("attention", "recurrence"))
 # The floors of ring_attn.
 FACE = (
     ("documents", "memory", "sharding", "version"),
     ("arguments",),
-    ("explain", "flash", "functional", "ring"),
+    ("explain", "flash", "functional", "recurrence", "ring"),
     ("generation", "module", "packed", "parallel", "torch_sdpa", "training"),
     ("verification",),
     ("command", "doctor", "integrations", "__main__"),

@@ -45,6 +45,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "ring_attn/arguments/documents",
         "ring_attn/arguments/local_lengths",
     ),
+    "states": ("jax_core/api/recurrence", "jax_core/recurrence", "ring_attn/recurrence", "torch_bridge/recurrence"),
     "sharding": ("ring_attn/sharding",),
     "training": ("ring_attn/training", "ring_attn/verification", "ring_attn/command", "torch_bridge/job/sanity_checks"),
     "transformers": ("ring_attn/integrations/transformers", "ring_attn/integrations/whole_batches"),

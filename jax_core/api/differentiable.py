@@ -31,7 +31,7 @@ def local_spec(
     backend = backend or _backend_here()
     sizes: tuple[int, ...] = ()
     if axis_name is not None:
-        sizes = tuple(_axis_size(name) for name in (axis_name if isinstance(axis_name, tuple) else (axis_name,)))
+        sizes = tuple(axis_size(name) for name in (axis_name if isinstance(axis_name, tuple) else (axis_name,)))
         axes |= varying_axes(lax.axis_index(axis_name))
     place = Placement(axis_name=axis_name, size=prod(sizes), sizes=sizes, head_shards=head_shards, axes=axes, backend=backend)
     spec, completed = make_spec(options, operands, place)
@@ -45,7 +45,7 @@ def local_spec(
     return spec, arrays._replace(predicate_arrays=operands.predicate_arrays)
 
 
-def _axis_size(axis_name) -> int:
+def axis_size(axis_name) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

@@ -89,7 +89,7 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan, attention: Cal
         return whole, tuple(given.values())
     # A result that is the same on all ranks because each has computed it is not one that check_vma knows for the same.
     mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs, check_vma=not plan.shared_queries)
-    return partial(_call, mapped, plan.mesh, in_specs), tuple(given.values())
+    return partial(call_mapped, mapped, plan.mesh, in_specs), tuple(given.values())
 
 
 def _named(names: Iterable[str], arrays: Sequence[Array]) -> Operands:
@@ -101,7 +101,7 @@ def _backend(mesh: Mesh | AbstractMesh) -> str | None:
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
-def _call(mapped: Callable, mesh: Mesh | AbstractMesh, in_specs, *arrays):
+def call_mapped(mapped: Callable, mesh: Mesh | AbstractMesh, in_specs, *arrays):
     if AxisType.Explicit in mesh.axis_types:  # then shard_map reshards nothing and expects its operands as the specs say
         arrays = tuple(jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True))
     return mapped(*arrays)
@@ -137,25 +137,24 @@ def _query_axes(
                 f"in_specs splits the query's sequence over {sequence!r}, but axis_name is {axis_name!r}; they must agree"
             )
     else:
-        sequence = _ring_axes(mesh, axis_name)
-        batch, heads = _kept_axes(operands, mesh, axis_names(sequence), said)
+        sequence = ring_axes(mesh, axis_name)
+        batch, heads = kept_axes(operands.query, operands.key.shape[2], mesh, axis_names(sequence), said)
     unknown = [axis for axis in (*axis_names(batch), *axis_names(sequence), *axis_names(heads)) if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(f"the mesh has axes {mesh.axis_names}; {', '.join(map(repr, unknown))} is not among them")
     return batch, sequence, heads
 
 
-def _ring_axes(mesh: Mesh, axis_name: Axes) -> Axes:
+def ring_axes(mesh: Mesh, axis_name: Axes) -> Axes:
     if axis_name is None and len(mesh.axis_names) != 1:
         raise ValueError(f"which axis of the mesh is the ring? give axis_name, one of {mesh.axis_names}, or in_specs")
     return mesh.axis_names[0] if axis_name is None else axis_name
 
 
-def _kept_axes(operands: Operands, mesh: Mesh, ring: tuple[str, ...], said: PartitionSpec | None) -> tuple[Axes, Axes]:
+def kept_axes(query: Array, kv_heads: int, mesh: Mesh, ring: tuple[str, ...], said: PartitionSpec | None) -> tuple[Axes, Axes]:
     """The axes that split batch and heads without a spec of the query: those that are said, or those of the array. If the array
     does not show them (XLA decides on the Auto axes of a traced array), the batch is split over the other axes as far as they
     divide it: gathering it would repeat the work along those axes."""
-    query, kv_heads = operands.query, operands.key.shape[2]
     spec = _visible_spec(query, mesh) if said is None else said
     if spec is None:
         return _dividing(mesh, [axis for axis in mesh.axis_names if axis not in ring], query.shape[0]), None

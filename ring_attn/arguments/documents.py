@@ -59,7 +59,7 @@ def with_documents(
     cu_k = cu_q if cu_k is None else cu_k
     if cu_k.shape != cu_q.shape:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {list(cu_q.shape)} and {list(cu_k.shape)}")
-    per_sequence = _tensors_per_sequence(where, query.device)
+    per_sequence = tensors_per_sequence_of(where, query.device)
     longest = packing.max_seqlen_q, packing.max_seqlen_q if same and packing.max_seqlen_k is None else packing.max_seqlen_k
     padding = options["padding"]
     check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0], padding)
@@ -69,12 +69,12 @@ def with_documents(
     options, relative = {**options, "bottom_right": False}, options["chunk_size"] is not None or options["mask_mod"] is not None
     if same and not relative and (table := of_cumulative(cu_q)) is not None:
         return {**others, "documents": table}, options
-    q_index = _index(where, options["layout"], query)
+    q_index = index_of(where, options["layout"], query)
     q_document = documents_of(q_index, cu_q)
     ids = dict(q_segment_ids=or_padding(q_document, cu_q))
     if same and not relative:
         return {**others, **ids}, options  # which serve both sides
-    k_index = _index(where, options["layout"], key)
+    k_index = index_of(where, options["layout"], key)
     k_document = documents_of(k_index, cu_k)
     shift = (cu_k - cu_q).roll(-1) if bottom_right else cu_k - cu_q
     starts = cu_k if relative else torch.zeros_like(cu_k)
@@ -116,10 +116,10 @@ def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str
     if others["q_position_ids"] is not None or others["kv_position_ids"] is not None:
         raise ValueError("bottom_right says where the queries are, and so do position ids; give one of the two")
     query, key = qkv["query"], qkv["key"]
-    by = (key.shape[1] - query.shape[1]) * _tensors_per_sequence(where, query.device)
+    by = (key.shape[1] - query.shape[1]) * tensors_per_sequence_of(where, query.device)
     if not by:
         return others, {**options, "bottom_right": False}
-    q_index, k_index = (_index(where, options["layout"], x) for x in (query, key))
+    q_index, k_index = (index_of(where, options["layout"], x) for x in (query, key))
     return {**others, "q_position_ids": q_index + by, "kv_position_ids": k_index}, {**options, "bottom_right": False}
 
 
@@ -159,7 +159,7 @@ def _ranks(where: Where, device: torch.device) -> tuple[int, ...]:
 
 
 @torch.compiler.assume_constant_result
-def _tensors_per_sequence(where: Where, device: torch.device) -> int:
+def tensors_per_sequence_of(where: Where, device: torch.device) -> int:
     return tensors_per_sequence(backend_of(device).resolve(*where))
 
 
@@ -170,7 +170,7 @@ def _held(where: Where, device: torch.device) -> tuple[tuple[int, ...], int]:
     return tuple(ring.held), ring.size
 
 
-def _index(where: Where, layout: Layout, x: Tensor) -> Tensor:
+def index_of(where: Where, layout: Layout, x: Tensor) -> Tensor:
     """``[seq]``: where the rows of a shard are in the whole sequence. torch.compile may hold the length for variable."""
     held, size = _held(where, x.device)
     pieces = [run for rank in held for run in runs(layout, rank, size, x.shape[1] // len(held))]

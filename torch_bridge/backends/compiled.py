@@ -24,7 +24,7 @@ from torch_bridge.job.watchdog import compare, watch
 from torch_bridge.job.xla_options import options_of_ring
 
 _MUST_AGREE = (
-    "ring_attention must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
+    "{} must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
     "pad the sequence so that it divides (ring_attn.pad)"
 )
 
@@ -124,7 +124,7 @@ def program(request: Request) -> Program:
 def _checked(request: Request, ring: Ring) -> Local:
     """Checks the request on this rank, then compares it with those of the other ranks."""
     local = local_of(request, ring)
-    compare(ring, str(request), _MUST_AGREE)
+    compare(ring, str(request), _MUST_AGREE.format(request.operation.name))
     return local
 
 

@@ -1,0 +1,143 @@
+"""The contract of a layer with a state: what it is of, and its forward and backward on local shards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from jax_core.recurrence.pieces import Pieces
+
+WORDS = {
+    "b": "batch",
+    "t": "seq",
+    "h": "heads",
+    "n": "key heads",
+    "k": "key dim",
+    "v": "value dim",
+    "c": "channels",
+    "w": "width",
+    "s": "width - 1",
+}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class Shaped(Protocol):
+    """An array of JAX or torch, or a form of one."""
+
+    @property
+    def shape(self) -> Sequence[Any]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+class Operand(NamedTuple):
+    """``dims``: which it may have, a letter each (:data:`WORDS`), equal letters being equal lengths in all operands."""
+
+    name: str
+    dims: tuple[str, ...]
+    optional: bool = False
+
+
+class Results(NamedTuple):
+    """``y``, of the form of an operand; the state that leaves the sequence, the same on all ranks; and what the backward ``keeps``
+    of the exchange, with a first dimension of this rank's pieces."""
+
+    y: Array
+    last: Array
+    kept: Array
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer without its arrays. Equal ones share programs. Its methods take local shards, inside ``shard_map`` where the ring has
+    several devices: ``operands`` in the order of ``signature``, None for an absent one; ``state``, or None, is what enters the
+    sequence, the same on all ranks; ``ids`` int32 ``[batch | 1, length]`` are those of documents, negative for padding, or None.
+
+    ``final_state``: whether the state that leaves the sequence has a cotangent.
+    """
+
+    final_state: bool = False
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def signature(self) -> tuple[Operand, ...]:
+        raise NotImplementedError
+
+    @property
+    def like(self) -> str:
+        """The operand that ``y`` is like."""
+        raise NotImplementedError
+
+    @property
+    def state_dims(self) -> str:
+        raise NotImplementedError
+
+    def state_dtype(self, dtype: Any) -> Any:
+        """Of the state that leaves the sequence, for a ``y`` of this dtype."""
+        return accumulation(dtype)
+
+    def kept_shape(self, sizes: dict[str, Any], pieces: int) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
+        raise NotImplementedError
+
+    def backward(
+        self,
+        pieces: Pieces,
+        operands: Sequence[Array | None],
+        state: Array | None,
+        ids: Array | None,
+        kept: Array,
+        dy: Array,
+        dlast: Array | None,
+    ) -> tuple[list[Array | None], Array]:
+        """The cotangents of operands and state; of those that all ranks hold, this rank's part. ``dlast``: this rank's."""
+        raise NotImplementedError
+
+    def sizes(self, operands: Sequence[Shaped | None], state: Shaped | None, ids: Shaped | None) -> dict[str, Any]:
+        """The length of each dimension, by its letter. Raises ValueError for operands that do not fit together."""
+        sizes: dict[str, Any] = {}
+        for operand, x in zip(self.signature, operands, strict=True):
+            if x is not None:
+                _bind(operand.name, operand.dims, x, sizes)
+            elif not operand.optional:
+                raise ValueError(f"{self.name} needs {operand.name}, [{_words(operand.dims[0])}]")
+        if "n" in sizes and sizes["h"] % sizes["n"]:
+            raise ValueError(f"the heads must be a multiple of the key heads, got {sizes['h']} and {sizes['n']}")
+        if sizes.get("w", 2) < 2:
+            raise ValueError(f"weight must have a width of 2 or more, got {sizes['w']}; without a window there is nothing to share")
+        if "w" in sizes:
+            sizes["s"] = sizes["w"] - 1
+        if state is not None:
+            _bind("initial_state", (self.state_dims,), state, sizes)
+        if ids is not None and tuple(ids.shape) not in ((sizes["b"], sizes["t"]), (1, sizes["t"])):
+            raise ValueError(f"segment_ids must be [batch, seq], here [{sizes['b']}, {sizes['t']}]; got {list(ids.shape)}")
+        return sizes
+
+
+def _bind(name: str, alternatives: tuple[str, ...], x: Shaped, sizes: dict[str, Any]) -> None:
+    dims = next((dims for dims in alternatives if len(dims) == len(x.shape)), None)
+    words = " or ".join(f"[{_words(dims)}]" for dims in alternatives)
+    if str(x.dtype).removeprefix("torch.") not in FLOATS:
+        raise ValueError(f"{name} must be of {', '.join(FLOATS)}, got {x.dtype}")
+    if dims is None:
+        raise ValueError(f"{name} must be {words}, got {list(x.shape)}")
+    for letter, length in zip(dims, x.shape, strict=True):
+        if sizes.setdefault(letter, length) != length:
+            raise ValueError(f"{name} must be {words}, with {WORDS[letter]} {sizes[letter]} as the others; got {list(x.shape)}")
+
+
+def _words(dims: str) -> str:
+    return ", ".join(WORDS[letter] for letter in dims)
+
+
+def accumulation(dtype: Any) -> Any:
+    """What is computed in: float32, and float64 for float64."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -1,0 +1,179 @@
+"""Layers with a state on rings of JAX devices, beside the oracle: results and every gradient."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import quick_compiles
+from jax.sharding import Mesh, PartitionSpec
+from state_cases import CASES, CHUNK, LENGTH, ONE_OF_EACH, Case, cotangents, expected, ids_of, inputs
+
+import jax_core
+from jax_core.masks.layout import inverse_permutation, permutation
+from jax_core.masks.plan import Plan
+
+TIGHT = 1e-12
+
+
+def layout_of(name: str, size: int):
+    """A plan's pieces follow each other neither on one rank nor from rank to rank."""
+    if name != "plan":
+        return name
+    pieces = np.random.default_rng(size).permutation(3 * size).reshape(size, 3)
+    return Plan(LENGTH // (3 * size), tuple(tuple(sorted(map(int, row))) for row in pieces))
+
+
+def moved(tree, order):
+    """The sequence dimension of every array that has one, in this order."""
+    order = np.array(order)
+    return jax.tree.map(lambda x: x[:, order] if x.ndim > 1 and x.shape[1] == LENGTH else x, tree)
+
+
+def on_ring(case: Case, operands, state, given, size: int, layout, ids, **more):
+    """``((y, last), (gradients, gradient of the state))``, in the order of the sequence."""
+    mesh, layout = Mesh(np.array(jax.devices()[:size]), "ring"), layout_of(layout, size)
+    here, back = permutation(layout, size, LENGTH), inverse_permutation(layout, size, LENGTH)
+    settings = case.settings | ({"chunk_size": CHUNK} if case.chunked else {}) | more
+    operands, given = moved(operands, here), moved(given, here)
+    ids = None if ids is None else moved(ids, here)
+
+    @jax.jit
+    def run(operands, state, ids):
+        function = partial(getattr(jax_core, case.function), **settings, output_final_state=True, mesh=mesh, layout=layout)
+        full = {name: operands.get(name) for name in case.shapes}
+        return function(*full.values(), initial_state=state, segment_ids=ids)
+
+    results, pull = jax.vjp(lambda operands, state: run(operands, state, ids), operands, state)
+    gradients = pull(jax.tree.map(lambda x, like: x.astype(like.dtype), given, results))
+    return moved(jax.device_get((results, gradients)), back)
+
+
+@cache
+def of_oracle(name: str, documents: str):
+    return expected(CASES[name], ids_of(documents))
+
+
+def compare(name: str, size: int, layout: str, documents: str):
+    case = CASES[name]
+    with jax.enable_x64(True), quick_compiles():
+        got = on_ring(case, *inputs(case), cotangents(case), size, layout, ids_of(documents))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=TIGHT, atol=TIGHT * 10), got, of_oracle(name, documents))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_alone(name):
+    compare(name, 1, "contiguous", "cuts")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("documents", ["none", "cuts", "padding"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "plan"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "conv-over-pieces"])
+def test_on_a_ring(name, size, layout, documents):
+    compare(name, size, layout, documents)
+
+
+def test_cu_seqlens_are_ids():
+    ends = np.array([0, 12, 13, 47, 80], np.int32)  # and padding after them
+    ids = np.searchsorted(ends, np.arange(LENGTH), side="right") - 1
+    ids = np.where(ids < len(ends) - 1, ids, -1)[None].astype(np.int32)
+    case = CASES["simple-gla"]
+    mesh, size = Mesh(np.array(jax.devices()[:4]), "ring"), 4
+    (operands, _), order = inputs(case, dtype=np.float32), np.array(permutation("zigzag", size, LENGTH))
+    operands = moved(operands, order)
+    run = jax.jit(partial(jax_core.linear_attention, mesh=mesh, layout="zigzag", chunk_size=CHUNK))
+    np.testing.assert_array_equal(run(**operands, cu_seqlens=ends), run(**operands, segment_ids=ids[:, order]))
+
+
+def test_padding_may_hold_anything():
+    """Also cotangents there; its gradients are 0."""
+    for name in ONE_OF_EACH:
+        case, ids = CASES[name], ids_of("padding")
+        operands, state = inputs(case, dtype=np.float32)
+        given = tuple(x.astype(np.float32) for x in cotangents(case))
+        spoilt = {name: spoil(x, ids) for name, x in operands.items()}
+        with quick_compiles():
+            clean = on_ring(case, operands, state, given, 2, "zigzag", ids)
+            dirty = on_ring(case, spoilt, state, (spoil(given[0], ids), given[1]), 2, "zigzag", ids)
+        jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+        (y, _), (gradients, _) = clean
+        assert not y[ids < 0].any()
+        assert all(not x[ids < 0].any() for x in gradients.values() if x.shape[:2] == ids.shape)
+
+
+def spoil(x, ids):
+    x = x.copy()
+    if x.shape[:2] == ids.shape:
+        x[ids < 0] = np.nan
+    return x
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_the_same_numbers_at_every_ring_size(name):
+    """Where cuts are on multiples of the chunk, in float32."""
+    case = CASES[name]
+    operands, state = inputs(case, dtype=np.float32)
+    given = tuple(x.astype(np.float32) for x in cotangents(case))
+    more = {"chunk_size": 3} if case.chunked else {}
+    with quick_compiles():
+        alone, *others = (
+            on_ring(case, operands, state, given, size, layout, ids_of("cuts"), **more)
+            for size, layout in ((1, "contiguous"), (2, "zigzag"), (4, "contiguous"), (8, "zigzag"))
+        )
+    for other in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max()), other, alone)
+
+
+def test_inside_shard_map():
+    """With check_vma; a weight that devices share gets its whole gradient."""
+    case = CASES["conv-silu-bias"]
+    mesh, place = Mesh(np.array(jax.devices()[:4]), "ring"), PartitionSpec(None, "ring")
+    operands, _ = inputs(case, dtype=np.float32)
+    local = partial(jax_core.causal_conv1d, activation="silu", axis_name="ring")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(place, PartitionSpec(), PartitionSpec()), out_specs=place)
+    alone = partial(jax_core.causal_conv1d, activation="silu")
+    loss = lambda run: lambda *x: jnp.sum(run(*x) ** 2)  # noqa: E731
+    got, exact = (jax.grad(loss(run), (0, 1, 2))(*operands.values()) for run in (mapped, alone))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, exact)
+
+
+def test_heads_stay_split():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "ring", "heads"))
+    case = CASES["delta"]
+    operands, state = inputs(case, dtype=np.float32)
+    operands, state = {name: x[:2] for name, x in operands.items()}, state[:2]
+    alone = jax_core.gated_delta_rule(**operands, initial_state=state, output_final_state=True)
+    split = {name: PartitionSpec("data", "ring", "heads") for name in operands}
+    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, split[name])) for name, x in operands.items()}
+    run = partial(jax_core.gated_delta_rule, mesh=mesh, axis_name="ring", output_final_state=True)
+    y, last = run(**placed, initial_state=state)
+    assert y.sharding.spec == PartitionSpec(("data",), "ring", ("heads",), None)
+    for got, exact in zip((y, last), alone, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"layout": "striped", "mesh": True}, NotImplementedError, "striped.*gives a rank every n-th position.*zigzag"),
+        ({"beta": np.zeros((1, 4), np.float32)}, ValueError, r"beta must be \[batch, seq, heads\], got \[1, 4\]"),
+        ({"beta": np.zeros((1, 4, 3), np.float32)}, ValueError, r"beta must be .*, with heads 2 as the others; got \[1, 4, 3\]"),
+        ({"beta": None}, ValueError, r"gated_delta_rule needs beta, \[batch, seq, heads\]"),
+        ({"beta": np.zeros((1, 4, 2), np.int32)}, ValueError, "beta must be of float16, .* got int32"),
+        ({"segment_ids": np.zeros((1, 3), np.int32)}, ValueError, r"segment_ids must be \[batch, seq\], here \[1, 4\]"),
+        ({"segment_ids": np.zeros((1, 4), np.int32), "cu_seqlens": np.array([0, 4])}, ValueError, "give one of the two"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be a positive int, got 0"),
+        ({"initial_state": np.zeros((1, 2, 3, 4), np.float32)}, ValueError, r"initial_state must be .*key dim.*got \[1, 2, 3, 4\]"),
+        ({"use_qk_l2norm_in_kernel": True}, TypeError, "which is called qk_l2norm here"),
+    ],
+)  # fmt: skip
+def test_refusals(changes, error, words):
+    operands = {"q": (1, 4, 1, 4), "k": (1, 4, 1, 4), "v": (1, 4, 2, 4), "g": (1, 4, 2), "beta": (1, 4, 2)}
+    arguments = {name: np.zeros(shape, np.float32) for name, shape in operands.items()} | changes
+    if "mesh" in changes:
+        arguments["mesh"] = Mesh(np.array(jax.devices()[:2]), "ring")
+    with pytest.raises(error, match=words):
+        jax_core.gated_delta_rule(**arguments)

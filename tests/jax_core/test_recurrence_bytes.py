@@ -1,0 +1,83 @@
+"""What layers with a state send, in the compiled programs: a halo of ``width - 1`` inputs a piece, and ``M`` and ``E`` a piece."""
+
+import re
+from functools import partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import computations
+from jax.sharding import Mesh
+from state_cases import BATCH, CASES, CHANNELS, HEADS, KEY, LENGTH, VALUE, ids_of, inputs
+
+import jax_core
+
+SIZE = 4
+ITEM = {"u32": 4, "u16": 2}
+
+
+def sent(name: str, dtype, layout: str, documents: str = "none", backward: bool = True) -> dict[str, int]:
+    """Bytes by the kind of collective, by all ranks together, of a forward and, if so, its backward."""
+    case, ids = CASES[name], ids_of(documents)
+    operands, _ = inputs(case)
+    operands = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
+    mesh = Mesh(np.array(jax.devices()[:SIZE]), "ring")
+
+    def loss(operands):
+        function = partial(getattr(jax_core, case.function), **case.settings, mesh=mesh, layout=layout, segment_ids=ids)
+        return function(*map(operands.get, case.shapes)).astype(jnp.float32).sum()
+
+    # Pinned to where they are used: what the test's arrays travel before and after is not the layer's.
+    place = jax.NamedSharding(mesh, jax.P(None, "ring"))
+    places = {name: place if x.shape[1:2] == (LENGTH,) else jax.NamedSharding(mesh, jax.P()) for name, x in operands.items()}
+    program = jax.jit(jax.grad(loss) if backward else loss, in_shardings=(places,)).lower(operands).compile().as_text()
+    found: dict[str, int] = {}
+    for op in (op for ops in computations(program).values() for op in ops):
+        if op.kind.startswith("collective-permute"):
+            pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", op.text)[1].count("{")
+            found["permute"] = found.get("permute", 0) + pairs * size_of(op.types)
+        elif op.kind.startswith("all-gather"):
+            found["gather"] = found.get("gather", 0) + size_of(op.types)  # each rank's part to one other
+        elif op.kind.startswith(("all-to-all", "reduce-scatter")):
+            raise AssertionError(op.text)
+    return found
+
+
+def size_of(types: str) -> int:
+    kind, shape = re.match(r"(\w+)\[([\d,]*)\]", types).groups()
+    return ITEM[kind] * prod(map(int, filter(None, shape.split(","))))
+
+
+# Pieces that go to another rank: not the last of the sequence, nor what a rank keeps.
+HALOS = {"contiguous": SIZE - 1, "zigzag": 2 * SIZE - 2}
+PIECES = {"contiguous": SIZE, "zigzag": 2 * SIZE}
+
+
+@pytest.mark.parametrize("layout", HALOS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_halo(layout, dtype):
+    """There with the forward, and back with the backward."""
+    inputs = HALOS[layout] * BATCH * 3 * CHANNELS
+    assert sent("conv", dtype, layout) == {"permute": 2 * inputs * jnp.dtype(dtype).itemsize}
+
+
+def test_a_halo_of_documents():
+    """The ids are sent too."""
+    halo = HALOS["zigzag"] * BATCH * 3 * (CHANNELS + 1) * 4
+    assert sent("conv", "float32", "zigzag", "cuts", backward=False) == {"permute": halo}
+
+
+@pytest.mark.parametrize("layout", PIECES)
+@pytest.mark.parametrize(("name", "m"), [("delta", KEY * KEY), ("kda", KEY * KEY), ("ssd", 1), ("retention", 1), ("gla", KEY)])
+def test_a_prefix(name, m, layout):
+    """In float32, whatever the operands' dtype."""
+    maps = PIECES[layout] * BATCH * HEADS * (m + KEY * VALUE) * 4
+    assert sent(name, "bfloat16", layout) == {"gather": 2 * maps}
+
+
+def test_a_prefix_of_documents():
+    """The last id of each piece is sent too."""
+    maps = PIECES["zigzag"] * BATCH * (HEADS * (1 + KEY * VALUE) + 1) * 4
+    assert sent("ssd", "float32", "zigzag", "cuts", backward=False) == {"gather": maps}

@@ -1,0 +1,70 @@
+"""Layers with a state on a ring, beside one process; run by test_recurrence.py of ring_attn."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from state_cases import CASES, LENGTH, ONE_OF_EACH, ids_of
+from state_torch import gradients_of, sharded, tensors
+
+import ring_attn
+from ring_attn import Ring
+
+dist.init_process_group("gloo")
+ring_attn.start()
+rank, size = dist.get_rank(), dist.get_world_size()
+layouts = ["contiguous", "zigzag", ring_attn.balance(LENGTH, size, causal=True, piece=LENGTH // (3 * size))]
+
+
+def compare(name, layout, documents):
+    """Results, the gradients of shards, and the sums over ranks of those that all ranks hold."""
+    case, ring, ids = CASES[name], Ring(layout=layout), ids_of(documents)
+    operands, state, given = tensors(case)
+    ids = None if ids is None else torch.from_numpy(ids)
+    (y, last), exact = gradients_of(case, operands, state, given, ids, mesh="local")
+    shards = {name: sharded(x, ring) for name, x in operands.items()}
+    # All ranks hold the final state: each makes its part of the loss.
+    parts = sharded(given[0], ring), given[1] / size
+    (own, own_last), gradients = gradients_of(case, shards, state, parts, None if ids is None else ring.shard(ids), ring=ring)
+    torch.testing.assert_close(own, sharded(y, ring), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own_last, last, rtol=1e-12, atol=1e-12)
+    for name, gradient in gradients.items():
+        whole = operands[name].shape[1:2] == (LENGTH,) if name != "state" else False
+        if not whole:
+            dist.all_reduce(gradient)
+        torch.testing.assert_close(gradient, sharded(exact[name], ring) if whole else exact[name], rtol=1e-11, atol=1e-11, msg=name)
+
+
+def refused(words, function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except (ValueError, NotImplementedError) as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+for number, name in enumerate(ONE_OF_EACH):
+    for layout in layouts if "all" in sys.argv else [layouts[number % 3]]:
+        for documents in ("none", "cuts", "padding") if "all" in sys.argv else ("padding",):
+            compare(name, layout, documents)
+
+x, weight = torch.randn(1, 8, 2), torch.randn(2, 4)
+refused("striped", ring_attn.causal_conv1d, x, weight, layout="striped")
+refused("causal_conv1d must be called with shards of the same shapes", ring_attn.causal_conv1d, x[:, : 8 - 2 * rank], weight)
+refused("weight must be", ring_attn.causal_conv1d, x, weight if rank else weight[0])  # one rank's error is all ranks'
+try:
+    ring_attn.causal_conv1d(x, weight, layout="contiguous" if rank else "zigzag")
+except ValueError as error:
+    assert "must be called with" in str(error), error
+else:
+    raise AssertionError("two layouts were taken")
+ends = torch.tensor([0, 5, 12])
+places = ring_attn.positions(16, layout="zigzag") if size == 2 else None
+if places is not None:
+    ids = torch.where(places < 12, (places >= 5).int(), -1)[None]
+    a = ring_attn.causal_conv1d(x, weight, layout="zigzag", cu_seqlens=ends)
+    b = ring_attn.causal_conv1d(x, weight, layout="zigzag", segment_ids=ids)
+    assert torch.equal(a, b)
+dist.barrier()
+dist.destroy_process_group()

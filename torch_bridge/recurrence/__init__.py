@@ -1,0 +1,1 @@
+"""Layers with a state as operations, beside attention: what follows from their options, and the entry."""

@@ -1,0 +1,47 @@
+"""Layers with a state, of torch tensors: from options and operands to a call."""
+
+from typing import Any
+
+import torch
+
+from jax_core.masks.plan import Plan, named
+from jax_core.recurrence.convolution import Convolution
+from jax_core.recurrence.operators import Recurrence
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.backends.dlpack import narrow_ids
+from torch_bridge.call import autograd
+from torch_bridge.call.programs import describe
+from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.recurrence.operation import LayerWithState, pieces_of_a_rank
+
+Where = tuple[MeshLike, MeshDim]
+Settings = tuple[tuple[str, Any], ...]  # the fields of a layer and the layout
+
+
+def layer_with_state(
+    where: Where, operands: tuple[torch.Tensor | None, ...], ids: torch.Tensor | None, **settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(y, last)`` of this rank's shards, computed by the backend of the first operand's device.
+
+    ``operands``: the layer's, and the state that enters the sequence. ``ids``: of any integer dtype. ``settings``: the fields of a
+    :class:`Recurrence`, or of a :class:`Convolution` where there is no ``operator``, and the ``layout``."""
+    first = operands[0]
+    assert first is not None
+    backend = backend_of(first.device)
+    backend.check(first)
+    if ids is not None and first.device.type != "xla":  # whose graphs take them as they are
+        ids = narrow_ids(ids, "segment_ids")
+    layout = settings["layout"]
+    # A plan is given by its name: torch.compile passes text to what it does not trace, and no dataclass.
+    given = tuple((settings | {"layout": layout.name if isinstance(layout, Plan) else layout}).items())
+    y, last, _ = autograd.apply(_described(where, given, first.device), (*operands, ids))
+    return y, last
+
+
+@torch.compiler.assume_constant_result
+def _described(where: Where, settings: Settings, device: torch.device) -> str:
+    """The call's key; under ``torch.compile`` made once, while tracing."""
+    given = dict(settings)
+    layout, ring = named(given.pop("layout")), backend_of(device).resolve(*where)
+    layer = Recurrence(**given) if "operator" in given else Convolution(**given)
+    return describe(ring, LayerWithState(layer, layout, pieces_of_a_rank(layout, ring)), ())

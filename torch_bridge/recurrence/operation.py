@@ -1,0 +1,141 @@
+"""A layer with a state as an operation of the bridge."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_core.masks.layout import Layout
+from jax_core.options import Placement
+from jax_core.recurrence.layer import Layer
+from jax_core.recurrence.pieces import Pieces, pieces_of
+from torch_bridge.backends.operation import Form, Operation, Request, Results
+from torch_bridge.job.mesh import Ring as RingOfProcesses
+from torch_bridge.job.ring import Ring, Tensors
+from torch_bridge.job.sanity_checks import check_shards
+
+
+@dataclass(frozen=True)
+class LayerWithState(Operation):
+    """``pieces``: of a rank. Its operands are the layer's, the state that enters the sequence, and the tokens' ids; its results the
+    layer's (:class:`jax_core.recurrence.layer.Results`)."""
+
+    layer: Layer
+    layout: Layout
+    pieces: int
+
+    def __str__(self) -> str:
+        settings = {name: value for name, value in vars(self.layer).items() if value is not None}
+        return str(settings | {"layout": str(self.layout)})
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.layer.name
+
+    @property
+    def operands(self) -> tuple[str, ...]:  # type: ignore[override]
+        return *(operand.name for operand in self.layer.signature), "initial_state", "segment_ids"
+
+    @property
+    def differentiated(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The one whose gradient needs all that is sent in a backward."""
+        return (self.operands.index(self.layer.like),)
+
+    def check(self, operands: Sequence[Any], ring: Ring) -> None:
+        *own, state, ids = operands
+        length = self.layer.sizes(own, state, ids)["t"]
+        pieces_of(None, ring.size, self.layout, length)
+
+    def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
+        *own, state, ids = forms
+        sizes, like = self.layer.sizes(own, state, ids), self._like(forms)
+        dtype = like.dtype if self.layer.name == "causal_conv1d" else accumulation(like.dtype)
+        state_shape = tuple(sizes[letter] for letter in self.layer.state_dims)
+        kept = Form(self.layer.kept_shape(sizes, self.pieces), dtype)
+        return Form(tuple(like.shape), like.dtype), Form(state_shape, dtype), kept
+
+    def local(self, request: Request, place: Placement) -> "LocalLayer":
+        self.check(request.forms, request.ring)
+        return LocalLayer(self.layer, pieces_of(place.axis_name, place.size, self.layout, self._like(request.forms).shape[1]))
+
+    def without_work(self, request: Request) -> "Empty | None":
+        nothing = 0 in self._like(request.forms).shape[:2]
+        return Empty(request.results, request.device, len(self.operands) - 2) if nothing else None
+
+    def check_ranks(self, request: Request, ring: RingOfProcesses, operands: Tensors) -> None:
+        like = self._like(operands)
+        check_shards(ring, str(self.layout), like)
+
+    def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
+        return tuple(None if form is None else (form.shape[2:], form.dtype) for form in forms)
+
+    def _like(self, operands: Sequence[Any]) -> Any:
+        return operands[self.operands.index(self.layer.like)]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalLayer:
+    """A checked request as functions of this rank's JAX arrays."""
+
+    layer: Layer
+    pieces: Pieces
+
+    def __str__(self) -> str:
+        return "plain JAX"
+
+    def explained(self) -> str:
+        return f"{self.layer.name} is computed in chunks of tokens by plain JAX, which is the only way yet"
+
+    def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
+        *own, state, ids = operands
+        return tuple(self.layer.forward(self.pieces, tuple(own), state, _of_batch(own, ids)))
+
+    def backward(self, wanted: Sequence[int], *arrays: Any) -> list[Any]:
+        *operands, _, last, kept, dy, dlast, _ = arrays
+        *own, state, ids = operands
+        if dlast is None and self.layer.final_state:  # on another rank it may be there, and what is sent must not depend on that
+            dlast = jnp.zeros_like(last)
+        gradients, dstate = self.layer.backward(self.pieces, tuple(own), state, _of_batch(own, ids), kept, dy, dlast)
+        every = [*gradients, None if state is None else dstate, None]
+        return [every[number] for number in wanted]
+
+
+def _of_batch(operands: Sequence[jax.Array | None], ids: jax.Array | None) -> jax.Array | None:
+    first = operands[0]
+    assert first is not None
+    return None if ids is None else jnp.broadcast_to(ids, first.shape[:2])
+
+
+@dataclass(frozen=True, eq=False)
+class Empty:
+    """The program of a batch or a sequence without tokens: the state passes through. ``state``: its index among the operands."""
+
+    forms: tuple[Form, ...]
+    device: torch.device
+    state: int
+    operators: None = None
+
+    def forward(self, operands: Tensors) -> Results:
+        y, last, kept = (torch.zeros(form.shape, dtype=form.dtype, device=self.device) for form in self.forms)
+        state = operands[self.state]
+        return y, last if state is None else last + state, kept
+
+    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
+        gradients = {number: torch.zeros_like(x) for number in wanted if (x := operands[number]) is not None}
+        if self.state in gradients and cotangents[1] is not None:
+            gradients[self.state] += cotangents[1]
+        return list(gradients.values())
+
+
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pieces_of_a_rank(layout: Layout, ring: Ring) -> int:
+    """However long the shards are."""
+    if ring.size == 1 or layout == "striped":  # which is refused later, in words
+        return 1
+    return {"contiguous": 1, "zigzag": 2}[layout] if isinstance(layout, str) else len(layout.table[0])  # type: ignore[attr-defined]
