@@ -69,8 +69,7 @@ def test_alone(name):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("documents", ["none", "cuts", "padding"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "plan"])
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize(("size", "layout"), [(2, "contiguous"), (2, "zigzag"), (4, "plan"), (8, "zigzag")])
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, "conv-over-pieces"])
 def test_on_a_ring(name, size, layout, documents):
     compare(name, size, layout, documents)

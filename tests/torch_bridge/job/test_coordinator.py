@@ -189,7 +189,7 @@ def test_of_a_rank_that_has_never_answered_nobody_says_what_it_called(monkeypatc
         waiting, stopped = job.connect(0), job.connect(1)
         still_works(waiting, stopped, leave=False)
         waiting.send({"waits": 1.0})
-        call = [[0, 1], [3, 9.0, {}, "forward step 3", 0]]
+        call = [[0, 1], [3, 9.0, {}, "forward step 3", 0, 0.0]]
         waiting.send(
             {"ask": waiting.hears()["ask"], "report": {"limit": 0.1, "idle": 0.0, "place": "", "rings": [call], "stalled": None}}
         )
