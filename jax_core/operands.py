@@ -52,10 +52,10 @@ class Operands(NamedTuple, Generic[A]):
     predicate_arrays: tuple[tuple[Any, ...], ...] = ()
 
     @property
-    def placed(self) -> bool:
-        """Whether documents lie by a table of pieces."""
-        return self.documents is not None and len(self.documents.shape) == 3  # type: ignore[attr-defined]
-
-    @property
     def keys(self) -> Keys[A]:
         return Keys(self.key, self.value, self.kv_segment_ids, self.kv_position_ids)
+
+
+def is_placed(documents: Any) -> bool:
+    """Whether documents, which may be None, lie by a table of pieces."""
+    return documents is not None and len(documents.shape) == 3

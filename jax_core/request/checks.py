@@ -1,7 +1,7 @@
 """Are the operands' shapes and dtypes consistent? Only ``shape`` and ``dtype`` are read, so torch tensors can be checked too."""
 
 from jax_core.masks.layout import Layout, check_shard_length
-from jax_core.operands import Operands
+from jax_core.operands import Operands, is_placed
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: it does not fit into int32
@@ -43,7 +43,7 @@ def _check_documents(operands: Operands, size: int) -> None:
         return
     _check_dtype("documents", documents, ("int32",))
     shape = tuple(documents.shape)
-    if operands.placed:
+    if is_placed(operands.documents):
         if shape[0] != size or not shape[1] or shape[2] != 3 or operands.q_position_ids is not None:
             raise ValueError(
                 f"documents of a placement must be [{size}, pieces, 3], in place of position ids; got shape {shape} and "

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_core.kernels.contract import Scores
 from jax_core.masks import layout
-from jax_core.operands import Operands
+from jax_core.operands import Operands, is_placed
 from jax_core.options import Options
 
 # Options that the request turns into something else: the mask, the scores, arrays, or the choice of strategy and kernel.
@@ -73,7 +73,7 @@ def _arrays(scores: Scores, operands: Operands) -> set[str]:
     if not scores.dropout_prob:  # then nothing reads the seed, nor, without predicates, the origin
         there -= {"dropout_seed", "origin"} if not scores.predicates else {"dropout_seed"}
     wide = any(name in there and getattr(operands, name).dtype.itemsize == 8 for name in _IDS)
-    told = set() if operands.documents is None else set(_IDS if operands.placed else _IDS[:2])  # which say the same
+    told = set() if operands.documents is None else set(_IDS if is_placed(operands.documents) else _IDS[:2])  # which say the same
     return there | told | ({"wide_ids"} if wide else set())
 
 

@@ -17,7 +17,7 @@ from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
 from jax_core.masks.static import Mask, both, check_reach, make_mask, moved
-from jax_core.operands import Operands
+from jax_core.operands import Operands, is_placed
 from jax_core.options import ALONE, Options, Placement
 from jax_core.request import hardware
 from jax_core.request.checks import check_operands
@@ -92,8 +92,8 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         backend=backend,
         capability=hardware.capability(backend) if place.capability is None else place.capability,
         generation=hardware.generation(backend) if place.generation is None else place.generation,
-        documents=0 if operands.documents is None else operands.documents.shape[1] - (not operands.placed),
-        placed=operands.placed,
+        documents=0 if operands.documents is None else operands.documents.shape[1] - (not is_placed(operands.documents)),
+        placed=is_placed(operands.documents),
     )
 
 
@@ -124,14 +124,15 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
         mask = _from_the_last_key(mask, options, operands, place)
     made = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
     if options.mask_builder is not None:
-        static = operands.q_position_ids is None and not operands.placed  # a builder's mask goes by the index in the sequence
+        # A builder's mask goes by the index in the sequence.
+        static = operands.q_position_ids is None and not is_placed(operands.documents)
         built = _built(options.mask_builder, operands, place, static)
         joined = both(mask, built.mask)
         if joined is None:
             joined, built = mask, _built(options.mask_builder, operands, place, static=False)
         mask = joined
         made += [] if built.predicate is None else [(built.predicate, built.arrays)]
-    if operands.q_position_ids is not None or operands.placed:
+    if operands.q_position_ids is not None or is_placed(operands.documents):
         check_reach(options.sliding_window, options.chunk_size)
         mask = replace(mask, any_position=True)
     return mask, options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
@@ -139,7 +140,7 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
 
 def _from_the_last_key(mask: Mask, options: Options, operands: Operands, place: Placement) -> Mask:
     """The mask for queries of which the last is at the last key's position."""
-    if operands.q_position_ids is not None or operands.placed:
+    if operands.q_position_ids is not None or is_placed(operands.documents):
         raise ValueError("bottom_right says where the queries are, and so do q_position_ids; give one of the two")
     by = (operands.key.shape[1] - operands.query.shape[1]) * place.size
     functions = options.mask_mod is not None or any(predicate.over == "position" for predicate in options.predicates)

@@ -26,6 +26,7 @@ from jax_core.kernels.cute.settings import Settings
 from jax_core.kernels.cute.sums import Joined, Sums, converted, rows_of, zeros
 from jax_core.kernels.cute.tiles import TILES, BackwardTile, ForwardTile
 from jax_core.masks.static import Mask
+from jax_core.operands import is_placed
 
 CONTINUES = False
 
@@ -91,7 +92,7 @@ def _by_document(pair: Pair, residuals: Residuals, dq: Any, plan: "_Plan", seque
     if own is None:
         return Grads(Joined(dq.own, total), dk, dv, None, None)
     made = converted(total, q, scale, plan.where[:2])
-    if pairs.is_placed(pair) and not alone:  # each pair has tiles of its own
+    if is_placed(pair.extras.documents) and not alone:  # each pair has tiles of its own
         rows = _covered(made, plan.queries)
         return Grads(rows if dq is None else dq + rows, dk, dv, None, None)
     others = None if alone else Joined(made, zeros(q, "query", tile, sequences, after=total))
@@ -180,7 +181,7 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, paddi
         bounds, where = pairs.bounds_of(pair), pairs.squares(pair, padding)
         covered = None if padding or not pair.padding else pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
         return _Plan(True, where, covered, covered, None, _with_mask(settings, scores.mask), _sequences(where), by_document)
-    if by_document and pairs.is_placed(pair):
+    if by_document and is_placed(pair.extras.documents):
         where, queries, keys = pairs.of_shared_documents(pair)
         return _Plan(True, where, queries, keys, None, settings, _sequences(where), by_document)
     if pairs.is_within(scores.mask):

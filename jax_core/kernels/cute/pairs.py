@@ -23,7 +23,7 @@ from jax import Array
 from jax_core.kernels.contract import Pair, Runs, Scores
 from jax_core.masks.placement import Pieces, pieces_of, shared_part
 from jax_core.masks.static import Mask
-from jax_core.operands import MOST_SHARED
+from jax_core.operands import MOST_SHARED, is_placed
 
 Where = tuple[Array | None, Array | None, Array | None, Array | None]  # offsets and lengths of queries, offsets and lengths of keys
 WHOLE: Where = (None, None, None, None)
@@ -91,13 +91,9 @@ def squares(pair: Pair, padding: bool) -> Where:
     return offsets, lengths, offsets, lengths
 
 
-def is_placed(pair: Pair) -> bool:
-    return pair.extras.documents is not None and pair.extras.documents.ndim == 3
-
-
 def bounds_of(pair: Pair) -> Array:
     """``[batch, documents + 1]``: the rows at which documents begin in the shard of queries, and at which the last one ends."""
-    if is_placed(pair):
+    if is_placed(pair.extras.documents):
         return _pieces(pair, pair.q_runs).documents[None]
     return _rows_before(_positions(pair), pair.q_runs)
 

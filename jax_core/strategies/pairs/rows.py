@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax_core.kernels.contract import Runs
 from jax_core.masks.layout import runs
 from jax_core.masks.placement import Pieces, pieces_of
-from jax_core.operands import Operands
+from jax_core.operands import Operands, is_placed
 from jax_core.strategies.contract import RingSpec
 
 
@@ -30,7 +30,7 @@ def as_kernel_takes_them(spec: RingSpec, operands: Operands) -> Operands:
     if operands.documents is None or spec.by_document:
         return operands
     told = operands._replace(documents=None)
-    if operands.placed:
+    if is_placed(operands.documents):
         ids, distances = _pieces(spec, operands).ids(operands.query.shape[1])
         return told._replace(q_segment_ids=ids, kv_segment_ids=ids, q_position_ids=distances, kv_position_ids=distances)
     ids = _numbers(operands.documents, _places(query_runs(spec, operands)))
@@ -53,7 +53,7 @@ def real_rows(spec: RingSpec, operands: Operands) -> Real:
     """Of a rank's own shards."""
     if not spec.padding:
         return Real(None, None)
-    if operands.placed:
+    if is_placed(operands.documents):
         within = jnp.arange(operands.query.shape[1]) < _pieces(spec, operands).ends[-1]
         return Real(within[None], within[None])
     if operands.documents is not None:
