@@ -59,7 +59,7 @@ def fork(rank: int) -> None:
 
 
 def stopped_coordinator(rank: int) -> None:
-    """It is stopped, as by a debugger, when both end. Prints its process, for the test to end it."""
+    """It is stopped, as by a debugger, when both end. Prints its process, for the test to end it, and when that was."""
     dist.barrier()
     if rank == 0:
         mine = f"MASTER_PORT={os.environ['MASTER_PORT']}".encode()
@@ -67,7 +67,7 @@ def stopped_coordinator(rank: int) -> None:
             with suppress(OSError):
                 if b"coordinator import main" in (folder / "cmdline").read_bytes() and mine in (folder / "environ").read_bytes():
                     os.kill(int(folder.name), signal.SIGSTOP)
-                    print(f"stopped {folder.name}")
+                    print(f"stopped {folder.name} at {time.time()}")
     dist.barrier()
 
 
