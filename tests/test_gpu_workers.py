@@ -19,6 +19,7 @@ def test_stress():
     assert fine and "30 iterations on 2 process(es), results in_place: 0 differ from the quiet run" in said, said
 
 
+@pytest.mark.costly
 def test_kernels_for_16_bits():
     cases = ("--cases", "zigzag", "documents", "--strategies", "ring", "all_gather", "--platforms", "xla", "cute")
     fine, said = torchrun(2, "tests/gpu/sixteen_bits_worker.py", *cases, **SMALL)

@@ -26,6 +26,7 @@ def test_on_two_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.costly
 def test_on_four_ranks():
     torchrun("states_worker.py", 4)
 

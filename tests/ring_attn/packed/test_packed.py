@@ -213,6 +213,7 @@ def test_on_a_ring_of_one(check):
 
 
 @pytest.mark.slow
+@pytest.mark.costly
 def test_on_rings_of_two_and_four():
     out = torchrun("packed_worker.py", 4, timeout=280, PYTHONPATH=f"{ROOT}:{ROOT}/tests/support")
     assert out.count("ok ") == len(packed_worker.ON_FOUR) + len(packed_worker.ON_TWO), out

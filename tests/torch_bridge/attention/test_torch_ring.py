@@ -6,6 +6,7 @@ from launch import torchrun
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.costly
 def test_every_feature_on_a_ring_of_two():
     printed = torchrun("attention_worker.py", 2, "cpu", "1")
     assert printed.count("ok ") == 9, printed

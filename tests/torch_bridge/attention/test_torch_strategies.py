@@ -25,6 +25,7 @@ def test_on_two_ranks(cases):
     check(cases, 2, "2", "all_gather:documents:zigzag:a", "ulysses:window:striped:a")
 
 
+@pytest.mark.costly
 def test_on_four_ranks_with_two_heads_of_keys(cases):
     runs = (
         "ulysses:documents:zigzag:ab",

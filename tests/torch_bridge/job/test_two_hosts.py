@@ -49,6 +49,7 @@ def every_rank(hosts: tuple[Host, Host], worker: str, *arguments: str) -> list["
     ]
 
 
+@pytest.mark.costly
 def test_strategies_over_two_hosts_under_torchrun(hosts, tmp_path):
     """The output, the LSE and every gradient are the oracle's, in float64."""
     runs = ["ring:window:striped:ab", "hierarchical:window:zigzag:ab"]
