@@ -45,13 +45,13 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), *plan.extras]
     results = [plan.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
     # Padding is of no document, and where no other pair is joined with this one its output is 0.
-    there = [_zeros(results.pop(0))] if plan.sequences and pair.padding and pairs.is_static(pair.q_runs) else []
-    made, sums = call("forward", plan.settings, inputs, there, results)
+    zeroed = [_zeros(results.pop(0))] if plan.sequences and pair.padding and pairs.is_static(pair.q_runs) else []
+    out_rows, lse_rows = call("forward", plan.settings, inputs, zeroed, results)
     if plan.packed:
-        sums = jnp.swapaxes(sums.reshape(heads, batch, length), 0, 1)
+        lse_rows = jnp.swapaxes(lse_rows.reshape(heads, batch, length), 0, 1)
     if plan.queries is not None:
-        sums = jnp.where(plan.queries[:, None], sums, -jnp.inf)
-    return Partial(made.reshape(out.shape), sums)
+        lse_rows = jnp.where(plan.queries[:, None], lse_rows, -jnp.inf)
+    return Partial(out_rows.reshape(out.shape), lse_rows)
 
 
 def backward(pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[BwdParams]) -> Grads:
@@ -64,39 +64,39 @@ def backward(pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[Bwd
         return _by_document(pair, residuals, dq, plan, sequences, config.deterministic)
     sums = [zeros(q, "query", tile, sequences) if dq is None else dq]
     sums += _key_sums(k, v, tile, sequences, dq) if group > 1 else []
-    found = _differentiated(pair, residuals, plan, sums, config.deterministic)
+    grads = _differentiated(pair, residuals, plan, sums, config.deterministic)
     if group > 1:
-        made = [x.filled(values) for x, values in zip(sums, found, strict=True)]
-        return Grads(made[0], made[1], made[2], None, None)
-    dk, dv = (_covered(values.reshape(x.shape), plan.keys) for values, x in zip(found[1:], (k, v), strict=True))
-    return Grads(sums[0].filled(found[0]), dk, dv, None, None)
+        filled = [x.filled(values) for x, values in zip(sums, grads, strict=True)]
+        return Grads(filled[0], filled[1], filled[2], None, None)
+    dk, dv = (_covered(values.reshape(x.shape), plan.keys) for values, x in zip(grads[1:], (k, v), strict=True))
+    return Grads(sums[0].filled(grads[0]), dk, dv, None, None)
 
 
 def _by_document(pair: Pair, residuals: Residuals, dq: Any, plan: "_Plan", sequences: int, deterministic: bool) -> Grads:
     """``sequences``: those of the sums of pairs other than the diagonal's. All is converted at once but for these."""
     (q, k, v), scale, alone = pair.shards, pair.scores.scale, pairs.is_static(pair.q_runs)
     tile: Any = plan.settings.tile
-    own = zeros(q, "query", tile, plan.sequences) if plan.sequences else None
-    first: Sums = dq.others if own is None else own
+    diagonal = zeros(q, "query", tile, plan.sequences) if plan.sequences else None
+    first: Sums = dq.others if diagonal is None else diagonal
     keys = _key_sums(k, v, tile, plan.sequences or q.shape[0], first) if q.shape[2] > k.shape[2] else []
-    found = _differentiated(pair, residuals, plan, [first, *keys], deterministic)
+    grads = _differentiated(pair, residuals, plan, [first, *keys], deterministic)
     if keys:
-        filled = [x.filled(values) for x, values in zip(keys, found[1:], strict=True)]
+        filled = [x.filled(values) for x, values in zip(keys, grads[1:], strict=True)]
         factors = zip(filled, (k, v), (scale, 1.0), strict=True)
         dk, dv = (converted(x, operand, factor, plan.where[2:]) for x, operand, factor in factors)
     else:
-        dk, dv = (values.reshape(x.shape) for values, x in zip(found[1:], (k, v), strict=True))
+        dk, dv = (values.reshape(x.shape) for values, x in zip(grads[1:], (k, v), strict=True))
     if not alone:  # which are added to those of other pairs
         dk, dv = (_covered(x, plan.keys) for x in (dk, dv))
-    total = first.filled(found[0])
-    if own is None:
+    total = first.filled(grads[0])
+    if diagonal is None:
         return Grads(Joined(dq.own, total), dk, dv, None, None)
-    made = converted(total, q, scale, plan.where[:2])
+    dquery = converted(total, q, scale, plan.where[:2])
     if is_placed(pair.extras.documents) and not alone:  # each pair has tiles of its own
-        rows = _covered(made, plan.queries)
+        rows = _covered(dquery, plan.queries)
         return Grads(rows if dq is None else dq + rows, dk, dv, None, None)
-    others = None if alone else Joined(made, zeros(q, "query", tile, sequences, after=total))
-    return Grads(made if others is None else others, dk, dv, None, None)
+    others = None if alone else Joined(dquery, zeros(q, "query", tile, sequences, after=total))
+    return Grads(dquery if others is None else others, dk, dv, None, None)
 
 
 def _key_sums(k: Array, v: Array, tile: BackwardTile, sequences: int, after: Sums | None) -> list[Sums]:

@@ -37,8 +37,8 @@ def listed(problem: Problem) -> bool:
 def takes_documents(problem: Problem) -> bool:
     """Whether the documents are rectangles of scores. The rows of a shard must ascend without gaps but one, in the middle, or, of
     one batch entry, be pieces of documents."""
-    alone, mask, told = problem.size == 1, problem.scores.mask, _IDS if problem.placed else _SEGMENTS
-    others, in_order = problem.features & (_DATA - told), alone or problem.layout in ("contiguous", "zigzag")
+    alone, mask, ids = problem.size == 1, problem.scores.mask, _IDS if problem.placed else _SEGMENTS
+    others, in_order = problem.features & (_DATA - ids), alone or problem.layout in ("contiguous", "zigzag")
     if not 0 < problem.documents <= operands.MOST_DOCUMENTS or problem.q_length != problem.k_length or not in_order:
         return False
     plain = (

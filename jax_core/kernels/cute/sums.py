@@ -68,8 +68,8 @@ def converted(sums: Sums, operand: Array, factor: float, where: tuple[Array | No
     offsets, lengths = where or (pairs.offsets(batch, length) if sums.packed else None, None)
     places = tuple(None if x is None else Shaped(x, (1,)) for x in (offsets, lengths))
     result = rows_of(jax.ShapeDtypeStruct(operand.shape, operand.dtype), 1, sums.packed)
-    (made,) = call("convert", settings, [sums.shaped(sums.packed, 1), places], [], [result])
-    return made.reshape(operand.shape)
+    (gradient,) = call("convert", settings, [sums.shaped(sums.packed, 1), places], [], [result])
+    return gradient.reshape(operand.shape)
 
 
 def _tile_rows(tile: BackwardTile, of: str) -> int:

@@ -117,13 +117,13 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelC
     run = _Backward(const, shards, blocked, pairs, make_scalars(pair), config.generation)
     before = None if dq is None else blocked_rows(dq, const.q)
     if config.fused:
-        dk, dv, dslopes, found = run.keys(jnp.zeros(shards.q.shape, jnp.float32) if before is None else before)
-        assert found is not None
+        dk, dv, dslopes, dquery = run.keys(jnp.zeros(shards.q.shape, jnp.float32) if before is None else before)
+        assert dquery is not None
     else:
         dk, dv, dslopes, _ = run.keys(None)
-        found = run.queries(before)
+        dquery = run.queries(before)
     return Grads(
-        _from_rows(found, const),
+        _from_rows(dquery, const),
         _from_rows(dk, const, of_keys=True),
         _from_rows(dv, const, of_keys=True),
         None if extras.bias is None else run.bias(extras.bias.shape),

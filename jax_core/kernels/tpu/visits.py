@@ -60,9 +60,9 @@ def list_visits(pairs: BlockSparsity, by_columns: bool = False) -> Visits:
     at = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)
     if by_columns:
         at = jnp.arange(columns) * rows + jnp.arange(rows)[:, None]
-    words, kept = (at * _FLAGS + flags).reshape(batch, -1), visits.reshape(batch, -1)
-    count = kept.sum(-1)
-    order = jax.vmap(lambda row: jnp.nonzero(row, size=row.shape[0], fill_value=0)[0])(kept)
+    words, visited = (at * _FLAGS + flags).reshape(batch, -1), visits.reshape(batch, -1)
+    count = visited.sum(-1)
+    order = jax.vmap(lambda row: jnp.nonzero(row, size=row.shape[0], fill_value=0)[0])(visited)
     listed = jnp.take_along_axis(words, order, 1)
     # A list shorter than the longest repeats its last pair, with flags that compute nothing.
     last = jnp.take_along_axis(listed, count[:, None] - 1, 1) // _FLAGS * _FLAGS

@@ -120,21 +120,21 @@ def nth(j, spans, p_order, plan: tl.constexpr, of_keys: tl.constexpr, masked: tl
     else:
         number = full_low + j
         if runs == 2:
-            own = full_high - full_low
-            number = tl.where(j < own, number, per_run + full_low2 + (j - own))
+            in_first_run = full_high - full_low
+            number = tl.where(j < in_first_run, number, per_run + full_low2 + (j - in_first_run))
     return number
 
 
 @triton.jit
 def table_row(p_order, p_counts, i_batch, i_head, i_block, plan: tl.constexpr, of_keys: tl.constexpr):
     """``(p_full, full, p_part, part)``: the lists of blocks that a block visits, fully and partly visible, and their lengths."""
-    own: tl.constexpr = plan.q.blocks if of_keys else plan.k.blocks
+    blocks: tl.constexpr = plan.q.blocks if of_keys else plan.k.blocks
     other: tl.constexpr = plan.k.blocks if of_keys else plan.q.blocks
     i_row = i_block
     if plan.table_heads > 1:
-        i_row += i_head * own
+        i_row += i_head * blocks
     if plan.table_batch > 1:
-        i_row += i_batch * own * plan.table_heads
+        i_row += i_batch * blocks * plan.table_heads
     full = tl.load(p_counts + i_row * 2)
     part = tl.load(p_counts + i_row * 2 + 1)
     p_full = p_order + i_row.to(tl.int64) * (other + 1)

@@ -84,8 +84,8 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     plan = make_plan(pair, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings)
     inputs = [q, k, v, *_positional(pair), tables.bits, *tables.lists(True, config), *before]
     grid = plan.q.blocks, plan.heads, plan.batch
-    found = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, config=config)
-    return Partial(*(found if len(in_place) == 2 else found[::-1]))
+    results = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, config=config)
+    return Partial(*(results if len(in_place) == 2 else results[::-1]))
 
 
 def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
