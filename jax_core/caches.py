@@ -119,11 +119,11 @@ def read_kept(path: Path) -> bytes | None:
     ``turns.in_turn`` another process that is about to write it is waited for."""
     if not _is_ours(path.parent):
         return None
-    found = _read(path)
-    if found is None:
+    content = _read(path)
+    if content is None:
         await_turn(path, path.exists)
-        found = _read(path)
-    return found
+        content = _read(path)
+    return content
 
 
 def _read(path: Path) -> bytes | None:

@@ -56,8 +56,8 @@ class Explanation:
             lines += [f"{name:9} {set_}"] if set_ else []
         lines += [f"other strategies: {_others(self.strategies)}", f"other kernels: {_others(self.kernels)}"]
         lines.append(f"sends     {_mib(self.forward.sent)} forward, {_mib(self.backward.sent)} backward, from this rank")
-        held = f"{_mib(self.forward.held)} forward, {_mib(self.backward.held)} backward"
-        return "\n".join([*lines, f"memory    about {held}, beside {_mib(self.given)} of q, k, v, output and LSE"])
+        memory = f"{_mib(self.forward.held)} forward, {_mib(self.backward.held)} backward"
+        return "\n".join([*lines, f"memory    about {memory}, beside {_mib(self.given)} of q, k, v, output and LSE"])
 
 
 def explained(options: Options, spec: RingSpec) -> Explanation:
@@ -100,8 +100,8 @@ def _by(strategy: str, kernel: str | None) -> str:
 
 
 def _given(problem: Problem) -> int:
-    found = sizes(problem)
-    return found.queries + found.keys + found.out + found.rows
+    nbytes = sizes(problem)
+    return nbytes.queries + nbytes.keys + nbytes.out + nbytes.rows
 
 
 def _others(reasons: dict[str, str | None]) -> str:

@@ -122,7 +122,7 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
     mask = make_mask(options.causal, options.sliding_window, options.chunk_size)
     if options.bottom_right:
         mask = _from_the_last_key(mask, options, operands, place)
-    made = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
+    functions = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
     if options.mask_builder is not None:
         # A builder's mask goes by the index in the sequence.
         static = operands.q_position_ids is None and not is_placed(operands.documents)
@@ -131,11 +131,11 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
         if joined is None:
             joined, built = mask, _built(options.mask_builder, operands, place, static=False)
         mask = joined
-        made += [] if built.predicate is None else [(built.predicate, built.arrays)]
+        functions += [] if built.predicate is None else [(built.predicate, built.arrays)]
     if operands.q_position_ids is not None or is_placed(operands.documents):
         check_reach(options.sliding_window, options.chunk_size)
         mask = replace(mask, any_position=True)
-    return mask, options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
+    return mask, options.predicates + tuple(predicate for predicate, _ in functions), tuple(arrays for _, arrays in functions)
 
 
 def _from_the_last_key(mask: Mask, options: Options, operands: Operands, place: Placement) -> Mask:

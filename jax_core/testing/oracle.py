@@ -82,8 +82,8 @@ def reference_attention(
     seen = seen & _visible_by_segment(q_segment_ids, kv_segment_ids, sizes)
     seen = seen & _visible_by_mask(mask, mask_mod, mask_builder, q_pos, k_pos, sizes)
     keep = _keep(dropout_prob, dropout_seed, sizes)
-    found = _softmax_average(logits, seen, _sinks(softmax_aux, sizes.heads, number), keep, value)
-    return _without_cotangents_of_padding(found, q_segment_ids, kv_segment_ids, sizes)
+    result = _softmax_average(logits, seen, _sinks(softmax_aux, sizes.heads, number), keep, value)
+    return _without_cotangents_of_padding(result, q_segment_ids, kv_segment_ids, sizes)
 
 
 def reference_gradients(
@@ -134,12 +134,12 @@ def _logits(query: jax.Array, key: jax.Array, scale: float | None, cap: float | 
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _without_cotangents_of_padding(found: ReferenceOutput, q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes):
+def _without_cotangents_of_padding(result: ReferenceOutput, q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes):
     if q_ids is None and kv_ids is None:
-        return found
+        return result
     real = jnp.broadcast_to(jnp.asarray(_both_sides(q_ids, kv_ids, sizes, "segment")[0]), (sizes.batch, sizes.queries)) >= 0
-    lse = jnp.where(real[:, None], found.lse, jax.lax.stop_gradient(found.lse))
-    return ReferenceOutput(jnp.where(real[..., None, None], found.out, jax.lax.stop_gradient(found.out)), lse)
+    lse = jnp.where(real[:, None], result.lse, jax.lax.stop_gradient(result.lse))
+    return ReferenceOutput(jnp.where(real[..., None, None], result.out, jax.lax.stop_gradient(result.out)), lse)
 
 
 def _visible_by_position(

@@ -21,11 +21,11 @@ Ways = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a ran
 def add_halo(spec: RingSpec, keys: Keys, near: Reach) -> list[Keys]:
     """The keys of each of this rank's runs, with those before and after it that its queries may see. Zeros stand where the sequence
     has none."""
-    own = [_rows(keys, start, start + near.run) for start in range(0, keys.key.shape[1], near.run)]
-    tails = [_rows(run, near.run - near.left, near.run) for run in own]
-    heads = [_rows(run, 0, near.right) for run in own]
+    own_runs = [_rows(keys, start, start + near.run) for start in range(0, keys.key.shape[1], near.run)]
+    tails = [_rows(run, near.run - near.left, near.run) for run in own_runs]
+    heads = [_rows(run, 0, near.right) for run in own_runs]
     before, after = _send(spec, [_Parcel(tails, _ways(spec, near.run, 1)), _Parcel(heads, _ways(spec, near.run, -1))])
-    return [jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *run) for run in zip(before, own, after, strict=True)]
+    return [jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *run) for run in zip(before, own_runs, after, strict=True)]
 
 
 def reduce_halo(spec: RingSpec, gradients: Sequence[tuple[Array, ...]], near: Reach) -> tuple[Array, ...]:
@@ -56,15 +56,15 @@ def _added(x: Array, tail: Array, head: Array) -> Array:
 def _ways(spec: RingSpec, run: int, direction: int) -> Ways:
     """From every run to the one after it (``direction`` 1) or before it (-1) in the sequence."""
     count = len(runs(spec.problem.layout, 0, spec.problem.size, 2))
-    held = {
+    place_of = {
         one.start // run: (rank, i)
         for rank in range(spec.problem.size)
         for i, one in enumerate(runs(spec.problem.layout, rank, spec.problem.size, run * count))
     }
     ways = defaultdict(list)
-    for chunk, (rank, i) in held.items():
-        if chunk + direction in held:
-            other, j = held[chunk + direction]
+    for chunk, (rank, i) in place_of.items():
+        if chunk + direction in place_of:
+            other, j = place_of[chunk + direction]
             ways[i, j].append((rank, other))
     return {slots: tuple(sorted(pairs)) for slots, pairs in ways.items()}
 
@@ -84,11 +84,12 @@ def _send(spec: RingSpec, parcels: Sequence[_Parcel]) -> list[list[Any]]:
     """What comes to each run, for each parcel; zeros where nothing does."""
     arrived = [[jax.tree.map(jnp.zeros_like, run) for run in parcel.runs] for parcel in parcels]
     before = None
-    for parcel, found in zip(parcels, arrived, strict=True):
+    for parcel, of_parcel in zip(parcels, arrived, strict=True):
         for (i, j), pairs in parcel.ways.items():
             if 0 not in jax.tree.leaves(parcel.runs[i])[0].shape:
                 came, before = _permuted(spec, parcel.runs[i], pairs, before)
-                found[j] = jax.tree.map(jnp.add, found[j], came)  # at most one of these comes to a rank, the others are zeros
+                # At most one of these comes to a rank, the others are zeros.
+                of_parcel[j] = jax.tree.map(jnp.add, of_parcel[j], came)
     return arrived
 
 

@@ -62,8 +62,8 @@ class AllGather(Strategy):
         return self.kernel_problem(problem).k_length < problem.size * problem.k_length
 
     def traffic(self, problem: Problem, backward: bool) -> Traffic:
-        near, found = _reach_of(problem), sizes(problem)
-        each = found.keys + (found.sums if backward else 0)
+        near, nbytes = _reach_of(problem), sizes(problem)
+        each = nbytes.keys + (nbytes.sums if backward else 0)
         if near is None:
             return Traffic((problem.size - 1) * each, problem.size * each)
         edges = each * (near.left + near.right) // near.run
@@ -85,13 +85,13 @@ class AllGather(Strategy):
         # K/V are gathered once more, and not before the forward is over: otherwise they would be kept from there until here.
         keys = tree_after(spec, opened.operands.keys, opened.residuals.delta)
         pairs = _pairs(opened.spec, opened.operands, keys, near)
-        sums, found = opened.no_gradients(), []
+        sums, run_grads = opened.no_gradients(), []
         for i, pair in enumerate(pairs):
             grads = _of_run(opened, i, len(pairs)).differentiate(pair, None)
-            found.append(opened.as_arrays(pair, grads))
+            run_grads.append(opened.as_arrays(pair, grads))
             sums = accumulate(sums, grads, pair.k_runs)
-        dq = jnp.concatenate([query for query, *_ in found], 1)
-        dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in found]
+        dq = jnp.concatenate([query for query, *_ in run_grads], 1)
+        dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in run_grads]
         dk, dv = _summed(spec, reduce(add, dkv)) if near is None else reduce_halo(spec, dkv, near)
         return opened.gradients((dq, dk, dv), sums)
 

@@ -104,9 +104,9 @@ class Held:
     def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]:
         places = range(self.count)
         ranks = [rank * self.count + place if self.neighbours else place * size + rank for place in places]
-        held = [runs(self.layout, member, size * self.count, length // self.count) for member in ranks]
-        found = (*(shard[0] for shard in held), *(run for shard in held[::-1] for run in shard[1:]))
-        return found if len(found) > 2 else _halved(found)
+        shards = [runs(self.layout, member, size * self.count, length // self.count) for member in ranks]
+        joined = (*(shard[0] for shard in shards), *(run for shard in shards[::-1] for run in shard[1:]))
+        return joined if len(joined) > 2 else _halved(joined)
 
     def check_size(self, size: int) -> None:
         """Any will do."""
@@ -121,9 +121,9 @@ class Held:
         return f"{self.layout} shards of {self.count} ranks"
 
 
-def _halved(found: tuple[Run, ...]) -> tuple[Run, ...]:
+def _halved(shard: tuple[Run, ...]) -> tuple[Run, ...]:
     """More than two runs, since two would mean zigzag."""
-    half = found[0].length // 2
-    if found[0].length % 2:
-        return found
-    return tuple(run._replace(start=run.start + i * run.stride * half, length=half) for run in found for i in (0, 1))
+    half = shard[0].length // 2
+    if shard[0].length % 2:
+        return shard
+    return tuple(run._replace(start=run.start + i * run.stride * half, length=half) for run in shard for i in (0, 1))
