@@ -331,8 +331,8 @@ def _bounded(peer: _Peer, line: bytes) -> bytes:
 
 def _in_words(error: BaseException) -> str:
     """The error and the line of this package where it was raised."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == Path(__file__).parent]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == Path(__file__).parent]
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:2000] + where
 
 

@@ -97,7 +97,7 @@ class _World:
     def waits(self, rank: int, share: float) -> list[Ranks]:
         """The rings in which ``rank`` has waited for at least this share of its limit."""
         report = self.reports[rank]
-        return [ring for ring, own in report.rings.items() if own.waits is not None and own.waits >= share * report.limit]
+        return [ring for ring, status in report.rings.items() if status.waits is not None and status.waits >= share * report.limit]
 
     def behind(self, rank: int, ring: Ranks) -> set[int]:
         """The members of the ring that have not reached the call that ``rank`` is in."""
@@ -111,7 +111,7 @@ class _World:
     def goes_on(self, rank: int, free: set[int]) -> bool:
         """Whether this rank will finish what it is doing, provided that those in ``free`` do."""
         report = self.reports[rank]
-        calls = [ring for ring, own in report.rings.items() if own.waits is not None]
+        calls = [ring for ring, status in report.rings.items() if status.waits is not None]
         if not calls:
             return report.idle < GIVE_UP_AFTER * report.limit
         return all(ring not in self.apart and self.behind(rank, ring) <= free for ring in calls)
@@ -130,12 +130,12 @@ def deadlocked_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
     free: set[int] = set()
     while more := {rank for rank in reports if rank not in free and world.goes_on(rank, free)}:
         free |= more
-    found = crossed_rings(reports)
+    reasons = crossed_rings(reports)
     for rank in reports:
-        found |= {ring: _apart(apart[ring]) for ring in world.waits(rank, ASK_AFTER) if ring in apart}
+        reasons |= {ring: _apart(apart[ring]) for ring in world.waits(rank, ASK_AFTER) if ring in apart}
         late = (ring for ring in world.waits(rank, GIVE_UP_AFTER) if not world.behind(rank, ring) <= free)
-        found |= {ring: _absent(world.behind(rank, ring) - free) for ring in late if ring not in found}
-    return found
+        reasons |= {ring: _absent(world.behind(rank, ring) - free) for ring in late if ring not in reasons}
+    return reasons
 
 
 def crossed_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
@@ -148,16 +148,16 @@ def crossed_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
 def stalled_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
     """The rings in whose call a device stays for its limit though all members have given it to theirs, each with the reason.
     ``reports``: of the ranks that answer; where a member does not, or has not come to the call, no device is at fault."""
-    found: dict[Ranks, str] = {}
+    reasons: dict[Ranks, str] = {}
     for rank, report in reports.items():
         stalled = report.stalled
         if stalled is not None and all(_has_launched(reports.get(member), stalled) for member in stalled.ring):
-            found.setdefault(
+            reasons.setdefault(
                 stalled.ring,
                 f"the device of {named([rank])} has not finished call {stalled.number}, {stalled.what}, nor any other for "
                 f"{stalled.seconds:.0f} s",
             )
-    return found
+    return reasons
 
 
 def _has_launched(report: Report | None, stalled: Stalled) -> bool:

@@ -293,11 +293,11 @@ def _report() -> Report:
 
 def _stalled() -> Stalled | None:
     """What this process's device has not finished within the limit."""
-    found = state.device.stalled()
-    if found is None:
+    stalled = state.device.stalled()
+    if stalled is None:
         return None
-    call = found.call
-    return Stalled(call.ring.ranks, call.number, str(call), found.seconds, state.device.limit)
+    call = stalled.call
+    return Stalled(call.ring.ranks, call.number, str(call), stalled.seconds, state.device.limit)
 
 
 def _standings() -> dict[Ranks, Standing]:

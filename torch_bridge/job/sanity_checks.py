@@ -56,17 +56,17 @@ def note_layout(ring: Any, layout: Layout, length: int) -> None:
 
 def note_batch(ring: Any, sums: torch.Tensor) -> None:
     """Remember the checksums of a whole batch, of which each rank of ``ring`` takes its part."""
-    if isinstance(ring, Ring) and len(held := _batches[ring.ranks]) < _BATCHES:
-        held.append(sums)
+    if isinstance(ring, Ring) and len(batches := _batches[ring.ranks]) < _BATCHES:
+        batches.append(sums)
 
 
 def check_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
     """Compare what the ranks of a ring hold. A ring call: all ranks make it, and all of them object or none."""
     sharded = sorted(_sharded.get((ring.ranks, value.shape[1]), ()))
     batches = [sums.tolist() for sums in _batches.get(ring.ranks, ())]
-    own = Holding(layout=layout, sharded=sharded, values=fingerprint(value), batches=batches)
-    told = exchange(ring, "what each rank holds", json.dumps(own))
-    ranks: list[Holding] = [json.loads(text) for text in told] if told else [own] * ring.size
+    local = Holding(layout=layout, sharded=sharded, values=fingerprint(value), batches=batches)
+    answers = exchange(ring, "what each rank holds", json.dumps(local))
+    ranks: list[Holding] = [json.loads(text) for text in answers] if answers else [local] * ring.size
     if mistake := different_batches(ranks):
         _batches.pop(ring.ranks)
         with known_to_all():
@@ -77,8 +77,8 @@ def check_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
 
 def different_batches(ranks: list[Holding]) -> str | None:
     """What is wrong where the ranks have sharded batches, and none that all of them have."""
-    held = [{tuple(sums) for sums in rank["batches"]} for rank in ranks]
-    if not all(held) or set.intersection(*held):
+    batches = [{tuple(sums) for sums in rank["batches"]} for rank in ranks]
+    if not all(batches) or set.intersection(*batches):
         return None
     return (
         "the ranks of this ring have sharded different batches: each must give shard_batch or shard_packed the same whole batch "
@@ -93,8 +93,8 @@ def check_same_queries(ring: Ring, query: torch.Tensor) -> None:
     Processes may have rounded differently, so a few values are compared, not bits."""
     flat = query.detach().float().flatten()
     some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu()
-    told = exchange(ring, "the queries that all ranks share", json.dumps(some.tolist()))
-    ranks = torch.tensor([json.loads(text) for text in told]) if told else some[None]
+    answers = exchange(ring, "the queries that all ranks share", json.dumps(some.tolist()))
+    ranks = torch.tensor([json.loads(text) for text in answers]) if answers else some[None]
     apart = (ranks - ranks[0]).abs().amax(1) > _ROUNDING * ranks.abs().max()
     if bool(apart.any()):
         with known_to_all():

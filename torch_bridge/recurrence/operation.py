@@ -45,17 +45,17 @@ class LayerWithState(Operation):
         return (self.operands.index(self.layer.like),)
 
     def check(self, operands: Sequence[Any], ring: Ring) -> None:
-        *own, state, ids = operands
-        length = self.layer.sizes(own, state, ids)["t"]
+        *inputs, state, ids = operands
+        length = self.layer.sizes(inputs, state, ids)["t"]
         pieces_of(None, ring.size, self.layout, length)
 
     def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
-        *own, state, ids = forms
-        sizes, like = self.layer.sizes(own, state, ids), self._like(forms)
+        *inputs, state, ids = forms
+        sizes, like = self.layer.sizes(inputs, state, ids), self._like(forms)
         dtype = like.dtype if self.layer.name == "causal_conv1d" else accumulation(like.dtype)
         state_shape = tuple(sizes[letter] for letter in self.layer.state_dims)
-        kept = Form(self.layer.kept_shape(sizes, self.pieces), dtype)
-        return Form(tuple(like.shape), like.dtype), Form(state_shape, dtype), kept
+        residuals = Form(self.layer.kept_shape(sizes, self.pieces), dtype)
+        return Form(tuple(like.shape), like.dtype), Form(state_shape, dtype), residuals
 
     def local(self, request: Request, place: Placement) -> "LocalLayer":
         self.check(request.forms, request.ring)
@@ -90,15 +90,15 @@ class LocalLayer:
         return f"{self.layer.name} is computed in chunks of tokens by plain JAX, which is the only way yet"
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
-        *own, state, ids = operands
-        return tuple(self.layer.forward(self.pieces, tuple(own), state, _of_batch(own, ids)))
+        *inputs, state, ids = operands
+        return tuple(self.layer.forward(self.pieces, tuple(inputs), state, _of_batch(inputs, ids)))
 
     def backward(self, wanted: Sequence[int], *arrays: Any) -> list[Any]:
-        *operands, _, last, kept, dy, dlast, _ = arrays
-        *own, state, ids = operands
+        *operands, _, last, residuals, dy, dlast, _ = arrays
+        *inputs, state, ids = operands
         if dlast is None and self.layer.final_state:  # on another rank it may be there, and what is sent must not depend on that
             dlast = jnp.zeros_like(last)
-        gradients, dstate = self.layer.backward(self.pieces, tuple(own), state, _of_batch(own, ids), kept, dy, dlast)
+        gradients, dstate = self.layer.backward(self.pieces, tuple(inputs), state, _of_batch(inputs, ids), residuals, dy, dlast)
         every = [*gradients, None if state is None else dstate, None]
         return [every[number] for number in wanted]
 
@@ -119,9 +119,9 @@ class Empty:
     operators: None = None
 
     def forward(self, operands: Tensors) -> Results:
-        y, last, kept = (torch.zeros(form.shape, dtype=form.dtype, device=self.device) for form in self.forms)
+        y, last, residuals = (torch.zeros(form.shape, dtype=form.dtype, device=self.device) for form in self.forms)
         state = operands[self.state]
-        return y, last if state is None else last + state, kept
+        return y, last if state is None else last + state, residuals
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
         gradients = {number: torch.zeros_like(x) for number in wanted if (x := operands[number]) is not None}
