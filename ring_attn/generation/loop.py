@@ -60,7 +60,7 @@ def decode(
     """The part of :func:`generate` after the prompts: ``token [batch]``, the same on every rank, is the next one to go through the
     model, as where a cache was loaded or forked. Returns the tokens after it."""
     ring, generator = cache.ring.processes, sampler.generator(token.device)
-    ended, found = torch.zeros_like(token, dtype=torch.bool), []
+    ended, tokens = torch.zeros_like(token, dtype=torch.bool), []
     for _ in range(max_new_tokens):
         logits = model(token[:, None], cache.positions(), cache)
         if logits is None or logits.shape[:2] != (len(token), 1):
@@ -70,10 +70,10 @@ def decode(
         if stop is not None:
             token = token.masked_fill(ended, stop)
             ended |= token == stop
-        found.append(token)
+        tokens.append(token)
         if stop is not None and bool(ended.all()):
             break
-    return torch.stack(found, 1) if found else token.new_zeros(len(token), 0)
+    return torch.stack(tokens, 1) if tokens else token.new_zeros(len(token), 0)
 
 
 def _check(ring: Ring, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:

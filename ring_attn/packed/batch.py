@@ -117,11 +117,11 @@ def shard_packed(
     total = max(multiple, rounded_up(len(documents.tokens), multiple, where.buckets))
     placement = place(documents.lengths, processes.size, total // processes.size)
     order = torch.from_numpy(placement.order(documents.lengths, total // processes.size))
-    own = order.view(processes.size, -1)[list(processes.held)].flatten()
+    local = order.view(processes.size, -1)[list(processes.held)].flatten()
 
     def take(tensor: Tensor, fill: float) -> Tensor:
         """``[n, ...]``, for the real tokens, as the shard ``[1, shard length, ...]``."""
-        index = own.to(tensor.device)
+        index = local.to(tensor.device)
         padding = (index < 0).view(-1, *[1] * (tensor.ndim - 1))
         taken = tensor.index_select(0, index.clamp_min(0)) if len(tensor) else tensor.new_zeros(len(index), *tensor.shape[1:])
         return processes.split(taken.masked_fill(padding, fill)[None], 1)
@@ -174,9 +174,9 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
 
 def _places(order: Tensor, count: int) -> Tensor:
     """Where each real token is in the order."""
-    held = (order >= 0).nonzero().flatten()
+    real = (order >= 0).nonzero().flatten()
     places = torch.empty(count, dtype=torch.int64)
-    places[order[held]] = held
+    places[order[real]] = real
     return places
 
 

@@ -56,9 +56,9 @@ def shard_of(tensor: Tensor) -> Shard | None:
 def _of_view(view: Tensor, base: Tensor, shard: Shard) -> Shard | None:
     """The dimension is found by its stride and its length; None where several have them, or none."""
     wanted = base.stride(shard.dim), base.shape[shard.dim]
-    found = [dim for dim in range(view.ndim) if (view.stride(dim), view.shape[dim]) == wanted]
-    unclear = len(found) != 1 or wanted[1] == 1
-    return None if unclear else shard._replace(dim=found[0], role=shard.role if view.shape == base.shape else "")
+    dims = [dim for dim in range(view.ndim) if (view.stride(dim), view.shape[dim]) == wanted]
+    unclear = len(dims) != 1 or wanted[1] == 1
+    return None if unclear else shard._replace(dim=dims[0], role=shard.role if view.shape == base.shape else "")
 
 
 def mark_batch(input_ids: Tensor, labels: Tensor, whole: Iterable[Tensor | None], ring: Ring) -> None:
@@ -80,8 +80,8 @@ def mark_labels(labels: Tensor, whole: Iterable[Tensor | None], ring: Ring) -> N
 
 def whole_of(labels: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     """The ring's global ranks, and int64 ``[n]``, the checksums of the whole batch; None where they are not known."""
-    found: tuple[tuple[int, ...], Tensor] | None = getattr(labels, _SUMS, None)
-    return found
+    whole: tuple[tuple[int, ...], Tensor] | None = getattr(labels, _SUMS, None)
+    return whole
 
 
 def mark_documents(labels: Tensor) -> None:

@@ -58,8 +58,8 @@ def _sum_of_halves(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     given = F.pad(flat, (0, missing)) if missing else flat
     parts = torch.empty_like(given)
     dist.all_to_all_single(parts, given, group=group)
-    own = parts.view(size, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
-    dist.all_gather_into_tensor(parts, own, group=group)
+    local = parts.view(size, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
+    dist.all_gather_into_tensor(parts, local, group=group)
     return parts[: flat.numel()].view(tensor.shape)
 
 

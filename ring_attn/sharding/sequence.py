@@ -188,8 +188,8 @@ def positions(
     held_length = padded_length(layout, ring.size, length, buckets) // ring.size
     if not torch.compiler.is_compiling():
         note_layout(ring, layout, held_length)
-    held = _held(layout, ring, held_length)
-    return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in held])
+    shard_runs = _held(layout, ring, held_length)
+    return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in shard_runs])
 
 
 def shard_batch(
@@ -236,18 +236,18 @@ def shard_batch(
     _check_batch(input_ids, labels, position_ids, segment_ids, attention_mask)
     if labels is None and not shift_labels:
         raise ValueError("shift_labels=False says that the labels are shifted already, but labels is None; pass the shifted labels")
-    told = {"position_ids": position_ids, "segment_ids": segment_ids, "attention_mask": attention_mask}
-    documents = read_documents(told, input_ids.shape, input_ids.device)
+    sources = {"position_ids": position_ids, "segment_ids": segment_ids, "attention_mask": attention_mask}
+    documents = read_documents(sources, input_ids.shape, input_ids.device)
     segments = documents.numbers
     labels = _visible_labels(input_ids if labels is None else labels, segments, ignore_index, shift_labels)
-    held: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
+    ring_options: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
 
     def local(tensor: Tensor, fill: int) -> Tensor:
-        return shard(pad(tensor.long(), value=fill, buckets=buckets, **held), **held)
+        return shard(pad(tensor.long(), value=fill, buckets=buckets, **ring_options), **ring_options)
 
     length = input_ids.shape[1]
     if position_ids is None:
-        counted = positions(length, device=input_ids.device, buckets=buckets, **held).clamp_max(max(0, length - 1))
+        counted = positions(length, device=input_ids.device, buckets=buckets, **ring_options).clamp_max(max(0, length - 1))
         own_positions = counted.expand(input_ids.shape[0], -1)
     else:
         own_positions = local(position_ids.expand(input_ids.shape), 0)
@@ -276,10 +276,10 @@ def _span(run: Run) -> tuple[int, int]:
     return run.start, run.start + run.stride * run.length
 
 
-def _take(whole: Tensor, dim: int, held: tuple[Run, ...]) -> Tensor:
+def _take(whole: Tensor, dim: int, shard_runs: tuple[Run, ...]) -> Tensor:
     """The positions of the given runs, taken by slicing, so that autograd's own adjoint is the right one."""
     before = (slice(None),) * dim
-    parts = [whole[(*before, slice(*_span(run), run.stride))] for run in held]
+    parts = [whole[(*before, slice(*_span(run), run.stride))] for run in shard_runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -288,8 +288,8 @@ def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: Ring, length:
     whole = tensor.shape[dim]
     check_whole_length(layout, ring.size, whole, f" in dim {dim}")
     _check_trim(length, whole)
-    held = _held(layout, ring, whole // ring.size)
-    order = torch.cat([torch.arange(*_span(run), run.stride) for run in held]).argsort()
+    shard_runs = _held(layout, ring, whole // ring.size)
+    order = torch.cat([torch.arange(*_span(run), run.stride) for run in shard_runs]).argsort()
     return tensor.index_select(dim, order[:length].to(tensor.device))
 
 

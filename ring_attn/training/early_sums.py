@@ -192,8 +192,8 @@ class EarlySums:
         self._awaited = {x: left for bucket, left in zip(self._plan, awaited, strict=True) for x in bucket.parameters}
 
     def _buckets(self, numbers: list[int]) -> list[_Bucket]:
-        forms = [(number, form) for number in numbers if (form := _form(self._parameters[number]())) is not None]
-        groups = in_buckets(forms, _BUCKET, lambda pair: (pair[1].dtype, pair[1].device, pair[1].nbytes))
+        specs = [(number, form) for number in numbers if (form := _form(self._parameters[number]())) is not None]
+        groups = in_buckets(specs, _BUCKET, lambda pair: (pair[1].dtype, pair[1].device, pair[1].nbytes))
         return [_Bucket(*zip(*group, strict=True)) for group in groups]
 
     def _of(self, bucket: _Bucket) -> list[Tensor | None]:
@@ -236,8 +236,8 @@ def _own_group(ring: Ring) -> dist.ProcessGroup:
 
 def early_sums(parameters: Iterable[Tensor], ring: Ring | None = None) -> list[EarlySums]:
     """Those that listen for gradients of these parameters; given a ring, for sums over that."""
-    found = dict.fromkeys(sums for x in parameters if (sums := _sums.get(x)) is not None)
-    return [sums for sums in found if ring is None or sums.ring == ring]
+    known = dict.fromkeys(sums for x in parameters if (sums := _sums.get(x)) is not None)
+    return [sums for sums in known if ring is None or sums.ring == ring]
 
 
 _sums = WeakIdKeyDictionary()  # by parameter, for as long as it lives or until a call without ``overlap``

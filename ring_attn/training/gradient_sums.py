@@ -84,8 +84,8 @@ def _witness(parameter: Tensor) -> _Witness:
     if parameter not in _witnesses:
         _witnesses[parameter] = witness = _Witness()
         parameter.register_hook(_before_backward(weakref.ref(parameter), witness))
-    found: _Witness = _witnesses[parameter]
-    return found
+    record: _Witness = _witnesses[parameter]
+    return record
 
 
 def _before_backward(parameter: "weakref.ref[Tensor]", witness: _Witness) -> Callable[[Tensor], None]:

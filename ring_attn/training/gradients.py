@@ -113,22 +113,22 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing, overlap
     agree(ring, device, call, _MUST_AGREE)
     # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
     present = [x.grad is not None for x in trained]
-    own = torch.tensor([*story(trained, ring), *present], dtype=torch.int64, device=device)
-    parts = [batches.taken(ring, device).flatten(), own, *(sums.told(device) for sums in early)]
+    local = torch.tensor([*story(trained, ring), *present], dtype=torch.int64, device=device)
+    parts = [batches.taken(ring, device).flatten(), local, *(sums.told(device) for sums in early)]
     known = sum_over_ring(torch.cat(parts), ring, "sync_gradients", call).cpu()
-    rows, (summed, added_to, *held), *told = (x.tolist() for x in known.split([len(part) for part in parts]))
+    rows, (summed, added_to, *with_gradient), *reports = (x.tolist() for x in known.split([len(part) for part in parts]))
     _check_batches([rows[i : i + batches.NUMBERS] for i in range(0, len(rows), batches.NUMBERS)], ring)
     _check_story(summed == ring.size, added_to == ring.size)
-    left = {id(x): x for x, number in zip(trained, held, strict=True) if number}
+    left = {id(x): x for x, number in zip(trained, with_gradient, strict=True) if number}
     for parameter in left.values():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    for sums, words in zip(early, told, strict=True):
+    for sums, words in zip(early, reports, strict=True):
         for done in sums.finish(words, set(left), call):
             del left[done]
     _sum_now([local_part(x.grad) for x in left.values() if x.grad is not None], ring, call)
     note_sums(trained, ring)
     ids = {id(x) for x in trained}
-    for sums, words in zip(early, told, strict=True):
+    for sums, words in zip(early, reports, strict=True):
         if overlap:
             sums.plan(words, ids, call)
         else:
@@ -147,9 +147,9 @@ def _sum_now(gradients: list[Tensor], ring: ProcessRing, call: str) -> None:
 
 def _call(trained: list[Tensor]) -> str:
     """The call in words that differ where the parameters do."""
-    forms = [(tuple(local_part(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
+    specs = [(tuple(local_part(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
     elements = sum(local_part(x).numel() for x in trained)
-    return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x})"
+    return f"sync_gradients of {len(specs)} parameters, {elements} elements (checksum {crc32(repr(specs).encode()):08x})"
 
 
 def _check_batches(ranks: list[list[int]], ring: ProcessRing) -> None:
