@@ -17,7 +17,7 @@ from jax_core.strategies.decode import Decode
 from jax_core.strategies.empty import Empty
 from jax_core.strategies.fused_ring import FusedRing
 from jax_core.strategies.hierarchical import Hierarchical
-from jax_core.strategies.ring import Ring
+from jax_core.strategies.ring import RingStrategy
 from jax_core.strategies.ulysses import Ulysses
 from jax_core.tiers import say_experimental
 from jax_core.tune import lookup
@@ -25,12 +25,12 @@ from jax_core.tune import lookup
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
-        "ring": Ring(),
+        "ring": RingStrategy(),
         "fused": FusedRing(),
         "all_gather": AllGather(),
-        "ulysses": Ulysses(Ring()),
-        "ulysses_ring": Ulysses(Ring(), 0),
-        "ring_ulysses": Ulysses(Ring(), 1),
+        "ulysses": Ulysses(RingStrategy()),
+        "ulysses_ring": Ulysses(RingStrategy(), 0),
+        "ring_ulysses": Ulysses(RingStrategy(), 1),
         "hierarchical": Hierarchical(),
         "decode": Decode(),
     }

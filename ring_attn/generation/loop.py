@@ -10,7 +10,7 @@ from torch import Tensor
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
 from ring_attn.sharding.reduction import agree, recorded
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import watch
 
 Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]
@@ -76,7 +76,7 @@ def decode(
     return torch.stack(tokens, 1) if tokens else token.new_zeros(len(token), 0)
 
 
-def _check(ring: Ring, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:
+def _check(ring: ProcessRing, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:
     if prompts.dim() != 2 or not prompts.numel() or int(lengths.min()) < 1 or max_new_tokens < 0:
         raise ValueError(
             f"prompts must be [batch, seq] with a token each, and max_new_tokens not negative; got {list(prompts.shape)} with "
@@ -88,7 +88,7 @@ def _check(ring: Ring, prompts: Tensor, lengths: Tensor, max_new_tokens: int) ->
         agree(ring, prompts.device, f"generate from prompts (hash, shape, lengths, new tokens) {same}", must)
 
 
-def _of_rank_0(ring: Ring, tokens: Tensor) -> Tensor:
+def _of_rank_0(ring: ProcessRing, tokens: Tensor) -> Tensor:
     if ring.size == 1:
         return tokens
     with watch(ring, "tokens", str(list(tokens.shape))) as watched:

@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn.functional import ring_attention
 from ring_attn.ring import Ring, one_ring
 from ring_attn.sharding.reduction import gather_from_ring
-from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
 
 
 def _backend_name() -> AttentionBackendName:

@@ -6,10 +6,10 @@ from ring_attn.documents import table
 from ring_attn.packed.documents import Documents
 from ring_attn.packed.placement import Placement
 from ring_attn.sharding.marks import ranks_of
-from torch_bridge.job.ring import Ring
+from torch_bridge.job.ring import AnyRing
 
 
-def told(placement: Placement, documents: Documents, total: int, ring: Ring, device: torch.device) -> table.Documents | None:
+def told(placement: Placement, documents: Documents, total: int, ring: AnyRing, device: torch.device) -> table.Documents | None:
     """The table of its pieces, where one says all, over ``total`` places. Only on CPUs: on GPUs kernels go by the ids, until all of
     tests/gpu has run with tables of pieces."""
     pieces = placement.table if device.type == "cpu" and documents.in_one_piece else None

@@ -62,6 +62,6 @@ def _hidden(others: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     ahead = isinstance(window, (tuple, list)) and len(window) == 2 and window[1] == 0
     masks = ("q_segment_ids", "kv_segment_ids", "mask", "bias")
     functions = options["chunk_size"], options["mask_mod"], options["mask_builder"]
-    return (
-        bool(options["causal"]) or ahead or any(others.get(x) is not None for x in masks) or any(x is not None for x in functions)
-    )
+    if any(others.get(x) is not None for x in masks):
+        return True
+    return bool(options["causal"]) or ahead or any(x is not None for x in functions)

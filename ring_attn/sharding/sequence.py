@@ -24,9 +24,8 @@ from ring_attn.sharding.padding import carry_padding, note_padding
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.mesh import Ring as ProcessRing
-from torch_bridge.job.ring import Ring
+from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing
+from torch_bridge.job.ring import AnyRing
 from torch_bridge.job.sanity_checks import note_layout
 
 _MUST_AGREE = (
@@ -263,11 +262,11 @@ def shard_batch(
     return batch
 
 
-def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> Ring:
+def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> AnyRing:
     return backend_of(device).resolve(mesh, mesh_dim)
 
 
-def _held(layout: Layout, ring: Ring, length: int) -> tuple[Run, ...]:
+def _held(layout: Layout, ring: AnyRing, length: int) -> tuple[Run, ...]:
     """The runs of positions of all shards held here, ``length`` positions per shard."""
     return tuple(run for rank in ring.held for run in runs(layout, rank, ring.size, length))
 
@@ -283,7 +282,7 @@ def _take(whole: Tensor, dim: int, shard_runs: tuple[Run, ...]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: Ring, length: int | None) -> Tensor:
+def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: AnyRing, length: int | None) -> Tensor:
     """The whole tensor in natural order, from all shards, which are already here."""
     whole = tensor.shape[dim]
     check_whole_length(layout, ring.size, whole, f" in dim {dim}")

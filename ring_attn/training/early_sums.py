@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ring_attn.sharding.reduction import in_buckets, recorded, summed_in
 from ring_attn.training.shared_state import bits
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import watch
 
 _BUCKET = 25 * 2**20  # bytes of gradients, as many as DistributedDataParallel's
@@ -67,7 +67,7 @@ class EarlySums:
     All ranks of the ring call its methods alike, but for the hooks. A parameter holds it by its hook, and not the other way round.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: ProcessRing) -> None:
         self.ring, self._lock = ring, Lock()  # a backward has a thread for each device
         self._group: dist.ProcessGroup | None = None
         self._parameters: list[weakref.ref[Tensor]] = []
@@ -226,7 +226,7 @@ def _form(parameter: Tensor | None) -> _Form | None:
     return _Form(like.shape, like.dtype, like.device, like.layout)
 
 
-def _own_group(ring: Ring) -> dist.ProcessGroup:
+def _own_group(ring: ProcessRing) -> dist.ProcessGroup:
     """In any order, which is nothing to a sum."""
     backend = dist.get_backend_config(ring.groups[0])
     group = dist.new_group(sorted(ring.ranks), backend=backend, use_local_synchronization=True)
@@ -234,7 +234,7 @@ def _own_group(ring: Ring) -> dist.ProcessGroup:
     return group
 
 
-def early_sums(parameters: Iterable[Tensor], ring: Ring | None = None) -> list[EarlySums]:
+def early_sums(parameters: Iterable[Tensor], ring: ProcessRing | None = None) -> list[EarlySums]:
     """Those that listen for gradients of these parameters; given a ring, for sums over that."""
     known = dict.fromkeys(sums for x in parameters if (sums := _sums.get(x)) is not None)
     return [sums for sums in known if ring is None or sums.ring == ring]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ring_attn.sharding.reduction import local_part
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 
 _MARK = "ring_attn_summed"  # the attribute of a gradient: the global ranks of the ring, and its version when it was their sum
 _WITNESSES, _VALUES = 4, 64
@@ -52,7 +52,7 @@ class _Witness:
 _witnesses = WeakIdKeyDictionary()  # by parameter
 
 
-def note_sums(parameters: list[Tensor], ring: Ring) -> None:
+def note_sums(parameters: list[Tensor], ring: ProcessRing) -> None:
     """The gradients of these parameters are sums over ``ring`` now."""
     pairs = _with_gradients(parameters)
     for _, gradient in pairs:
@@ -61,7 +61,7 @@ def note_sums(parameters: list[Tensor], ring: Ring) -> None:
         _witness(parameter).summed(gradient)
 
 
-def story(parameters: list[Tensor], ring: Ring) -> Story:
+def story(parameters: list[Tensor], ring: ProcessRing) -> Story:
     """What has become of sums over ``ring``, if the gradients of all these parameters are such."""
     pairs = _with_gradients(parameters)
     marks: list[tuple[Any, int]] = [getattr(gradient, _MARK, (None, 0)) for _, gradient in pairs]

@@ -16,8 +16,7 @@ from ring_attn.training.early_sums import EarlySums, early_sums
 from ring_attn.training.gradient_sums import note_sums, story
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing
 from torch_bridge.job.watchdog import known_to_all
 
 _BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time

@@ -5,25 +5,25 @@ from torch import Tensor
 
 from ring_attn.sharding.reduction import gather_from_ring, sum_over_ring
 from ring_attn.verification.verdict import largest
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 
 CALL = "verify: the comparison of the ranks"
 _STEP = "verify"
 _PIECE = 2**24  # elements that are gathered at a time
 
 
-def everywhere(true: bool, ring: Ring, device: torch.device) -> bool:
+def everywhere(true: bool, ring: ProcessRing, device: torch.device) -> bool:
     """Whether it is true on all ranks of the ring."""
     return largest_of_all([float(not true)], ring, device) == [0]
 
 
-def largest_of_all(numbers: list[float], ring: Ring, device: torch.device) -> list[float]:
+def largest_of_all(numbers: list[float], ring: ProcessRing, device: torch.device) -> list[float]:
     """Each number's largest value on any rank; NaN is infinite. ``device``: one that the ring's collectives take tensors from."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=device).nan_to_num(nan=torch.inf)
     return gather_from_ring(mine, ring, _STEP, CALL).amax(0).tolist() if numbers else []
 
 
-def of_rank_0(tensor: Tensor, ring: Ring) -> Tensor:
+def of_rank_0(tensor: Tensor, ring: ProcessRing) -> Tensor:
     pieces = tensor.reshape(-1).split(_PIECE) if tensor.numel() else ()
     gathered = [gather_from_ring(piece, ring, _STEP, CALL)[0] for piece in pieces]
     return torch.cat(gathered).view(tensor.shape) if gathered else tensor
@@ -34,7 +34,7 @@ def off_by(actual: Tensor, expected: Tensor) -> float:
     return largest(actual - expected) / max(largest(expected), 1e-30)
 
 
-def known_cause(actual: Tensor, expected: Tensor, ring: Ring, allowed: float) -> str:
+def known_cause(actual: Tensor, expected: Tensor, ring: ProcessRing, allowed: float) -> str:
     """Why all gradients of this rank (flat, in one order) are not what they must be, where that is simply told; empty where it is
     not. Collective."""
     device = actual.device

@@ -19,8 +19,8 @@ from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.pairs.rows import as_kernel_takes_them
 from torch_bridge.attention.empty import Empty
 from torch_bridge.backends.operation import Form, Operation, Request, Whole
-from torch_bridge.job.mesh import Ring as RingOfProcesses
-from torch_bridge.job.ring import Ring, Tensors, tensors_per_sequence
+from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.job.ring import AnyRing, Tensors, tensors_per_sequence
 from torch_bridge.job.sanity_checks import check_same_queries, check_shards
 
 OPERANDS = Operands._fields[: Operands._fields.index("rank")]  # those that torch passes, in this order
@@ -56,7 +56,7 @@ class Attention(Operation):
         """As a mask function may. No compiled graph has a call with one."""
         return bool(self.options.predicates)
 
-    def check(self, operands: Sequence[Any], ring: Ring) -> None:
+    def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
         forms: Any = operands[: len(OPERANDS)]
         check_operands(Operands(*forms), self.options.layout, tensors_per_sequence(ring))
 
@@ -83,7 +83,7 @@ class Attention(Operation):
         nothing = any(form is not None and 0 in form.shape[:2] for form in request.forms[: len(QKV)])
         return Empty(request.results, request.device, SINKS) if nothing else None
 
-    def check_ranks(self, request: Request, ring: RingOfProcesses, operands: Tensors) -> None:
+    def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
         query, value = operands[0], operands[VALUE]
         assert query is not None and value is not None
         check_shards(ring, self.layout_in_use(request.forms), value)

@@ -26,8 +26,7 @@ from jax.sharding import AbstractMesh
 from jax_core.tiers import say_experimental
 from torch_bridge.backends.operation import Request, Results, Whole
 from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.ring import Ring as AnyRing
-from torch_bridge.job.ring import Tensors
+from torch_bridge.job.ring import AnyRing, Tensors
 
 OPERATORS = None
 _HARDWARE = ("CPU", "TPU")

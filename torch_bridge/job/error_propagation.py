@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 
 from jax_core.keywords import NO_OTHERS, Others, explained
 from torch_bridge.job import peers
-from torch_bridge.job.mesh import MeshDim, Ring, resolve
-from torch_bridge.job.ring import Ring as AnyRing
+from torch_bridge.job.mesh import MeshDim, ProcessRing, resolve
+from torch_bridge.job.ring import AnyRing
 from torch_bridge.job.runtime import refused, start
 from torch_bridge.job.watchdog import PeerFailure, tell_failure
 
@@ -78,7 +78,7 @@ def _device(arguments: tuple[object, ...]) -> torch.device | None:
 def _tell(ring: AnyRing, device: torch.device | None, error: Exception) -> None:
     if ring.size == 1 or isinstance(error, _NO_FAILURES) or refused() or (device and device.type in ("xla", "tpu")):
         return
-    assert isinstance(ring, Ring)
+    assert isinstance(ring, ProcessRing)
     usable = device if device is not None and device.type in ("cpu", "cuda") else None
     try:
         start(ring, device=usable)  # if this is the first call, the others are waiting in it

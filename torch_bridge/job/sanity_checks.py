@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 import torch
 
 from jax_core.masks.layout import Layout
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import exchange, known_to_all
 
 _SAMPLES = 64  # positions of a shard that its fingerprint reads
@@ -50,17 +50,17 @@ _batches: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
 
 def note_layout(ring: Any, layout: Layout, length: int) -> None:
     """Remember that this process has taken its shard, of this length, for ``ring`` in ``layout``."""
-    if isinstance(ring, Ring) and ring.size > 1:
+    if isinstance(ring, ProcessRing) and ring.size > 1:
         _sharded[ring.ranks, length].add(str(layout))
 
 
 def note_batch(ring: Any, sums: torch.Tensor) -> None:
     """Remember the checksums of a whole batch, of which each rank of ``ring`` takes its part."""
-    if isinstance(ring, Ring) and len(batches := _batches[ring.ranks]) < _BATCHES:
+    if isinstance(ring, ProcessRing) and len(batches := _batches[ring.ranks]) < _BATCHES:
         batches.append(sums)
 
 
-def check_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
+def check_shards(ring: ProcessRing, layout: str, value: torch.Tensor) -> None:
     """Compare what the ranks of a ring hold. A ring call: all ranks make it, and all of them object or none."""
     sharded = sorted(_sharded.get((ring.ranks, value.shape[1]), ()))
     batches = [sums.tolist() for sums in _batches.get(ring.ranks, ())]
@@ -87,7 +87,7 @@ def different_batches(ranks: list[Holding]) -> str | None:
     )
 
 
-def check_same_queries(ring: Ring, query: torch.Tensor) -> None:
+def check_same_queries(ring: ProcessRing, query: torch.Tensor) -> None:
     """Raises ValueError on all ranks of a ring unless they hold the same queries. A ring call, as :func:`check_shards`.
 
     Processes may have rounded differently, so a few values are compared, not bits."""

@@ -13,8 +13,8 @@ from jax_core.options import Placement
 from jax_core.recurrence.layer import Layer
 from jax_core.recurrence.pieces import Pieces, pieces_of
 from torch_bridge.backends.operation import Form, Operation, Request, Results
-from torch_bridge.job.mesh import Ring as RingOfProcesses
-from torch_bridge.job.ring import Ring, Tensors
+from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.job.ring import AnyRing, Tensors
 from torch_bridge.job.sanity_checks import check_shards
 
 
@@ -44,7 +44,7 @@ class LayerWithState(Operation):
         """The one whose gradient needs all that is sent in a backward."""
         return (self.operands.index(self.layer.like),)
 
-    def check(self, operands: Sequence[Any], ring: Ring) -> None:
+    def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
         *inputs, state, ids = operands
         length = self.layer.sizes(inputs, state, ids)["t"]
         pieces_of(None, ring.size, self.layout, length)
@@ -65,7 +65,7 @@ class LayerWithState(Operation):
         nothing = 0 in self._like(request.forms).shape[:2]
         return Empty(request.results, request.device, len(self.operands) - 2) if nothing else None
 
-    def check_ranks(self, request: Request, ring: RingOfProcesses, operands: Tensors) -> None:
+    def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
         like = self._like(operands)
         check_shards(ring, str(self.layout), like)
 
@@ -134,7 +134,7 @@ def accumulation(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def pieces_of_a_rank(layout: Layout, ring: Ring) -> int:
+def pieces_of_a_rank(layout: Layout, ring: AnyRing) -> int:
     """However long the shards are."""
     if ring.size == 1 or layout == "striped":  # which is refused later, in words
         return 1

@@ -31,7 +31,7 @@ from jax_core.strategies.transfers.traffic import Traffic, rotated
 from jax_core.strategies.transfers.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
 
 
-class Ring(Strategy):
+class RingStrategy(Strategy):
     """K/V travel from rank to rank between kernel calls."""
 
     def traffic(self, problem: Problem, backward: bool) -> Traffic:

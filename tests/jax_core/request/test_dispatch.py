@@ -25,7 +25,7 @@ from jax_core.request import dispatch
 from jax_core.request.dispatch import choose, named_platform
 from jax_core.request.preferences import ON_GPUS, preferred_kernels, preferred_strategies
 from jax_core.strategies.fused_ring import FusedRing
-from jax_core.strategies.ring import Ring
+from jax_core.strategies.ring import RingStrategy
 from jax_core.tiers import ExperimentalWarning, say_experimental
 
 PLAIN = frozenset({"contiguous", "float32"})
@@ -56,7 +56,7 @@ def test_what_has_not_met_its_hardware_says_so_once(options: dict[str, Any], nam
 
 def test_auto_ends_at_the_ring_around_plain_xla():
     chosen = choose(Options(), problem())
-    assert (chosen.strategy, chosen.kernel) == (Ring(), xla)
+    assert (chosen.strategy, chosen.kernel) == (RingStrategy(), xla)
     assert chosen.fwd_params == xla.default_params(problem())[0]
 
 
@@ -70,7 +70,7 @@ def test_what_is_given_stands_and_the_kernel_completes_it():
 
 def test_the_fused_ring_is_taken_by_name_only():
     chosen = choose(Options(), problem("tpu"))
-    assert (chosen.strategy, chosen.kernel) == (Ring(), tpu)
+    assert (chosen.strategy, chosen.kernel) == (RingStrategy(), tpu)
     assert choose(Options(strategy="fused"), problem("tpu")).strategy == FusedRing()
 
 
@@ -135,9 +135,9 @@ def test_axes_that_are_named_as_a_strategy():
     two_axes = replace(asked, sizes=(2, 2))
     for axes in (("ulysses", "ring"), ("ring", "ulysses")):
         assert choose(Options(), two_axes, axes=axes).strategy is dispatch.STRATEGIES["_".join(axes)]
-    assert choose(Options(), two_axes, axes=("a", "b")).strategy == Ring()
-    assert choose(Options(), replace(two_axes, heads=3, kv_heads=1), axes=("ulysses", "ring")).strategy == Ring()
-    assert choose(Options(strategy="ring"), two_axes, axes=("ulysses", "ring")).strategy == Ring()
+    assert choose(Options(), two_axes, axes=("a", "b")).strategy == RingStrategy()
+    assert choose(Options(), replace(two_axes, heads=3, kv_heads=1), axes=("ulysses", "ring")).strategy == RingStrategy()
+    assert choose(Options(strategy="ring"), two_axes, axes=("ulysses", "ring")).strategy == RingStrategy()
 
 
 def test_what_a_strategy_says_of_itself():
