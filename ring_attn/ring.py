@@ -118,7 +118,7 @@ class Ring:
         return ring_attention(q, k, v, **{"strategy": self.strategy, **options}, **self.arguments())
 
 
-def one_ring(
+def as_ring(
     ring: Ring | None, mesh: MeshLike = None, mesh_dim: MeshDim = None, layout: Layout = "contiguous", buckets: int = BUCKETS
 ) -> Ring:
     """``ring``, or the one that the loose arguments make. Raises ValueError for both at a time."""

@@ -24,7 +24,7 @@ STANDARD_LIBRARY_ONLY = (
 )
 # The layers of jax_core from the lowest up: none imports one above it.
 LAYERS = (
-    ("caches", "config", "internals", "keywords", "tiers", "turns", "varying"),
+    ("caches", "config", "experimental", "internals", "keywords", "turns", "varying"),
     ("masks", "operands", "options"),
     ("kernels",),
     ("tune",),

@@ -129,7 +129,7 @@ _changes.defvjp(_changes_forward, _changes_backward)
 
 
 def _check_differentiable(spec: RingSpec) -> None:
-    kernel = next((name for name, kernel in KERNELS.items() if kernel is spec.kernel), spec.strategy.OWN_PLATFORM)
+    kernel = next((name for name, kernel in KERNELS.items() if kernel is spec.kernel), spec.strategy.FIXED_PLATFORM)
     for capabilities in (spec.strategy.CAPABILITIES, *([] if spec.kernel is None else [spec.kernel.CAPABILITIES])):
         if refusal(_SECOND, capabilities) is not None:
             _refuse(kernel)

@@ -16,7 +16,7 @@ from jax_core.kernels.contract import Problem, Scores, config_of
 from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
-from jax_core.masks.static import Mask, both, check_reach, make_mask, moved
+from jax_core.masks.static import Mask, both, check_reach, make_mask, shifted
 from jax_core.operands import Operands, is_placed
 from jax_core.options import ALONE, Options, Placement
 from jax_core.request import hardware
@@ -56,7 +56,7 @@ def make_problem(options: Options, operands: Operands, place: Placement = ALONE)
     check_layout(options.layout, place.size)
     if options.cfg is not None and not isinstance(options.cfg, RingAttentionConfig):
         raise ValueError(f"cfg must be a jax_core.RingAttentionConfig or None, got {type(options.cfg).__name__}")
-    operands = both_sides(operands)
+    operands = broadcast_ids(operands)
     check_operands(operands, options.layout, place.size)
     mask, predicates, arrays = _masks(options, operands, place)
     scores = Scores(
@@ -97,7 +97,7 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
     )
 
 
-def both_sides(operands: Operands) -> Operands:
+def broadcast_ids(operands: Operands) -> Operands:
     """Ids given for one side serve the other too if queries and keys have equal length."""
     pairs = (("q_segment_ids", "kv_segment_ids"), ("q_position_ids", "kv_position_ids"))
     for q_name, k_name in pairs:
@@ -149,7 +149,7 @@ def _from_the_last_key(mask: Mask, options: Options, operands: Operands, place: 
             "bottom_right moves a causal mask and a sliding window; for chunk_size, mask_mod and alibi_slopes pass q_position_ids "
             f"(those of the layout plus {by}) and kv_position_ids instead"
         )
-    return moved(mask, by) if by else mask
+    return shifted(mask, by) if by else mask
 
 
 def _built(mask_builder: Callable, operands: Operands, place: Placement, static: bool) -> Built:

@@ -113,14 +113,14 @@ def _positions(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes) -> tu
     """[B, T] and [B, S]: the ids if given, otherwise 0, 1, 2, ..."""
     if q_ids is None and kv_ids is None:
         q_ids, kv_ids = jnp.arange(sizes.queries), jnp.arange(sizes.keys)
-    q_ids, kv_ids = _both_sides(q_ids, kv_ids, sizes, "position")
+    q_ids, kv_ids = _broadcast_ids(q_ids, kv_ids, sizes, "position")
     return (
         jnp.broadcast_to(jnp.asarray(q_ids, int), (sizes.batch, sizes.queries)),  # int64 with x64: distances take 33 bits
         jnp.broadcast_to(jnp.asarray(kv_ids, int), (sizes.batch, sizes.keys)),
     )
 
 
-def _both_sides(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes, name: str) -> tuple[_Array, _Array]:
+def _broadcast_ids(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes, name: str) -> tuple[_Array, _Array]:
     if (q_ids is None or kv_ids is None) and sizes.queries != sizes.keys:
         raise ValueError(
             f"{name} ids of one side serve both only when the lengths are equal; got {sizes.queries} queries and {sizes.keys} keys"
@@ -137,7 +137,7 @@ def _logits(query: jax.Array, key: jax.Array, scale: float | None, cap: float | 
 def _without_cotangents_of_padding(result: ReferenceOutput, q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes):
     if q_ids is None and kv_ids is None:
         return result
-    real = jnp.broadcast_to(jnp.asarray(_both_sides(q_ids, kv_ids, sizes, "segment")[0]), (sizes.batch, sizes.queries)) >= 0
+    real = jnp.broadcast_to(jnp.asarray(_broadcast_ids(q_ids, kv_ids, sizes, "segment")[0]), (sizes.batch, sizes.queries)) >= 0
     lse = jnp.where(real[:, None], result.lse, jax.lax.stop_gradient(result.lse))
     return ReferenceOutput(jnp.where(real[..., None, None], result.out, jax.lax.stop_gradient(result.out)), lse)
 
@@ -165,7 +165,7 @@ def _visible_by_segment(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Siz
     """[B, 1, T, S]: ids equal, and neither negative."""
     if q_ids is None and kv_ids is None:
         return jnp.ones((1, 1, 1, 1), bool)
-    q_ids, kv_ids = (jnp.asarray(ids) for ids in _both_sides(q_ids, kv_ids, sizes, "segment"))
+    q_ids, kv_ids = (jnp.asarray(ids) for ids in _broadcast_ids(q_ids, kv_ids, sizes, "segment"))
     same = q_ids[:, :, None] == kv_ids[:, None, :]
     return (same & (q_ids >= 0)[:, :, None] & (kv_ids >= 0)[:, None, :])[:, None]
 

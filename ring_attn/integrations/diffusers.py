@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.functional import ring_attention
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import gather_from_ring
 from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
 
@@ -59,7 +59,7 @@ def enable_ring_attention(
     Raises ValueError for another layout, and for a model without a plan or attention; RuntimeError if it is parallel already;
     NotImplementedError if an attention's processor does not pass its calls on to the table of backends.
     """
-    place = one_ring(ring, mesh, mesh_dim)
+    place = as_ring(ring, mesh, mesh_dim)
     if place.layout != "contiguous":
         raise ValueError(
             f"diffusers' plans split contiguously, got layout={place.layout!r}; nothing is causal, so the work is even"

@@ -13,7 +13,7 @@ from ring_attn.documents.reading import PACKING
 from ring_attn.packed.documents import Documents, read_documents
 from ring_attn.packed.placement import place
 from ring_attn.packed.told import told
-from ring_attn.ring import BUCKETS, Ring, one_ring
+from ring_attn.ring import BUCKETS, Ring, as_ring
 from ring_attn.sharding.marks import mark_bounds, mark_documents, mark_labels
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
@@ -105,7 +105,7 @@ def shard_packed(
 
     Raises ValueError for sources that disagree, shapes that differ, and a key that is neither one of these nor such a tensor.
     """
-    where = one_ring(ring, mesh, mesh_dim, layout, buckets)
+    where = as_ring(ring, mesh, mesh_dim, layout, buckets)
     if not isinstance(where.layout, str):
         raise ValueError(
             f"shard_packed places documents itself; give it a ring without a plan, or shard_batch a plan; got {where.layout}"

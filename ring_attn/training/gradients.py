@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import agree, in_buckets, local_part, sum_over_ring, where
 from ring_attn.training import batches
 from ring_attn.training.early_sums import EarlySums, early_sums
@@ -66,7 +66,7 @@ def sync_gradients(
     all gradients are sums over the ring already, whether a backward has added to them or not; :class:`ring_attn.PeerFailure` when
     another process of the ring died or stopped.
     """
-    chosen = one_ring(ring, mesh, mesh_dim)
+    chosen = as_ring(ring, mesh, mesh_dim)
     trained = _trained(parameters)
     device = trained[0].device if trained else torch.device("cpu")
     processes = backend_of(device).resolve(chosen.mesh, chosen.mesh_dim)

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_core.experimental import warn_experimental
 from jax_core.options import Placement
-from jax_core.tiers import say_experimental
 from torch_bridge.backends.interface import Operators
 from torch_bridge.backends.operation import Local, Request, Results
 from torch_bridge.job.mesh import AXIS, ProcessRing
@@ -49,7 +49,7 @@ def program(request: Request) -> "Program":
     are not compared. Raises NotImplementedError for rings that do not tile the world, ImportError without torch-tpu, RuntimeError
     if JAX would take the TPU."""
     keep_jax_on_cpu()
-    say_experimental('device "tpu" (TorchTPU)', "traced and compiled without a TPU, never run on one")
+    warn_experimental('device "tpu" (TorchTPU)', "traced and compiled without a TPU, never run on one")
     return Program(operators(request).number)
 
 

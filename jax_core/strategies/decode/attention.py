@@ -36,8 +36,8 @@ _BY_POSITION = frozenset("causal left right chunk alibi_slopes predicates".split
 class Decode(Strategy):
     """It handles what its kernel handles and needs no place of a rank's keys in the sequence."""
 
-    IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous".split())
-    CAPABILITIES = IN_PLACE_OF_A_KERNEL | frozenset(
+    DONE_BY_STRATEGY = frozenset("softmax_aux contiguous".split())
+    CAPABILITIES = DONE_BY_STRATEGY | frozenset(
         "causal left right chunk any_position softcap predicates precision logits_dtype "
         "q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes origin "
         "lse_gradient second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()

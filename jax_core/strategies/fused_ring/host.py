@@ -22,13 +22,13 @@ from jax_core.strategies.transfers.traffic import Traffic, sizes
 class FusedRing(Strategy):
     """The ring fused into one Pallas kernel, for TPUs."""
 
-    OWN_PLATFORM = "pallas"
+    FIXED_PLATFORM = "pallas"
     EXPERIMENTAL = tpu.EXPERIMENTAL
     CAPABILITIES = frozenset(
         "causal left right chunk softcap precision q_segment_ids kv_segment_ids softmax_aux lse_gradient bfloat16 float32 "
         "contiguous zigzag striped".split()
     )
-    IN_PLACE_OF_A_KERNEL = CAPABILITIES
+    DONE_BY_STRATEGY = CAPABILITIES
 
     def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]:
         """Tiles of 512 x 512 and, in the backward, 256 x 512; smaller where half a shard is shorter."""
