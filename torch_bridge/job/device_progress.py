@@ -56,14 +56,14 @@ class DeviceProgress:
             return
         self._waited += passed
         if self._waited - self._looked > self.limit / _LOOKS:
-            self._look()
+            self._poll()
 
     def stalled(self) -> Unfinished | None:
         """What the device has not finished within the limit."""
         with self._lock:
             return Unfinished(self._launched[0][0], self._waited) if self._launched and self._looked >= self.limit else None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._looked = self._waited
         with self._lock:
             while self._launched and _has_ended(self._launched[0][1]):

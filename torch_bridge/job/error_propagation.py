@@ -36,7 +36,7 @@ def propagates_errors(where: Callable[..., Where | None], others: Others = NO_OT
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            entered = peers.prepare()
+            entered = peers.mark_busy()
             try:
                 return function(*args, **kwargs)
             except _NO_FAILURES:
@@ -54,7 +54,7 @@ def propagates_errors(where: Callable[..., Where | None], others: Others = NO_OT
                 finally:
                     del error  # it holds this frame, and with it the call's tensors, until Python's garbage collection
             finally:
-                peers.prepared(entered)
+                peers.mark_idle(entered)
 
         return call
 

@@ -71,8 +71,8 @@ def check_shards(ring: ProcessRing, layout: str, value: torch.Tensor) -> None:
         _batches.pop(ring.ranks)
         with known_to_all():
             raise ValueError(f"{mistake} ({ring})")
-    if doubt := suspicion(ranks):
-        warn_once(f"{doubt} ({ring})")
+    if warning := probable_mistake(ranks):
+        warn_once(f"{warning} ({ring})")
 
 
 def different_batches(ranks: list[Holding]) -> str | None:
@@ -112,7 +112,7 @@ def shapes_only() -> bool:
     return frame is not None
 
 
-def suspicion(ranks: list[Holding]) -> str | None:
+def probable_mistake(ranks: list[Holding]) -> str | None:
     """What is probably wrong with what the ranks of a ring hold, or None."""
     sharded = [rank["sharded"] for rank in ranks]
     if any(layouts != sharded[0] for layouts in sharded):
@@ -160,6 +160,6 @@ def suspect_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str
 
 
 @cache
-def warn_once(doubt: str) -> None:
+def warn_once(message: str) -> None:
     """A :class:`DoubtWarning`, once for each text. All ranks of a ring may warn or one alone: nobody waits for it."""
-    warnings.warn(f"{doubt}. {_HOW_TO_SILENCE}", DoubtWarning, stacklevel=2)
+    warnings.warn(f"{message}. {_HOW_TO_SILENCE}", DoubtWarning, stacklevel=2)

@@ -533,9 +533,9 @@ def test_a_report_says_what_this_process_does(fresh):
         busy = peers._report()
     assert (busy.idle, busy.rings[0, 1].number, busy.rings[0, 1].last) == (0, 1, "forward step 1: q")
     assert (busy.rings[0, 1].waits or 0) > 0
-    key = peers.prepare()
+    key = peers.mark_busy()
     assert peers._report().idle == 0
-    peers.prepared(key)
+    peers.mark_idle(key)
     assert 0 < peers._report().idle < 1
     assert peers._report().rings[0, 1].waits is None
 
