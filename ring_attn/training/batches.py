@@ -21,7 +21,7 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
     shard, whole = shard_of(labels), whole_of(labels)
     called = called_since(labels.shape[-1])
     if shard is not None and shard.ring:
-        _doubt(shard, {each.layout for each in called})
+        _warn_of_layouts(shard, {each.layout for each in called})
     if has_documents(labels):
         _doubt_documents(called)
     if whole is not None and has_gradient:
@@ -31,7 +31,7 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
         _since[ring] = count + 1, before.to(sums.device) * _FACTOR + number
 
 
-def _doubt(shard: Shard, called: set[str | None]) -> None:
+def _warn_of_layouts(shard: Shard, called: set[str | None]) -> None:
     if shard.role == IDS:
         warn_once(
             "cross_entropy: the labels are the input_ids of shard_batch itself, so each token is to predict itself. Give the "

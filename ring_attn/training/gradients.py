@@ -13,7 +13,7 @@ from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import agree, in_buckets, local_part, sum_over_ring, where
 from ring_attn.training import batches
 from ring_attn.training.early_sums import EarlySums, early_sums
-from ring_attn.training.gradient_sums import note_sums, story
+from ring_attn.training.gradient_sums import gradient_state, note_sums
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing
@@ -112,12 +112,12 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing, overlap
     agree(ring, device, call, _MUST_AGREE)
     # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
     present = [x.grad is not None for x in trained]
-    local = torch.tensor([*story(trained, ring), *present], dtype=torch.int64, device=device)
+    local = torch.tensor([*gradient_state(trained, ring), *present], dtype=torch.int64, device=device)
     parts = [batches.taken(ring, device).flatten(), local, *(sums.told(device) for sums in early)]
     known = sum_over_ring(torch.cat(parts), ring, "sync_gradients", call).cpu()
     rows, (summed, added_to, *with_gradient), *reports = (x.tolist() for x in known.split([len(part) for part in parts]))
     _check_batches([rows[i : i + batches.NUMBERS] for i in range(0, len(rows), batches.NUMBERS)], ring)
-    _check_story(summed == ring.size, added_to == ring.size)
+    _check_gradient_state(summed == ring.size, added_to == ring.size)
     left = {id(x): x for x, number in zip(trained, with_gradient, strict=True) if number}
     for parameter in left.values():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -160,7 +160,7 @@ def _check_batches(ranks: list[list[int]], ring: ProcessRing) -> None:
             )
 
 
-def _check_story(summed: bool, added_to: bool) -> None:
+def _check_gradient_state(summed: bool, added_to: bool) -> None:
     """Raises ValueError where the gradients of all ranks, and of all parameters, hold sums over the ring already."""
     if not summed and not added_to:
         return
