@@ -6,8 +6,8 @@ from jax_core import operands
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 from jax_core.kernels.cute import calls
-from jax_core.kernels.cute.lists import QUERY_BLOCK
-from jax_core.kernels.cute.pairs import is_within, needs_lists
+from jax_core.kernels.cute.block_sparse import QUERY_BLOCK
+from jax_core.kernels.cute.rectangles import is_within, needs_lists
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import run_length
 
