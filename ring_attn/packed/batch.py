@@ -24,7 +24,7 @@ _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "atten
 
 @dataclass(frozen=True)
 class PackedShard:
-    """This rank's part of a packed batch: tensors ``[1, shard length]``, whose order is that of no layout.
+    """This rank's part of a packed batch: tensors ``[1, shard length]``, reordered in a way no layout describes.
 
     - ``input_ids``, ``labels``: int64; ``labels[0, i]`` is the token that follows ``input_ids[0, i]`` in its document, or the
       ignore index. Do not shift them again.

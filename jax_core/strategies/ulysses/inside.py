@@ -84,11 +84,11 @@ def _layout_inside(layout: Any, sizes: tuple[int, ...], axis: int | None) -> Any
         return layout  # nothing is exchanged
     if axis == 1 and layout != "striped":
         return layout  # neighbours of the sequence exchange: their shards are one, of the same layout
-    return Held(layout, sizes[axis], axis == 1)
+    return JoinedShards(layout, sizes[axis], axis == 1)
 
 
 @dataclass(frozen=True)
-class Held:
+class JoinedShards:
     """The layout of a ring of which every rank has the shards of ``count`` ranks: with the exchange's axis first in the mesh (or,
     ``neighbours``, last). An :class:`jax_core.masks.layout.Arrangement`."""
 
