@@ -60,7 +60,7 @@ class Explanation:
         return "\n".join([*lines, f"memory    about {memory}, beside {_mib(self.given)} of q, k, v, output and LSE"])
 
 
-def explained(options: Options, spec: RingSpec) -> Explanation:
+def explanation_of(options: Options, spec: RingSpec) -> Explanation:
     """What was decided for these options, in words and figures, and the others' answers."""
     problem, strategy, kernel = spec.problem, spec.strategy, spec.kernel
     params, (name, chosen) = (spec.fwd_config.params, spec.bwd_config.params), _names(strategy, kernel)

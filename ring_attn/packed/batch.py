@@ -11,8 +11,8 @@ from torch import Tensor
 from jax_core.masks.layout import Layout, rounded_up, shard_multiple
 from ring_attn.documents.reading import PACKING
 from ring_attn.packed.documents import Documents, read_documents
+from ring_attn.packed.piece_table import piece_table
 from ring_attn.packed.placement import place
-from ring_attn.packed.told import told
 from ring_attn.ring import BUCKETS, Ring, as_ring
 from ring_attn.sharding.marks import mark_bounds, mark_documents, mark_labels
 from ring_attn.sharding.sequence import unshard
@@ -140,7 +140,7 @@ def shard_packed(
     mark_labels(shifted, (real(input_ids), labels, positions, numbers), processes)
     if int(documents.first.sum()) > 1:
         mark_documents(shifted)
-    bounds = told(placement, documents, total, processes, device)
+    bounds = piece_table(placement, documents, total, processes, device)
     return PackedShard(
         input_ids=take(real(input_ids.long()), pad_id),
         labels=shifted,

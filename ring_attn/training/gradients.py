@@ -113,7 +113,7 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing, overlap
     # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
     present = [x.grad is not None for x in trained]
     local = torch.tensor([*gradient_state(trained, ring), *present], dtype=torch.int64, device=device)
-    parts = [batches.taken(ring, device).flatten(), local, *(sums.told(device) for sums in early)]
+    parts = [batches.taken(ring, device).flatten(), local, *(sums.report(device) for sums in early)]
     known = sum_over_ring(torch.cat(parts), ring, "sync_gradients", call).cpu()
     rows, (summed, added_to, *with_gradient), *reports = (x.tolist() for x in known.split([len(part) for part in parts]))
     _check_batches([rows[i : i + batches.NUMBERS] for i in range(0, len(rows), batches.NUMBERS)], ring)
@@ -129,7 +129,7 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing, overlap
     ids = {id(x) for x in trained}
     for sums, words in zip(early, reports, strict=True):
         if overlap:
-            sums.plan(words, ids, call)
+            sums.choose(words, ids, call)
         else:
             sums.stop()
     if overlap:

@@ -13,7 +13,7 @@ from jax_core.operands import Operands
 from jax_core.options import Options, Placement
 from jax_core.request.checks import check_operands
 from jax_core.request.dispatch import SHARED_QUERIES
-from jax_core.request.explain import Explanation, explained, taken
+from jax_core.request.explain import Explanation, explanation_of, taken
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.pairs.rows import as_kernel_takes_them
@@ -133,7 +133,7 @@ class LocalAttention:
         return taken(self.spec)
 
     def explained(self) -> Explanation:
-        return explained(self.attention.options, self.spec)
+        return explanation_of(self.attention.options, self.spec)
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         given = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))

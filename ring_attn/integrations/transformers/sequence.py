@@ -84,7 +84,7 @@ def describe(
 
 def _bounds(ring: Ring, documents: Tensor | None) -> Documents | None:
     if isinstance(ring, PlacedRing):
-        return ring.told
+        return ring.piece_table
     return None if documents is None else of_numbers(documents)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.batch.sharding import MARK
 from ring_attn.integrations.transformers.sequence import IGNORED
+from ring_attn.integrations.transformers.verify.documents import documents_of_batch
 from ring_attn.integrations.transformers.verify.reached import reach_features
-from ring_attn.integrations.transformers.verify.told import told_documents
 from ring_attn.ring import Ring
 from ring_attn.training.loss import total_loss
 from ring_attn.verification.modules import first_that_differs, watched
@@ -49,7 +49,7 @@ def verify(context: Any, batch: Mapping[str, Any], loss: LossOf | None, make: Ca
     twin, tried = _twin(context, batch)
     run = partial(twin, use_cache=False) if context.plan.takes("use_cache") else twin
     whole = _in_one_process(twin, run, batch)
-    documents = told_documents(batch)
+    documents = documents_of_batch(batch)
     documents = None if documents is None or documents.shape != labels.shape else documents
     joined = documents is not None and _joins(run, batch, documents, whole.logits)
     alone = _each_alone(run, batch, documents, whole.logits) if joined and documents is not None else None

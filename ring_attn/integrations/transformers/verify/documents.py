@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def told_documents(batch: Mapping[str, Any]) -> Tensor | None:
+def documents_of_batch(batch: Mapping[str, Any]) -> Tensor | None:
     """Ids ``[batch, seq]`` of each token's document; None where nothing tells more than one."""
     tokens = batch.get("input_ids")
     if not isinstance(tokens, Tensor):
