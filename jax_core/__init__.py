@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from jax_core.api.blockwise import blockwise_attention
     from jax_core.api.recurrence import causal_conv1d, gated_delta_rule, kda, linear_attention, ssd
     from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
+    from jax_core.experimental import ExperimentalWarning
     from jax_core.masks.balance import balance
     from jax_core.options import MaskInfo
-    from jax_core.tiers import ExperimentalWarning
 
 __all__ = [
     "BwdParams",
@@ -42,7 +42,7 @@ _HOMES = {
     "ssd": "api.recurrence",
     "balance": "masks.balance",
     "MaskInfo": "options",
-    "ExperimentalWarning": "tiers",
+    "ExperimentalWarning": "experimental",
     "RingAttentionConfig": "config",
     "FwdParams": "config",
     "BwdParams": "config",

@@ -44,13 +44,13 @@ def _root(folder: str | PathLike[str] | None) -> Path | None:
 def _is_ours(folder: Path) -> bool:
     """Whether a folder, if it exists, belongs to this user and to no other: whoever can write to it can run code in this process.
     Otherwise one warning."""
-    doubt = _doubt(folder)
-    if doubt:
-        _warn_once(f"the cache folder {doubt}. Nothing is kept there; {VARIABLE} names another folder or turns caches off")
-    return not doubt
+    problem = _problem(folder)
+    if problem:
+        _warn_once(f"the cache folder {problem}. Nothing is kept there; {VARIABLE} names another folder or turns caches off")
+    return not problem
 
 
-def _doubt(folder: Path) -> str:
+def _problem(folder: Path) -> str:
     """Why a folder is not used; empty if it is, or if it does not exist yet or cannot be reached, as whoever uses it will find."""
     try:
         known = folder.stat()
@@ -75,8 +75,8 @@ def make_folder(folder: Path) -> None:
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     for one in reversed(missing):
         one.mkdir(mode=0o700, exist_ok=True)
-    if doubt := _doubt(folder):
-        raise PermissionError(doubt)
+    if problem := _problem(folder):
+        raise PermissionError(problem)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -119,11 +119,11 @@ def read_kept(path: Path) -> bytes | None:
     ``turns.in_turn`` another process that is about to write it is waited for."""
     if not _is_ours(path.parent):
         return None
-    found = _read(path)
-    if found is None:
+    content = _read(path)
+    if content is None:
         await_turn(path, path.exists)
-        found = _read(path)
-    return found
+        content = _read(path)
+    return content
 
 
 def _read(path: Path) -> bytes | None:

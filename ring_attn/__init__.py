@@ -1,7 +1,7 @@
 """Exact attention for PyTorch over sequences too long for one GPU, sharded over a ring of processes."""
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
-from jax_core.tiers import ExperimentalWarning
+from jax_core.experimental import ExperimentalWarning
 from ring_attn import memory
 from ring_attn.explain import Explaining, explain
 from ring_attn.functional import ring_attention

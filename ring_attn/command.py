@@ -103,14 +103,14 @@ def _parsed() -> argparse.Namespace:
 def _plan(options: argparse.Namespace) -> int:
     try:
         sharded = not options.replicated
-        found = plan(
+        planned = plan(
             options.model, options.tokens, options.gpus, options.memory, ring=options.ring, sharded=sharded, host=options.host
         )
     except (ValueError, NotImplementedError) as error:
         print(f"{PROGRAM} plan: {error}", file=sys.stderr)
         return 2
-    print(found)
-    return 0 if found.ok else 1
+    print(planned)
+    return 0 if planned.ok else 1
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -62,6 +62,6 @@ class Explaining(TorchDispatchMode):
 
         parts = []
         for description, explanation in self.found.items():
-            made = (f"compiled  {each}" for each in compilations(*self._requests[description]))
-            parts.append("\n".join((description, str(explanation), *made)))
+            compiled = (f"compiled  {each}" for each in compilations(*self._requests[description]))
+            parts.append("\n".join((description, str(explanation), *compiled)))
         return "\n\n".join(parts)

@@ -61,9 +61,9 @@ class HeadParallel(ParallelStyle):
         separate(module)
         for name, parameter in list(module.named_parameters()):
             placement = Shard(_SPLIT[name]) if name in _SPLIT else Replicate()
-            owner, _, own = name.rpartition(".")
+            owner, _, attribute = name.rpartition(".")
             split = distribute_tensor(parameter.detach(), device_mesh, [placement])
-            module.get_submodule(owner).register_parameter(own, nn.Parameter(split, parameter.requires_grad))
+            module.get_submodule(owner).register_parameter(attribute, nn.Parameter(split, parameter.requires_grad))
         module.register_load_state_dict_pre_hook(_split_whole_tensors)
         module.register_forward_pre_hook(lambda _, args, kwargs: self._inputs(device_mesh, args, kwargs), with_kwargs=True)
         module.register_forward_hook(lambda _, args, result: (self._output(result[0]), result[1]))
@@ -85,11 +85,11 @@ class HeadParallel(ParallelStyle):
 
 
 def _split_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    for name, own in module.named_parameters():
+    for name, parameter in module.named_parameters():
         given = state_dict.get(prefix + name)
-        if isinstance(given, Tensor) and not isinstance(given, DTensor) and isinstance(own, DTensor):
+        if isinstance(given, Tensor) and not isinstance(given, DTensor) and isinstance(parameter, DTensor):
             # Every process has the whole tensor, so none need send it.
-            state_dict[prefix + name] = distribute_tensor(given, own.device_mesh, own.placements, src_data_rank=None)
+            state_dict[prefix + name] = distribute_tensor(given, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -11,7 +11,7 @@ from ring_attn.arguments.checks import check_dense, plain
 from ring_attn.arguments.documents import index_of, tensors_per_sequence_of
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
 from ring_attn.functional import is_dtensor
-from ring_attn.ring import one_ring
+from ring_attn.ring import as_ring
 from torch_bridge.job.error_propagation import propagates_errors
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
@@ -182,7 +182,7 @@ def layer_along(
     mesh_dim: MeshDim = None,
     layout: Layout = "contiguous",
 ) -> Result:
-    ring = one_ring(ring, mesh, mesh_dim, layout)
+    ring = as_ring(ring, mesh, mesh_dim, layout)
     where, layout = (ring.mesh, ring.mesh_dim), ring.layout
     first = next(iter(operands.values()))
     _check({**operands, "initial_state": initial_state, "segment_ids": segment_ids}, first)

@@ -13,8 +13,7 @@ from jax_core.masks.plan import Plan
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.sharding import sequence
 from ring_attn.sharding.sequence import ShardedBatch
-from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
 
 BUCKETS = 8  # lengths an octave
 
@@ -119,7 +118,7 @@ class Ring:
         return ring_attention(q, k, v, **{"strategy": self.strategy, **options}, **self.arguments())
 
 
-def one_ring(
+def as_ring(
     ring: Ring | None, mesh: MeshLike = None, mesh_dim: MeshDim = None, layout: Layout = "contiguous", buckets: int = BUCKETS
 ) -> Ring:
     """``ring``, or the one that the loose arguments make. Raises ValueError for both at a time."""

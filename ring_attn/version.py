@@ -10,8 +10,8 @@ def _version() -> str:
         return metadata.version("ring-attn")
     except metadata.PackageNotFoundError:
         setup = Path(__file__).parents[1] / "setup.py"
-        found = re.search(r'version="([^"]+)"', setup.read_text(encoding="utf-8")) if setup.is_file() else None
-        return f"{found[1]}+source" if found else "unknown"
+        match = re.search(r'version="([^"]+)"', setup.read_text(encoding="utf-8")) if setup.is_file() else None
+        return f"{match[1]}+source" if match else "unknown"
 
 
 __version__ = _version()

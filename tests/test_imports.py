@@ -24,7 +24,7 @@ STANDARD_LIBRARY_ONLY = (
 )
 # The layers of jax_core from the lowest up: none imports one above it.
 LAYERS = (
-    ("caches", "config", "internals", "keywords", "tiers", "turns", "varying"),
+    ("caches", "config", "experimental", "internals", "keywords", "turns", "varying"),
     ("masks", "operands", "options"),
     ("kernels",),
     ("tune",),
@@ -221,7 +221,7 @@ def test_a_circle_of_imports_is_seen():
         ("jax_core.strategies.ring.loop", "from jax_core.strategies import fused_ring"),
         ("jax_core.kernels.xla.kernel", "from jax_core.strategies.ring import loop"),
         ("jax_core.kernels.xla.kernel", "from jax_core.kernels import triton"),
-        ("jax_core.kernels.triton.plan", "from ..xla import blocks"),
+        ("jax_core.kernels.triton.constants", "from ..xla import blocks"),
         ("jax_core.kernels.contract", "from jax_core.strategies import contract"),
         ("jax_core.kernels.xla.kernel", "from jax_core.tune import lookup"),
         ("jax_core.kernels.cudnn.calls", "def f():\n    from jax._src.cudnn import fused_attention_stablehlo"),
@@ -248,7 +248,10 @@ def test_the_rule_sees(module, source):
             "jax_core.kernels.xla.kernel",
             "import jax\nfrom jax_core.kernels.contract import Partial",
         ),
-        ("jax_core.kernels.triton.plan", "import triton\nfrom .blocks import place\nfrom jax_core.kernels.triton import scores"),
+        (
+            "jax_core.kernels.triton.constants",
+            "import triton\nfrom .blocks import place\nfrom jax_core.kernels.triton import scores",
+        ),
         ("jax_core.strategies.fused_ring.host", "from jax_core.kernels.merge import join_sinks"),
         ("jax_core.request.dispatch", "from jax_core.tune import lookup"),
     ],

@@ -22,7 +22,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "starting": (
         "torch_bridge/job",
         "jax_core/caches",
-        "jax_core/tiers",
+        "jax_core/experimental",
         "jax_core/turns",
         "torch_bridge/backends",
         "jax_core/__init__",

@@ -130,14 +130,14 @@ def first_of(*names: str) -> ModuleType:
     return import_module(names[-1])
 
 
-def triton_ir(*arrays, kernel, out_shape, grid, plan, num_warps, num_stages, input_output_aliases, **_: Any):
+def triton_ir(*arrays, kernel, out_shape, grid, const, num_warps, num_stages, input_output_aliases, **_: Any):
     """Replaces jax-triton's call: the kernel's IR as an attribute of a call that is never run."""
     triton = import_module("triton")
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "bool": "i1"}
-    names = [name for name in kernel.arg_names if name != "plan"]
+    names = [name for name in kernel.arg_names if name != "const"]
     dtypes = [x.dtype.name for x in (*arrays, *out_shape)]
     signature = {name: f"*{short[dtype]}" for name, dtype in zip(names, dtypes, strict=True)}
-    source = triton.compiler.ASTSource(kernel, signature | {"plan": "constexpr"}, {"plan": plan}, {})
+    source = triton.compiler.ASTSource(kernel, signature | {"const": "constexpr"}, {"const": const}, {})
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     backend = triton.compiler.make_backend(target)
     options = backend.parse_options(dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True))

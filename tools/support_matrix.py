@@ -38,7 +38,7 @@ LAYOUTS = {name: (name,) for name in ("contiguous", "zigzag", "striped")}
 
 def tables() -> dict[str, str]:
     """By the name that stands in the page's marks."""
-    around = STRATEGIES["ring"].IN_PLACE_OF_A_KERNEL
+    around = STRATEGIES["ring"].DONE_BY_STRATEGY
     kernels = {name: kernel.CAPABILITIES | around for name, kernel in KERNELS.items()}
     strategies = {name: strategy.CAPABILITIES for name, strategy in STRATEGIES.items()}
     return {"kernels": _table(FEATURES, kernels), "strategies": _table(FEATURES | LAYOUTS, strategies)}

@@ -20,7 +20,7 @@ from jax_core.masks.layout import Layout
 from jax_core.masks.static import Window
 from jax_core.operands import Operands
 from jax_core.options import AxisName, MaskBuilder, MaskInfo, MaskMod, Options
-from jax_core.request.explain import Explanation, explained
+from jax_core.request.explain import Explanation, explanation_of
 
 
 @overload
@@ -221,7 +221,7 @@ def explain(
 
     call = explains(OTHERS)(wraps(ring_attention)(partial(_attention, local)))
     jax.eval_shape(lambda q, k, v, more: call(q, k, v, **more, **static), query, key, value, arrays)
-    return explained(*decided[-1])
+    return explanation_of(*decided[-1])
 
 
 def create_shard_map_wrapper(

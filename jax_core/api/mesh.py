@@ -174,11 +174,11 @@ def _visible_spec(array: Array, mesh: Mesh) -> PartitionSpec | None:
 
 def _dividing(mesh: Mesh, axes: list[str], length: int) -> Axes:
     """The axes, taken in order, that together split ``length`` evenly; None if there are none."""
-    kept: list[str] = []
+    dividing: list[str] = []
     for axis in axes:
-        if length % prod(mesh.shape[name] for name in [*kept, axis]) == 0:
-            kept.append(axis)
-    return tuple(kept) or None
+        if length % prod(mesh.shape[name] for name in [*dividing, axis]) == 0:
+            dividing.append(axis)
+    return tuple(dividing) or None
 
 
 def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSpec) -> None:

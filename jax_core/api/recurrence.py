@@ -219,8 +219,8 @@ def _differentiable(layer: Layer, pieces: Pieces, operands: Arrays, state: Array
 
 
 def _forward(layer: Layer, pieces: Pieces, operands: Arrays, state: Array | None, ids: Array | None):
-    y, last, kept = layer.forward(pieces, operands, state, ids)
-    return (y, last), (operands, state, ids, kept)
+    y, last, residuals = layer.forward(pieces, operands, state, ids)
+    return (y, last), (operands, state, ids, residuals)
 
 
 def _backward(layer: Layer, pieces: Pieces, residuals, cotangents):

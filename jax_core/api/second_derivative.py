@@ -37,8 +37,8 @@ def attention_gradients(spec: RingSpec, operands: Operands, out: Array, lse: Arr
 
 
 def _forward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> tuple[Operands, Any]:
-    found = attention_gradients(spec, operands, out, lse, dout, dlse)
-    return found, kept((operands, dout, dlse, _done(spec, (found, out))))
+    gradients = attention_gradients(spec, operands, out, lse, dout, dlse)
+    return gradients, kept((operands, dout, dlse, _done(spec, (gradients, out))))
 
 
 def kept(residuals: Tree) -> Tree:
@@ -71,17 +71,17 @@ def _made_of(
         return spec.strategy.forward(spec, operands._replace(**moving))
 
     def gradients(moving: dict[str, Any], out: Array, lse: Array) -> dict[str, Any]:
-        found = spec.strategy.backward(spec, operands._replace(**moving), out, lse, dout, dlse)
-        return _floating(found, operands)
+        grads = spec.strategy.backward(spec, operands._replace(**moving), out, lse, dout, dlse)
+        return _floating(grads, operands)
 
     (out, lse), (out_change, lse_change) = jax.jvp(results, (moving,), (along,))
     lse_change = jnp.where(jnp.isneginf(lse), 0, lse_change)
     _, changes = jax.jvp(gradients, (moving, out, lse), (along, out_change, lse_change))
     lse_change = lse_change if spec.lse_gradient else jnp.zeros_like(lse)
     dout_change, dlse_change = clear_cotangents(real_rows(spec, operands), out_change, lse_change)
-    made = changes, dout_change, vary(dlse_change, varying_axes(lse)), vary(jnp.zeros_like(out), varying_axes(out))
-    done = _done(spec, made)
-    changes, *others = made if done is None else tree_after(spec, made, done)
+    cotangents = changes, dout_change, vary(dlse_change, varying_axes(lse)), vary(jnp.zeros_like(out), varying_axes(out))
+    done = _done(spec, cotangents)
+    changes, *others = cotangents if done is None else tree_after(spec, cotangents, done)
     nothing = jax.tree.map(lambda _: None, operands)
     return nothing._replace(**changes), *others
 
@@ -129,7 +129,7 @@ _changes.defvjp(_changes_forward, _changes_backward)
 
 
 def _check_differentiable(spec: RingSpec) -> None:
-    kernel = next((name for name, kernel in KERNELS.items() if kernel is spec.kernel), spec.strategy.OWN_PLATFORM)
+    kernel = next((name for name, kernel in KERNELS.items() if kernel is spec.kernel), spec.strategy.FIXED_PLATFORM)
     for capabilities in (spec.strategy.CAPABILITIES, *([] if spec.kernel is None else [spec.kernel.CAPABILITIES])):
         if refusal(_SECOND, capabilities) is not None:
             _refuse(kernel)

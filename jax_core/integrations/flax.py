@@ -133,8 +133,8 @@ def _rows(x: ArrayLike | None, lead: tuple[int, ...]) -> Array | None:
     if x is None:
         return None
     x = jnp.asarray(x)
-    own = x.shape[:-3]
-    if prod(own) == 1:
+    shape = x.shape[:-3]
+    if prod(shape) == 1:
         return x.reshape(x.shape[-3:])
     return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(prod(lead), *x.shape[-3:])
 

@@ -107,10 +107,10 @@ def _first_even(tries: Iterator[tuple[Areas, int]], ranks: int, tolerance: float
             if best is not None and uneven > key[0]:
                 continue
             plan = _plan(areas, owner, ranks, piece)
-            found = uneven, getattr(plan, "imbalance" if uneven else measure)
-            if found <= (False, tolerance):
+            measured = uneven, getattr(plan, "imbalance" if uneven else measure)
+            if measured <= (False, tolerance):
                 return plan
-            best, key = (plan, found) if found < key or best is None else (best, key)
+            best, key = (plan, measured) if measured < key or best is None else (best, key)
     assert best is not None
     return best
 

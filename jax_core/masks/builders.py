@@ -62,16 +62,16 @@ def _rule(mask) -> Rule | None:
     kind, offset = type(mask).__name__, getattr(mask, "offset", 0)
     if kind in ("LogicalAnd", "LogicalOr"):
         return _joined(kind, _rule(mask.left), _rule(mask.right))
-    found = {
+    make = {
         "FullMask": lambda: Mask(),
         "CausalMask": lambda: make_mask(True),
         "ChunkedCausalMask": lambda: make_mask(chunk=index(mask.chunk_size)),
         "LocalMask": lambda: make_mask(window=_sides(*mask.window_size)),
     }.get(kind)
     natural = np.array_equal(getattr(mask, "q_sequence", np.arange(mask.shape[0])), np.arange(mask.shape[0]))
-    if found is None or not natural or any(side is not None and side < 0 for side in getattr(mask, "window_size", ())):
+    if make is None or not natural or any(side is not None and side < 0 for side in getattr(mask, "window_size", ())):
         return None  # left of -1 means right of 1: no window has such a side
-    return _Shifted(found(), offset) if offset else found()
+    return _Shifted(make(), offset) if offset else make()
 
 
 def _sides(left, right) -> tuple[int | None, int | None]:

@@ -160,8 +160,8 @@ def check_whole_length(layout: Layout, size: int, length: int, where: str = "") 
 def shard_indices(layout: Layout, rank: int, size: int, length: int) -> list[int]:
     """The global positions, in shard order, that ``rank`` holds of a sequence of ``length`` positions."""
     check_whole_length(layout, size, length)
-    held = runs(layout, rank, size, length // size)
-    return list(chain.from_iterable(range(run.start, run.start + run.stride * run.length, run.stride) for run in held))
+    shard = runs(layout, rank, size, length // size)
+    return list(chain.from_iterable(range(run.start, run.start + run.stride * run.length, run.stride) for run in shard))
 
 
 def permutation(layout: Layout, size: int, length: int) -> list[int]:

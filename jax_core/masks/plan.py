@@ -45,14 +45,14 @@ class Plan:
     def _check(self) -> None:
         if not isinstance(self.piece, Integral) or self.piece < 1:
             raise ValueError(f"piece must be a positive int, the positions of a piece; got {self.piece!r}")
-        lengths = {len(held) for held in self.table}
+        lengths = {len(pieces) for pieces in self.table}
         if len(lengths) != 1 or (self.size > 1 and min(lengths) < FEWEST):
             raise ValueError(
                 f"table must give every rank equally many pieces, at least {FEWEST}; got {sorted(lengths)} for {self.size} ranks"
             )
-        if any(list(held) != sorted(held) for held in self.table):
+        if any(list(pieces) != sorted(pieces) for pieces in self.table):
             raise ValueError(f"table must list the pieces of each rank in ascending order, got {_shortened(self.table)}")
-        if sorted(number for held in self.table for number in held) != list(range(self.pieces)):
+        if sorted(number for pieces in self.table for number in pieces) != list(range(self.pieces)):
             raise ValueError(
                 f"table must hold each piece from 0 to {self.pieces - 1} once, over all ranks; got {_shortened(self.table)}"
             )
@@ -65,7 +65,7 @@ class Plan:
     @property
     def pieces(self) -> int:
         """Pieces of the whole sequence."""
-        return sum(len(held) for held in self.table)
+        return sum(len(pieces) for pieces in self.table)
 
     @property
     def length(self) -> int:

@@ -19,7 +19,7 @@ class Mask:
     ``causal``: ``k <= q``. ``left``/``right``: a sliding window ``q - left <= k <= q + right`` (None: no bound on that side).
     ``chunk``: Llama-4's chunked attention, causal within ``q // chunk == k // chunk``.
     Positions are absolute: with fewer queries than keys, query 0 is at position 0 unless position ids say otherwise.
-    A side may be negative where queries are counted from the last key (:func:`moved`).
+    A side may be negative where queries are counted from the last key (:func:`shifted`).
     ``any_position``: positions are ids, which may be any value of their integer type, so that a difference of two may overflow it.
     Without ids they are not negative and below ``2**30``.
     ``keys``: the keys of a pair are one run, which includes the queries' own positions; of its positions only ``0 .. keys - 1``
@@ -49,7 +49,7 @@ def make_mask(causal: bool = False, window: Window = None, chunk: int | None = N
     return Mask(causal=causal, left=left, right=right, chunk=chunk if chunk is not None and chunk <= _FARTHEST else None)
 
 
-def moved(mask: Mask, by: int) -> Mask:
+def shifted(mask: Mask, by: int) -> Mask:
     """The same mask for queries whose positions count ``by`` too few. ``mask`` has no chunk, and its positions are no ids."""
     assert mask.chunk is None and not mask.any_position
     left = None if mask.left is None else mask.left - by

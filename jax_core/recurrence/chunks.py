@@ -56,19 +56,19 @@ def chunked(inputs: Inputs, resets: Array | None, size: int) -> Chunks:
     total = jnp.cumsum(g, axis=-2)
     through = decay(total, first)  # of the state that enters, what is left at each token
     to_end = transposed(k * decay(total[..., -1:, :] - total, last))
-    reads, kept, own = q * through, through[..., -1, :], v
+    reads, decayed, values = q * through, through[..., -1, :], v
     scores = weighed(q, k, total, before)
     if beta is None:
-        m = kept[..., 0] if kept.shape[-1] == 1 else kept
+        m = decayed[..., 0] if decayed.shape[-1] == 1 else decayed
     else:
         inner = beta * weighed(k, k, total, before & ~jnp.eye(size, dtype=bool))
         both = beta * jnp.concatenate([v, k * through], axis=-1)
         both = lax.linalg.triangular_solve(inner, both, left_side=True, lower=True, unit_diagonal=True)
-        own, w = jnp.split(both, [v.shape[-1]], axis=-1)
-        m = kept[..., None] * jnp.eye(k.shape[-1], dtype=k.dtype) - product(to_end, w)
+        values, w = jnp.split(both, [v.shape[-1]], axis=-1)
+        m = decayed[..., None] * jnp.eye(k.shape[-1], dtype=k.dtype) - product(to_end, w)
         reads = reads - product(scores, w)
-    y = product(scores, own)
-    return Chunks(Affine(m, product(to_end, own)), reads, y if skip is None else y + skip)
+    y = product(scores, values)
+    return Chunks(Affine(m, product(to_end, values)), reads, y if skip is None else y + skip)
 
 
 def cut(x: Array, size: int) -> Array:
@@ -107,9 +107,9 @@ def _weighed_rows(q: Array, k: Array, total: Array, mask: Array, start: int) -> 
     # With leading dimensions of their own XLA on CPU (jaxlib 0.10.2) compiles the two sums of the backward to a crash.
     lead, own_mask = q.shape[:-2], jnp.broadcast_to(mask[..., here, here], (*q.shape[:-2], end - start, end - start))
     flat = (x.reshape(-1, *x.shape[-2:]) for x in (q[..., here, :], k[..., here, :], total[..., here, :], own_mask))
-    own = _pair_by_pair(*flat)
-    own = own.reshape(*lead, *own.shape[1:])
-    row = jnp.pad(own, [(0, 0)] * (own.ndim - 1) + [(start, size - end)])
+    block = _pair_by_pair(*flat)
+    block = block.reshape(*lead, *block.shape[1:])
+    row = jnp.pad(block, [(0, 0)] * (block.ndim - 1) + [(start, size - end)])
     if not start:
         return row
     middle = total[..., start : start + 1, :]
@@ -131,9 +131,9 @@ def _forward(q: Array, k: Array, total: Array, mask: Array) -> tuple[Array, tupl
     return _pair_by_pair(q, k, total, mask), (q, k, total, mask)
 
 
-def _backward(kept: tuple[Array, ...], d: Array) -> tuple[Array, Array, Array, None]:
+def _backward(residuals: tuple[Array, ...], d: Array) -> tuple[Array, Array, Array, None]:
     """A total is a factor ``exp(total_i)`` of ``q_i`` and ``exp(-total_j)`` of ``k_j``, so its cotangent follows from theirs."""
-    q, k, total, mask = kept
+    q, k, total, mask = residuals
     weights = d[..., None] * _between(total, mask)
     dq = (weights * k[..., None, :, :]).sum(-2)
     dk = (weights * q[..., :, None, :]).sum(-3)

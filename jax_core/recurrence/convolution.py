@@ -52,24 +52,24 @@ class Convolution(Layer):
         operands: Sequence[Array | None],
         state: Array | None,
         ids: Array | None,
-        kept: Array,
+        residuals: Array,
         dy: Array,
         dlast: Array | None,
     ) -> tuple[list[Array | None], Array]:
         x, *others = operands
         assert x is not None
-        x, width = pieces.split(x), kept.shape[2]
+        x, width = pieces.split(x), residuals.shape[2]
         seen = None if ids is None else _seen(pieces.split(ids), width, pieces)
-        _, pull = jax.vjp(partial(self._convolved, seen), x, kept, *others)
+        _, pull = jax.vjp(partial(self._convolved, seen), x, residuals, *others)
         dx, dbefore, *dothers = pull(pieces.split(dy).astype(x.dtype))
-        dbefore, dstate = jax.vjp(partial(_with_state, pieces), kept, kept[0])[1](dbefore)
+        dbefore, dstate = jax.vjp(partial(_with_state, pieces), residuals, residuals[0])[1](dbefore)
         back = halo_back(dbefore, pieces, after=dbefore)
         dx = dx + back
         if self.final_state and dlast is not None:
             total = pieces.sum(dlast.astype(x.dtype), after=back)
             of_ids = _ids_of_ends(seen, width, pieces, total)
             ends = jnp.zeros((pieces.count, *_tail(x, width).shape[1:]), x.dtype)
-            more, dends = jax.vjp(partial(_end, of_ids), kept[0], ends)[1](total)
+            more, dends = jax.vjp(partial(_end, of_ids), residuals[0], ends)[1](total)
             dends = dends[pieces.numbers]
             dx, dstate = dx.at[:, :, -dends.shape[2] :].add(dends), dstate + jnp.where(pieces.numbers[0] == 0, more, 0)
         return [pieces.join(dx), *dothers], dstate if state is None else dstate.astype(state.dtype)

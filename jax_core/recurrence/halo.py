@@ -72,8 +72,8 @@ def rounds(pieces: Pieces, hop: int) -> list[Round]:
     """Who sends which piece to whom, so that each piece gets the one ``hop`` before it: what ranks keep, then what they send."""
     place = {int(number): (rank, slot) for (rank, slot), number in np.ndenumerate(pieces.table)}
     moves = [(*place[number - hop], *place[number]) for number in sorted(place) if number >= hop]
-    kept, sent = ([move for move in moves if (move[0] != move[2]) == remote] for remote in (False, True))
-    return [_round(each, pieces) for group in (kept, sent) for each in _apart(group)]
+    local, sent = ([move for move in moves if (move[0] != move[2]) == remote] for remote in (False, True))
+    return [_round(each, pieces) for group in (local, sent) for each in _apart(group)]
 
 
 def _apart(moves: list[tuple[int, int, int, int]]) -> Iterator[list[tuple[int, int, int, int]]]:

@@ -94,7 +94,7 @@ class Layer:
         operands: Sequence[Array | None],
         state: Array | None,
         ids: Array | None,
-        kept: Array,
+        residuals: Array,
         dy: Array,
         dlast: Array | None,
     ) -> tuple[list[Array | None], Array]:

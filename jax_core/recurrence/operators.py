@@ -75,16 +75,16 @@ class Recurrence(Layer):
         operands: Sequence[Array | None],
         state: Array | None,
         ids: Array | None,
-        kept: Array,
+        residuals: Array,
         dy: Array,
         dlast: Array | None,
     ) -> tuple[list[Array | None], Array]:
         chunks, pull = jax.vjp(partial(self._chunks, pieces, ids), operands)
         dy = dy if ids is None else _cleared(dy, ids)
-        total = jnp.zeros_like(kept[0])
+        total = jnp.zeros_like(residuals[0])
         if self.final_state and dlast is not None:
-            total = pieces.sum(self._turned(dlast).astype(kept.dtype), after=chunks.own)
-        dchunks, dstate = backward(chunks, kept, pieces.split(dy.astype(kept.dtype)), total, pieces)
+            total = pieces.sum(self._turned(dlast).astype(residuals.dtype), after=chunks.own)
+        dchunks, dstate = backward(chunks, residuals, pieces.split(dy.astype(residuals.dtype)), total, pieces)
         dstate = self._turned(jnp.where(pieces.numbers[0] == 0, dstate, 0))
         return pull(dchunks)[0], dstate if state is None else dstate.astype(state.dtype)
 

@@ -30,8 +30,8 @@ class Pieces:
     @cached_property
     def table(self) -> np.ndarray:
         """int32 ``[ranks, pieces of a rank]``: their numbers, in the order of the shard."""
-        held = [runs(self.layout, rank, self.size, self.length) for rank in range(self.size)]
-        return np.array([[run.start // self.piece for run in of_rank] for of_rank in held], np.int32)
+        shards = [runs(self.layout, rank, self.size, self.length) for rank in range(self.size)]
+        return np.array([[run.start // self.piece for run in of_rank] for of_rank in shards], np.int32)
 
     @cached_property
     def piece(self) -> int:

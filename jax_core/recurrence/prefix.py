@@ -69,16 +69,16 @@ def composed(maps: Affine, reverse: bool = False) -> Affine:
     return lax.scan(step, start, rest, reverse=reverse)[0]
 
 
-def prefix(own: Affine, state: Array, pieces: Pieces, reverse: bool = False) -> tuple[Array, Array]:
+def prefix(maps: Affine, state: Array, pieces: Pieces, reverse: bool = False) -> tuple[Array, Array]:
     """``(entering, last)``: the state that enters each of this rank's pieces, and the one that leaves the sequence, which is the
-    same on all ranks: each folds the maps of all pieces, in the order of the sequence. ``own``: those of this rank's pieces, in the
+    same on all ranks: each folds the maps of all pieces, in the order of the sequence. ``maps``: of this rank's pieces, in the
     dtype of the fold; ``state`` enters the sequence. ``reverse``: it enters at the end and goes back.
 
     Each rank sends its pieces' ``M`` and ``E``, once, to all others; after ``state`` is known."""
-    count = own.e.ndim - 2  # of the dimensions before those of a head's state
-    flat = [x.reshape(*x.shape[:count], -1) for x in own]
+    count = maps.e.ndim - 2  # of the dimensions before those of a head's state
+    flat = [x.reshape(*x.shape[:count], -1) for x in maps]
     packed = pieces.gather(jnp.concatenate(flat, axis=-1), after=state)
     m, e = jnp.split(packed, [flat[0].shape[-1]], axis=-1)
-    every = Affine(m.reshape(m.shape[:1] + own.m.shape[1:]), e.reshape(e.shape[:1] + own.e.shape[1:]))
+    every = Affine(m.reshape(m.shape[:1] + maps.m.shape[1:]), e.reshape(e.shape[:1] + maps.e.shape[1:]))
     entering, last = states(every, state, reverse)
     return entering[pieces.numbers], last

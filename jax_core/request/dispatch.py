@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig, checked_platform
+from jax_core.experimental import warn_experimental
 from jax_core.kernels import cudnn, cute, tpu, triton, xla
 from jax_core.kernels.contract import Kernel, Problem
 from jax_core.options import Options
@@ -17,20 +18,19 @@ from jax_core.strategies.decode import Decode
 from jax_core.strategies.empty import Empty
 from jax_core.strategies.fused_ring import FusedRing
 from jax_core.strategies.hierarchical import Hierarchical
-from jax_core.strategies.ring import Ring
+from jax_core.strategies.ring import RingStrategy
 from jax_core.strategies.ulysses import Ulysses
-from jax_core.tiers import say_experimental
 from jax_core.tune import lookup
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"cute": cute, "cuda": cudnn, "triton": triton, "pallas": tpu, "xla": xla})
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
-        "ring": Ring(),
+        "ring": RingStrategy(),
         "fused": FusedRing(),
         "all_gather": AllGather(),
-        "ulysses": Ulysses(Ring()),
-        "ulysses_ring": Ulysses(Ring(), 0),
-        "ring_ulysses": Ulysses(Ring(), 1),
+        "ulysses": Ulysses(RingStrategy()),
+        "ulysses_ring": Ulysses(RingStrategy(), 0),
+        "ring_ulysses": Ulysses(RingStrategy(), 1),
         "hierarchical": Hierarchical(),
         "decode": Decode(),
     }
@@ -74,8 +74,8 @@ def choose(options: Options, problem: Problem, axes: tuple[str, ...] = ()) -> Ch
 
 def _order(problem: Problem, axes: tuple[str, ...]) -> tuple[str, ...]:
     named = tuple(name for name, strategy in STRATEGIES.items() if axes and strategy.axes == axes)
-    near = tuple(name for name, strategy in STRATEGIES.items() if strategy.only_near(problem))
-    return *named, *preferred_strategies(problem, near)
+    windowed = tuple(name for name, strategy in STRATEGIES.items() if strategy.sends_halo_only(problem))
+    return *named, *preferred_strategies(problem, windowed)
 
 
 def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
@@ -85,8 +85,8 @@ def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem
     if reason is not None:
         raise NotImplementedError(f'strategy="{name}": {reason}; use strategy="auto"')
     if strategy.EXPERIMENTAL and problem.backend == "tpu":
-        say_experimental(f'strategy="{name}"', strategy.EXPERIMENTAL)
-    if strategy.OWN_PLATFORM is not None:
+        warn_experimental(f'strategy="{name}"', strategy.EXPERIMENTAL)
+    if strategy.FIXED_PLATFORM is not None:
         return Choice(strategy, None, *params)
     return _with_kernel(strategy, platform, params, given.autotune, problem)
 
@@ -108,7 +108,7 @@ def strategies_reasons(options: Options, problem: Problem) -> dict[str, str | No
     for name, strategy in STRATEGIES.items():
         params = _params(strategy, given, problem)
         reason = _strategy_reason(strategy, platform, params, problem)
-        if reason is None and strategy.OWN_PLATFORM is None:
+        if reason is None and strategy.FIXED_PLATFORM is None:
             of_kernels = _kernels_reasons(strategy, params, problem)
             asked = of_kernels if platform == "auto" else {platform: of_kernels[platform]}
             reason = None if None in asked.values() else _said(asked)
@@ -135,9 +135,9 @@ def _said(reasons: Mapping[str, str | None]) -> str:
 
 
 def _platform_reason(strategy: Strategy, platform: str) -> str | None:
-    if strategy.OWN_PLATFORM is None or platform in ("auto", strategy.OWN_PLATFORM):
+    if strategy.FIXED_PLATFORM is None or platform in ("auto", strategy.FIXED_PLATFORM):
         return None
-    return f'it has a kernel of its own, in {strategy.OWN_PLATFORM}, and runs no other; got platform="{platform}"'
+    return f'it has a kernel of its own, in {strategy.FIXED_PLATFORM}, and runs no other; got platform="{platform}"'
 
 
 def _with_kernel(
@@ -151,7 +151,7 @@ def _with_kernel(
         if reasons[name] is None:
             tried = getattr(KERNELS[name], "EXPERIMENTAL", "")
             if tried and problem.backend == "tpu":
-                say_experimental(f'platform="{name}"', tried)
+                warn_experimental(f'platform="{name}"', tried)
             return choice
     said = _said(reasons)
     raise NotImplementedError(f'{said}; use platform="auto"' if named else f"no platform can: {said}")
@@ -160,7 +160,7 @@ def _with_kernel(
 def _kernel_reason(choice: Choice, problem: Problem) -> str | None:
     """Why the kernel cannot compute the ``problem`` that the strategy has for it, or None."""
     assert choice.kernel is not None
-    reason = refusal(problem.features - choice.strategy.IN_PLACE_OF_A_KERNEL, choice.kernel.CAPABILITIES)
+    reason = refusal(problem.features - choice.strategy.DONE_BY_STRATEGY, choice.kernel.CAPABILITIES)
     return reason or choice.kernel.unsupported(problem, choice.fwd_params, choice.bwd_params)
 
 

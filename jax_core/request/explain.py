@@ -56,11 +56,11 @@ class Explanation:
             lines += [f"{name:9} {set_}"] if set_ else []
         lines += [f"other strategies: {_others(self.strategies)}", f"other kernels: {_others(self.kernels)}"]
         lines.append(f"sends     {_mib(self.forward.sent)} forward, {_mib(self.backward.sent)} backward, from this rank")
-        held = f"{_mib(self.forward.held)} forward, {_mib(self.backward.held)} backward"
-        return "\n".join([*lines, f"memory    about {held}, beside {_mib(self.given)} of q, k, v, output and LSE"])
+        memory = f"{_mib(self.forward.held)} forward, {_mib(self.backward.held)} backward"
+        return "\n".join([*lines, f"memory    about {memory}, beside {_mib(self.given)} of q, k, v, output and LSE"])
 
 
-def explained(options: Options, spec: RingSpec) -> Explanation:
+def explanation_of(options: Options, spec: RingSpec) -> Explanation:
     """What was decided for these options, in words and figures, and the others' answers."""
     problem, strategy, kernel = spec.problem, spec.strategy, spec.kernel
     params, (name, chosen) = (spec.fwd_config.params, spec.bwd_config.params), _names(strategy, kernel)
@@ -100,8 +100,8 @@ def _by(strategy: str, kernel: str | None) -> str:
 
 
 def _given(problem: Problem) -> int:
-    found = sizes(problem)
-    return found.queries + found.keys + found.out + found.rows
+    nbytes = sizes(problem)
+    return nbytes.queries + nbytes.keys + nbytes.out + nbytes.rows
 
 
 def _others(reasons: dict[str, str | None]) -> str:

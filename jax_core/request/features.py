@@ -73,8 +73,9 @@ def _arrays(scores: Scores, operands: Operands) -> set[str]:
     if not scores.dropout_prob:  # then nothing reads the seed, nor, without predicates, the origin
         there -= {"dropout_seed", "origin"} if not scores.predicates else {"dropout_seed"}
     wide = any(name in there and getattr(operands, name).dtype.itemsize == 8 for name in _IDS)
-    told = set() if operands.documents is None else set(_IDS if is_placed(operands.documents) else _IDS[:2])  # which say the same
-    return there | told | ({"wide_ids"} if wide else set())
+    # Documents say the same as ids.
+    document_ids = set() if operands.documents is None else set(_IDS if is_placed(operands.documents) else _IDS[:2])
+    return there | document_ids | ({"wide_ids"} if wide else set())
 
 
 def refusal(asked: frozenset[str], handled: frozenset[str]) -> str | None:

@@ -16,7 +16,7 @@ from jax_core.kernels.contract import Problem, Scores, config_of
 from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
-from jax_core.masks.static import Mask, both, check_reach, make_mask, moved
+from jax_core.masks.static import Mask, both, check_reach, make_mask, shifted
 from jax_core.operands import Operands, is_placed
 from jax_core.options import ALONE, Options, Placement
 from jax_core.request import hardware
@@ -56,7 +56,7 @@ def make_problem(options: Options, operands: Operands, place: Placement = ALONE)
     check_layout(options.layout, place.size)
     if options.cfg is not None and not isinstance(options.cfg, RingAttentionConfig):
         raise ValueError(f"cfg must be a jax_core.RingAttentionConfig or None, got {type(options.cfg).__name__}")
-    operands = both_sides(operands)
+    operands = broadcast_ids(operands)
     check_operands(operands, options.layout, place.size)
     mask, predicates, arrays = _masks(options, operands, place)
     scores = Scores(
@@ -97,7 +97,7 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
     )
 
 
-def both_sides(operands: Operands) -> Operands:
+def broadcast_ids(operands: Operands) -> Operands:
     """Ids given for one side serve the other too if queries and keys have equal length."""
     pairs = (("q_segment_ids", "kv_segment_ids"), ("q_position_ids", "kv_position_ids"))
     for q_name, k_name in pairs:
@@ -122,7 +122,7 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
     mask = make_mask(options.causal, options.sliding_window, options.chunk_size)
     if options.bottom_right:
         mask = _from_the_last_key(mask, options, operands, place)
-    made = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
+    functions = [] if options.mask_mod is None else [from_mask_mod(options.mask_mod, place.axes)]
     if options.mask_builder is not None:
         # A builder's mask goes by the index in the sequence.
         static = operands.q_position_ids is None and not is_placed(operands.documents)
@@ -131,11 +131,11 @@ def _masks(options: Options, operands: Operands, place: Placement) -> tuple[Mask
         if joined is None:
             joined, built = mask, _built(options.mask_builder, operands, place, static=False)
         mask = joined
-        made += [] if built.predicate is None else [(built.predicate, built.arrays)]
+        functions += [] if built.predicate is None else [(built.predicate, built.arrays)]
     if operands.q_position_ids is not None or is_placed(operands.documents):
         check_reach(options.sliding_window, options.chunk_size)
         mask = replace(mask, any_position=True)
-    return mask, options.predicates + tuple(predicate for predicate, _ in made), tuple(arrays for _, arrays in made)
+    return mask, options.predicates + tuple(predicate for predicate, _ in functions), tuple(arrays for _, arrays in functions)
 
 
 def _from_the_last_key(mask: Mask, options: Options, operands: Operands, place: Placement) -> Mask:
@@ -149,7 +149,7 @@ def _from_the_last_key(mask: Mask, options: Options, operands: Operands, place: 
             "bottom_right moves a causal mask and a sliding window; for chunk_size, mask_mod and alibi_slopes pass q_position_ids "
             f"(those of the layout plus {by}) and kv_position_ids instead"
         )
-    return moved(mask, by) if by else mask
+    return shifted(mask, by) if by else mask
 
 
 def _built(mask_builder: Callable, operands: Operands, place: Placement, static: bool) -> Built:

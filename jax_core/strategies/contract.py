@@ -16,7 +16,7 @@ from jax_core.operands import Operands
 from jax_core.strategies.transfers.traffic import Traffic
 
 LAYOUTS_AND_SINKS = frozenset("softmax_aux contiguous zigzag striped".split())
-AROUND_A_KERNEL = LAYOUTS_AND_SINKS | frozenset(
+KERNEL_FEATURES = LAYOUTS_AND_SINKS | frozenset(
     "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
     "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
     "lse_gradient second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()
@@ -56,12 +56,12 @@ class Strategy(ABC):
     """How to attend to a sharded sequence; equal objects do the same."""
 
     # The features (``request.features``) that it or its kernel handles. A request for any other is refused.
-    CAPABILITIES: ClassVar[frozenset[str]] = AROUND_A_KERNEL
+    CAPABILITIES: ClassVar[frozenset[str]] = KERNEL_FEATURES
     # Features done by the strategy, so the kernel need not support them.
-    IN_PLACE_OF_A_KERNEL: ClassVar[frozenset[str]] = LAYOUTS_AND_SINKS
+    DONE_BY_STRATEGY: ClassVar[frozenset[str]] = LAYOUTS_AND_SINKS
     # None for a strategy that runs the chosen kernel, else the platform of the strategy's own kernel.
-    OWN_PLATFORM: ClassVar[str | None] = None
-    # Of what has not met its hardware: what was checked, and what was not (``tiers``).
+    FIXED_PLATFORM: ClassVar[str | None] = None
+    # Of what has not met its hardware: what was checked, and what was not (``experimental``).
     EXPERIMENTAL: ClassVar[str] = ""
     # Are the queries the same on all ranks?
     SHARED_QUERIES: ClassVar[bool] = False
@@ -83,7 +83,7 @@ class Strategy(ABC):
         """What it asks of its kernel: the lengths, heads and features of the calls that it makes."""
         return problem
 
-    def only_near(self, problem: Problem) -> bool:
+    def sends_halo_only(self, problem: Problem) -> bool:
         """Whether only a halo is sent, because the mask is a short window."""
         return False
 

@@ -30,10 +30,10 @@ class Empty(Strategy):
         del spec
         (batch, length, heads, _), dtype = operands.query.shape, accumulation_dtype(operands.query.dtype)
         out = jnp.zeros((batch, length, heads, operands.value.shape[-1]), dtype)
-        found = Partial(out, jnp.full((batch, heads, length), -jnp.inf, dtype))
+        result = Partial(out, jnp.full((batch, heads, length), -jnp.inf, dtype))
         if operands.softmax_aux is not None:
-            found = join_sinks(found, sinks_per_head(operands.softmax_aux, heads))
-        return vary((found.out.astype(operands.query.dtype), found.lse), varying_axes(operands))
+            result = join_sinks(result, sinks_per_head(operands.softmax_aux, heads))
+        return vary((result.out.astype(operands.query.dtype), result.lse), varying_axes(operands))
 
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None

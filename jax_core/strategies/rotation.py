@@ -34,13 +34,13 @@ def run_steps(
     run_step: Callable[..., State],
     settle: Callable[[State], State],
     state: State,
-    plan: Sequence[Any],
+    schedule: Sequence[Any],
 ) -> State:
     """The state after all steps. Consecutive equal steps (all but the first and the last, if there are no gaps) are one loop: XLA
     then cannot run all rotations before the kernels, which would overlap nothing and hold every shard at once, and the program does
     not grow with the ring. ``run_step(state, step=)`` gives the next state; ``settle`` gives a state the form that it has at the
     end of the loop's body."""
-    for step, equal in groupby(plan):
+    for step, equal in groupby(schedule):
         unroll = 1 if spec.problem.backend == "cpu" else 2
         state = _repeat(partial(run_step, step=step), settle, state, len(list(equal)), unroll)
     return state

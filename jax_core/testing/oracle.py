@@ -82,8 +82,8 @@ def reference_attention(
     seen = seen & _visible_by_segment(q_segment_ids, kv_segment_ids, sizes)
     seen = seen & _visible_by_mask(mask, mask_mod, mask_builder, q_pos, k_pos, sizes)
     keep = _keep(dropout_prob, dropout_seed, sizes)
-    found = _softmax_average(logits, seen, _sinks(softmax_aux, sizes.heads, number), keep, value)
-    return _without_cotangents_of_padding(found, q_segment_ids, kv_segment_ids, sizes)
+    result = _softmax_average(logits, seen, _sinks(softmax_aux, sizes.heads, number), keep, value)
+    return _without_cotangents_of_padding(result, q_segment_ids, kv_segment_ids, sizes)
 
 
 def reference_gradients(
@@ -113,14 +113,14 @@ def _positions(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes) -> tu
     """[B, T] and [B, S]: the ids if given, otherwise 0, 1, 2, ..."""
     if q_ids is None and kv_ids is None:
         q_ids, kv_ids = jnp.arange(sizes.queries), jnp.arange(sizes.keys)
-    q_ids, kv_ids = _both_sides(q_ids, kv_ids, sizes, "position")
+    q_ids, kv_ids = _broadcast_ids(q_ids, kv_ids, sizes, "position")
     return (
         jnp.broadcast_to(jnp.asarray(q_ids, int), (sizes.batch, sizes.queries)),  # int64 with x64: distances take 33 bits
         jnp.broadcast_to(jnp.asarray(kv_ids, int), (sizes.batch, sizes.keys)),
     )
 
 
-def _both_sides(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes, name: str) -> tuple[_Array, _Array]:
+def _broadcast_ids(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes, name: str) -> tuple[_Array, _Array]:
     if (q_ids is None or kv_ids is None) and sizes.queries != sizes.keys:
         raise ValueError(
             f"{name} ids of one side serve both only when the lengths are equal; got {sizes.queries} queries and {sizes.keys} keys"
@@ -134,12 +134,12 @@ def _logits(query: jax.Array, key: jax.Array, scale: float | None, cap: float | 
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _without_cotangents_of_padding(found: ReferenceOutput, q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes):
+def _without_cotangents_of_padding(result: ReferenceOutput, q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes):
     if q_ids is None and kv_ids is None:
-        return found
-    real = jnp.broadcast_to(jnp.asarray(_both_sides(q_ids, kv_ids, sizes, "segment")[0]), (sizes.batch, sizes.queries)) >= 0
-    lse = jnp.where(real[:, None], found.lse, jax.lax.stop_gradient(found.lse))
-    return ReferenceOutput(jnp.where(real[..., None, None], found.out, jax.lax.stop_gradient(found.out)), lse)
+        return result
+    real = jnp.broadcast_to(jnp.asarray(_broadcast_ids(q_ids, kv_ids, sizes, "segment")[0]), (sizes.batch, sizes.queries)) >= 0
+    lse = jnp.where(real[:, None], result.lse, jax.lax.stop_gradient(result.lse))
+    return ReferenceOutput(jnp.where(real[..., None, None], result.out, jax.lax.stop_gradient(result.out)), lse)
 
 
 def _visible_by_position(
@@ -165,7 +165,7 @@ def _visible_by_segment(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Siz
     """[B, 1, T, S]: ids equal, and neither negative."""
     if q_ids is None and kv_ids is None:
         return jnp.ones((1, 1, 1, 1), bool)
-    q_ids, kv_ids = (jnp.asarray(ids) for ids in _both_sides(q_ids, kv_ids, sizes, "segment"))
+    q_ids, kv_ids = (jnp.asarray(ids) for ids in _broadcast_ids(q_ids, kv_ids, sizes, "segment"))
     same = q_ids[:, :, None] == kv_ids[:, None, :]
     return (same & (q_ids >= 0)[:, :, None] & (kv_ids >= 0)[:, None, :])[:, None]
 

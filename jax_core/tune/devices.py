@@ -29,13 +29,13 @@ def file_name(device: str) -> str:
 @cache
 def versions() -> dict[str, str]:
     """Those of the packages that are installed, and of NVIDIA's driver."""
-    found = {}
+    installed = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {**found, **_driver()}
+    return {**installed, **_driver()}
 
 
 def _driver() -> dict[str, str]:

@@ -55,10 +55,10 @@ def completed(name: str, kernel: Kernel, problem: Problem, given: Params, autotu
 
 
 def _decide(name: str, kernel: Kernel, problem: Problem, key: str, device: str, autotune: bool) -> dict[str, dict[str, int | None]]:
-    found = {way: origin.found.params for way, origin in origins(key, device).items()}
-    if autotune and len(found) < len(PASSES):
-        found = _searched(name, kernel, problem, key, device) | found
-    return {way: vars(params) for way, params in found.items()}
+    params_of = {way: origin.found.params for way, origin in origins(key, device).items()}
+    if autotune and len(params_of) < len(PASSES):
+        params_of = _searched(name, kernel, problem, key, device) | params_of
+    return {way: vars(params) for way, params in params_of.items()}
 
 
 def origins(key: str, device: str) -> dict[str, Origin]:
@@ -94,12 +94,12 @@ def _read_once(path: Path, device: str) -> Table:
     return store.read(path, device)
 
 
-def remember(device: str, found: Table) -> None:
+def remember(device: str, results: Table) -> None:
     """Keeps what a search has found in the user's cache; for this process also where there is none."""
     path = user_file(device)
-    if path is not None and store.merge(path, device, found):
+    if path is not None and store.merge(path, device, results):
         _read_once.cache_clear()
-    _searched_here().update(found)
+    _searched_here().update(results)
 
 
 @cache

@@ -31,15 +31,15 @@ class Reference(NamedTuple):
 def make_reference(problem: Problem, inputs: Inputs) -> Callable[[], Reference]:
     """Compiled; calling it computes."""
     wide = "float64" if problem.dtype == "float64" else "float32"
-    own = replace(problem, dtype=wide)
-    configs = xla.default_params(own)
+    exact_problem = replace(problem, dtype=wide)
+    configs = xla.default_params(exact_problem)
 
     def compute(inputs: Inputs) -> Reference:
         exact = inputs.astype(wide)
-        forward = _forward(xla, own, configs[0], exact, None)
+        forward = _forward(xla, exact_problem, configs[0], exact, None)
         residuals = _residuals(forward, exact)
         rounded = _residuals({**forward, "out": forward["out"].astype(problem.dtype)}, inputs)
-        backward = _backward(xla, own, configs[1], exact, residuals)
+        backward = _backward(xla, exact_problem, configs[1], exact, residuals)
         return Reference({"forward": forward, "backward": backward}, rounded)
 
     # Trying out matrix products takes longer than computing once.

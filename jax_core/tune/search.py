@@ -103,8 +103,8 @@ def _search_pass(way: str, kernel: Kernel, problem: Problem, inputs: Inputs, ref
             dropped.append(f"{in_words(params)}: {reason}")
     tried = len(right) + len(dropped)
     complete = tried == len(listed)
-    found = _fastest(right, heuristic, problem, limits, calls, complete) if right and (complete or tried > 1) else None
-    return Result(found, heuristic, tried, len(listed), tuple(dropped))
+    fastest = _fastest(right, heuristic, problem, limits, calls, complete) if right and (complete or tried > 1) else None
+    return Result(fastest, heuristic, tried, len(listed), tuple(dropped))
 
 
 def _in_time(listed: Iterable[FwdParams], limits: Limits) -> Iterable[FwdParams]:
@@ -122,13 +122,13 @@ def _fastest(
     with limits.turn():
         once = timing.take_turns(programs, 1, 0.0)
         finalists = sorted(programs, key=lambda params: once[params])[:FINALISTS]
-        kept = {params: programs[params] for params in dict.fromkeys((heuristic, *finalists)) if params in programs}
-        times = timing.take_turns(kept, limits.rounds, rest)
-    best, own = min(times, key=lambda params: times[params]), times.get(heuristic)
-    if own is not None and times[best] > (1 - NOISE) * own:
+        timed = {params: programs[params] for params in dict.fromkeys((heuristic, *finalists)) if params in programs}
+        times = timing.take_turns(timed, limits.rounds, rest)
+    best, heuristic_time = min(times, key=lambda params: times[params]), times.get(heuristic)
+    if heuristic_time is not None and times[best] > (1 - NOISE) * heuristic_time:
         best = heuristic
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Found(best, times[best] / calls, None if own is None else own / calls, complete, today, versions())
+    return Found(best, times[best] / calls, None if heuristic_time is None else heuristic_time / calls, complete, today, versions())
 
 
 def wrong(results: Results, reference: Results, dtype: str) -> str | None:

@@ -26,18 +26,18 @@ def read(path: Path, device: str) -> Table:
     return {}
 
 
-def merge(path: Path, device: str, found: Table) -> bool:
-    """Adds ``found`` to the file, with what others add meanwhile. Returns whether that was possible; a warning says why not."""
+def merge(path: Path, device: str, entries: Table) -> bool:
+    """Adds ``entries`` to the file, with what others add meanwhile. Returns whether that was possible; a warning says why not."""
     try:
         make_folder(path.parent)
         with _locked(path):
-            return _replace(path, device, found)
+            return _replace(path, device, entries)
     except OSError as error:
         _warn(f"what was found cannot be kept in {path} ({error}); set RING_ATTN_CACHE to a folder that can be written")
         return False
 
 
-def _replace(path: Path, device: str, found: Table) -> bool:
+def _replace(path: Path, device: str, entries: Table) -> bool:
     try:
         before = from_json(_read_text(path), device) if path.exists() else {}
     except NewerSchemaError as error:
@@ -46,7 +46,7 @@ def _replace(path: Path, device: str, found: Table) -> bool:
     except ValueError as error:
         _move_aside(path, error)
         before = {}
-    write_whole(path, to_json(joined(before, found), device).encode())
+    write_whole(path, to_json(joined(before, entries), device).encode())
     return True
 
 

@@ -38,9 +38,9 @@ class NewerSchemaError(ValueError):
     """A later release wrote the file: it is not for this one, and it is not broken."""
 
 
-def joined(table: Table, found: Table) -> Table:
-    """Both, with ``found`` in place of what has the same key and pass."""
-    return {key: {**table.get(key, {}), **found.get(key, {})} for key in sorted({*table, *found})}
+def joined(table: Table, added: Table) -> Table:
+    """Both, with ``added`` in place of what has the same key and pass."""
+    return {key: {**table.get(key, {}), **added.get(key, {})} for key in sorted({*table, *added})}
 
 
 def to_json(table: Table, device: str) -> str:
@@ -48,9 +48,9 @@ def to_json(table: Table, device: str) -> str:
     return json.dumps({"schema": SCHEMA, "device": device, "configurations": entries}, indent=1) + "\n"
 
 
-def _plain(found: Found) -> dict[str, Any]:
-    params = {name: value for name, value in vars(found.params).items() if value is not None}
-    return {**asdict(found), "params": params, "versions": dict(found.versions)}
+def _plain(entry: Found) -> dict[str, Any]:
+    params = {name: value for name, value in vars(entry.params).items() if value is not None}
+    return {**asdict(entry), "params": params, "versions": dict(entry.versions)}
 
 
 def from_json(text: str, device: str) -> Table:

@@ -32,8 +32,8 @@ def from_process(module: str, limit: float, environment: Mapping[str, str]) -> t
         os.killpg(process.pid, signal.SIGKILL)  # with what it has started: compilers hold its pipes open
         out, _ = process.communicate()
         became = f"timed out after {limit:g} s"
-    told = list(_told(out))
-    return [each for each in told if each is not None], None if None in told else became
+    lines = list(_told(out))
+    return [each for each in lines if each is not None], None if None in lines else became
 
 
 def _told(out: str) -> Iterator[dict[str, Any] | None]:

@@ -22,14 +22,14 @@ def run(options: argparse.Namespace) -> int:
     check that ends the process hides none of those before it."""
     printing = os.environ.get("RANK", "0") == "0"
     terminal = Console(width=None if sys.stdout.isatty() else 160)
-    found = []
+    findings = []
     for finding in _looked(_checks(options.limit), terminal, quiet=options.json or not printing):
-        found.append(finding)
+        findings.append(finding)
         if printing and not options.json:
             terminal.print(_row(finding))
-    wrong = [finding.check for finding in found if finding.verdict == "wrong"]
+    wrong = [finding.check for finding in findings if finding.verdict == "wrong"]
     if printing and options.json:
-        print(json.dumps({"ok": not wrong, "findings": [finding._asdict() for finding in found]}, indent=1))
+        print(json.dumps({"ok": not wrong, "findings": [finding._asdict() for finding in findings]}, indent=1))
     elif printing:
         terminal.print(f"[bold red]wrong: {', '.join(wrong)}[/]" if wrong else "[green]nothing is wrong[/]")
     sys.stdout.flush()

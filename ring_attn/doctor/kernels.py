@@ -27,8 +27,8 @@ def check(devices: int, limit: float = LIMIT) -> Iterator[Finding]:
     for index in range(devices) if devices else (None,):
         environment = {} if index is None else {"CUDA_VISIBLE_DEVICES": str(index)}
         where = "CPU" if index is None else f"GPU {index}"
-        found, became = from_process("ring_attn.doctor.kernels", limit, environment)
-        yield from (Finding(f"{each['kernel']}, {where}", each["verdict"], each["text"]) for each in found)
+        reports, became = from_process("ring_attn.doctor.kernels", limit, environment)
+        yield from (Finding(f"{each['kernel']}, {where}", each["verdict"], each["text"]) for each in reports)
         if became is not None:
             yield Finding(f"kernels, {where}", "wrong", became)
 
@@ -56,22 +56,22 @@ def _tried() -> Iterator[dict[str, Any]]:
             return ring_attn.ring_attention(q, k, v, causal=True, mesh="local", platform=name)
 
         try:
-            own = error(results(ours, *given), exact)
+            our_error = error(results(ours, *given), exact)
             ms = _milliseconds(lambda ours=ours: results(ours, *given))  # type: ignore[misc]
         except Exception as failure:
             yield {"kernel": str(name), "verdict": "wrong", "text": f"{type(failure).__name__}: {failure}"}
             continue
-        text = f"{figures(own, usual)}; {ms:.2f} ms, SDPA {usual_ms:.2f} (forward and backward)"
-        yield {"kernel": str(name), "verdict": verdict(own, usual), "text": text}
+        text = f"{figures(our_error, usual)}; {ms:.2f} ms, SDPA {usual_ms:.2f} (forward and backward)"
+        yield {"kernel": str(name), "verdict": verdict(our_error, usual), "text": text}
 
 
-def figures(own: float, usual: float) -> str:
-    return f"error {own:.1e} of the largest, torch's SDPA {usual:.1e}"
+def figures(ours: float, usual: float) -> str:
+    return f"error {ours:.1e} of the largest, torch's SDPA {usual:.1e}"
 
 
-def verdict(own: float, usual: float) -> Verdict:
+def verdict(ours: float, usual: float) -> Verdict:
     """``usual``: the error of torch's own attention in the same dtype."""
-    return "right" if own <= 2 * usual + ROUNDING else "wrong"
+    return "right" if ours <= 2 * usual + ROUNDING else "wrong"
 
 
 def inputs() -> list[Tensor]:
@@ -104,14 +104,14 @@ def results(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cota
     return [out.detach(), *torch.autograd.grad(out, operands, cotangent)]
 
 
-def error(found: list[Tensor], exact: list[Tensor]) -> float:
+def error(results: list[Tensor], exact: list[Tensor]) -> float:
     """The largest difference of a position's vector ``[heads, dim]``, relative to the largest such vector of each result. (Of
     single numbers it is twice SDPA's where gradients are rounded on each rank before they are summed.)"""
 
     def largest(x: Tensor) -> Tensor:
         return x.flatten(2).norm(dim=2).max()
 
-    return max(float(largest(a.double().cpu() - b) / largest(b)) for a, b in zip(found, exact, strict=True))
+    return max(float(largest(a.double().cpu() - b) / largest(b)) for a, b in zip(results, exact, strict=True))
 
 
 def _milliseconds(run: Callable[[], Any]) -> float:

@@ -26,25 +26,25 @@ _SETTINGS = ("RING_ATTN_", "NCCL_", "XLA_", "JAX_")
 def check(limit: float = LIMIT) -> Iterator[Finding]:
     """On all ranks alike. ``limit``: for each finding, in seconds. A collective that does not come to its end is left behind, and
     said. The next finding is looked for once the caller asks for it, having printed the last: a crash takes nothing with it."""
-    found: Queue[Finding | None] = Queue()
-    threading.Thread(target=_look, args=(found,), daemon=True).start()
+    findings: Queue[Finding | None] = Queue()
+    threading.Thread(target=_look, args=(findings,), daemon=True).start()
     while True:
         try:
-            finding = found.get(timeout=limit)
+            finding = findings.get(timeout=limit)
         except Empty:
             yield Finding("ranks", "wrong", f"timed out after {limit:g} s: a rank has not come, or cannot be reached")
             return
         if finding is None:
             return
         yield finding
-        found.task_done()
+        findings.task_done()
 
 
-def _look(found: "Queue[Finding | None]") -> None:
+def _look(findings: "Queue[Finding | None]") -> None:
     for finding in _findings():
-        found.put(finding)
-        found.join()
-    found.put(None)
+        findings.put(finding)
+        findings.join()
+    findings.put(None)
 
 
 def _findings() -> Iterator[Finding]:
@@ -66,14 +66,14 @@ def _device() -> str:
 
 def _agreement() -> Finding:
     settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
-    own = {**installed(), **settings, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"}
+    local = {**installed(), **settings, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"}
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    dist.all_gather_object(every, local)
     names = sorted({name for one in every for name in one})
     other = [name for name in names if len({one.get(name) for one in every}) > 1]
     if other:
-        told = "; ".join(f"{name}: {', '.join(str(one.get(name)) for one in every)}" for name in other)
-        return Finding("ranks", "wrong", f"{len(every)} ranks differ in {told}; give all the same")
+        differences = "; ".join(f"{name}: {', '.join(str(one.get(name)) for one in every)}" for name in other)
+        return Finding("ranks", "wrong", f"{len(every)} ranks differ in {differences}; give all the same")
     return Finding("ranks", "right", f"{len(every)} ranks with the same versions, devices and settings")
 
 
@@ -98,11 +98,11 @@ def _ring() -> Iterator[Finding]:
                 yield Finding(check, "note", f"cannot run this: {refusal}")
                 continue
             try:
-                own = _tried(ring, {option: name}, shards, exact)
+                our_error = _tried(ring, {option: name}, shards, exact)
             except Exception as failure:
                 yield Finding(check, "wrong", f"{type(failure).__name__}: {failure}")
                 continue
-            yield Finding(check, verdict(own, usual), f"{figures(own, usual)} on one")
+            yield Finding(check, verdict(our_error, usual), f"{figures(our_error, usual)} on one")
 
 
 def _tried(ring: Any, options: dict[str, Any], shards: list[Tensor], exact: list[Tensor]) -> float:

@@ -17,13 +17,13 @@ PACKAGES = (
 
 def installed() -> dict[str, str]:
     """The versions of those packages that are there."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def check() -> Iterator[Finding]:

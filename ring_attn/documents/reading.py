@@ -41,20 +41,20 @@ def read_documents(batch: Mapping[str, Any], shape: torch.Size, device: torch.de
 
     Raises ValueError where they disagree, where position ids alone leave it open, and for other shapes.
     """
-    told = {name: numbers.to(device) for name, numbers in _told(batch, shape)}
+    sources = {name: numbers.to(device) for name, numbers in _told(batch, shape)}
     real = torch.ones(shape, dtype=torch.bool, device=device)
-    for numbers in told.values():
+    for numbers in sources.values():
         real &= numbers >= 0
-    mask = told.get("attention_mask")
+    mask = sources.get("attention_mask")
     if mask is not None and not bool((mask > 0).any()):
-        del told["attention_mask"]  # padding alone
-    told = {name: numbers.masked_fill(~real, -1) for name, numbers in told.items()}
-    names = list(told)
+        del sources["attention_mask"]  # padding alone
+    sources = {name: numbers.masked_fill(~real, -1) for name, numbers in sources.items()}
+    names = list(sources)
     for name in names[1:]:
-        _check_agreed(names[0], begins_of(told[names[0]]), name, begins_of(told[name]))
+        _check_agreed(names[0], begins_of(sources[names[0]]), name, begins_of(sources[name]))
     positions, jumps = _positions(batch.get("position_ids"), real, axes)
     if names:
-        reading = Reading(told[names[0]], names[0])
+        reading = Reading(sources[names[0]], names[0])
         if jumps is not None:
             _check_restarts(reading, jumps)
     elif jumps is not None and positions is not None:

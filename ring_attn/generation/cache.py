@@ -151,43 +151,43 @@ class KVCache:
         if layer not in self.layers and self.lengths is not None and not self.longest and k is not None and v is not None:
             nothing = self.lengths.new_zeros(k.shape[0], 0)
             self.keep(layer, k[:, :0], v[:, :0], nothing, nothing, reach_of(options, self.max_length))
-        found = self._layer(layer, options)
-        positions, segments = self._of_new(found, q, segment_ids)
+        cached = self._layer(layer, options)
+        positions, segments = self._of_new(cached, q, segment_ids)
         if k is not None and v is not None:
             new = CacheSlots(k, v, positions, segments)
-            check_appended(layer, found, new, self.longest, self.max_length)
-            self._append(found, new)
-        elif not found.written:
+            check_appended(layer, cached, new, self.longest, self.max_length)
+            self._append(cached, new)
+        elif not cached.written:
             raise ValueError(f"layer {layer} was filled by self-attention, which needs k and v of the new tokens; got none")
-        held = found.held
-        options |= dict(q_segment_ids=segments, kv_segment_ids=held.segments)
+        slots = cached.held
+        options |= dict(q_segment_ids=segments, kv_segment_ids=slots.segments)
         # One new token sees all the others, wherever they are.
-        if not found.written and (q.shape[1] > 1 or any(options.get(name) is not None for name in _BY_POSITION)):
-            options |= dict(causal=True, q_position_ids=positions, kv_position_ids=held.positions)
+        if not cached.written and (q.shape[1] > 1 or any(options.get(name) is not None for name in _BY_POSITION)):
+            options |= dict(causal=True, q_position_ids=positions, kv_position_ids=slots.positions)
         options |= dict(mesh=self.ring.mesh, mesh_dim=self.ring.mesh_dim, strategy="decode")
-        return ring_attention(q, held.key, held.value, **options)
+        return ring_attention(q, slots.key, slots.value, **options)
 
     def write(self, layer: int, k: Tensor, v: Tensor, segment_ids: Tensor | None = None) -> None:
         """Keeps keys and values for cross attention: this rank's shard of them, ``[batch, shard length, kv_heads, dim]``, in any
         order, of one shape on all ranks. ``segment_ids [batch, shard length]``: negative on padding, which is not seen, else 0."""
         check_operands(k, v)
         zeros = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
-        held = CacheSlots(k, v, zeros, zeros if segment_ids is None else segment_ids.to(torch.int32))
-        self.layers[layer] = written_layer(held, self.ring.rank, self.ring.size)
+        slots = CacheSlots(k, v, zeros, zeros if segment_ids is None else segment_ids.to(torch.int32))
+        self.layers[layer] = written_layer(slots, self.ring.rank, self.ring.size)
 
     def keep(self, layer: int, k: Tensor, v: Tensor, positions: Tensor, segments: Tensor, reach: int | None = None) -> None:
         """Fills a layer with this rank's tokens before the appended ones, in any order: ``k``, ``v [batch, tokens, kv_heads,
         dim]``, integers ``positions``, ``segments [batch, tokens]`` (-1: padding). :meth:`attend` does so on the prompts.
 
         ``reach``: how far back a query looks. Only that much is then kept, spread evenly over the ranks: a ring call."""
-        held = CacheSlots(k, v, positions.to(torch.int32), segments.to(torch.int32))
+        slots = CacheSlots(k, v, positions.to(torch.int32), segments.to(torch.int32))
         rank, size = self.ring.rank, self.ring.size
         if reach is None:
-            self.layers[layer] = whole_layer(held, rank, size, self.max_length - self.longest)
+            self.layers[layer] = whole_layer(slots, rank, size, self.max_length - self.longest)
         else:
             assert self.lengths is not None
             add_up = self._add_up(layer, k.device)
-            self.layers[layer] = window_layer(held, rank, size, reach, self.at_once, self.lengths, add_up)
+            self.layers[layer] = window_layer(slots, rank, size, reach, self.at_once, self.lengths, add_up)
         twins = (other for other in self.layers.values() if other.source is segments and other.reach == reach)
         if (twin := next(twins, None)) is not None:
             self.layers[layer].share_ids(twin)
@@ -225,11 +225,11 @@ class KVCache:
         if q.shape[:2] != positions.shape:
             raise ValueError(f"on the prompts q must be this rank's shard {list(positions.shape)}, got {list(q.shape[:2])}")
         if k is None or v is None:
-            held = self._layer(layer, {}).held
+            slots = self._layer(layer, {}).held
             # No mask goes by these positions, but with them the keys need not lie in the ring's layout.
-            options |= dict(q_position_ids=positions, kv_position_ids=held.positions)
-            options |= dict(q_segment_ids=segments.clamp_max(0), kv_segment_ids=held.segments)
-            return self.ring.attention(q, held.key, held.value, **options)
+            options |= dict(q_position_ids=positions, kv_position_ids=slots.positions)
+            options |= dict(q_segment_ids=segments.clamp_max(0), kv_segment_ids=slots.segments)
+            return self.ring.attention(q, slots.key, slots.value, **options)
         if layer in self.layers:
             raise ValueError(f"layer {layer} has had the prompt: the model runs on it once")
         self.keep(layer, k, v, positions, segments, reach_of(options, self.max_length))
@@ -238,18 +238,18 @@ class KVCache:
         return self.ring.attention(q, k, v, causal=True, **options)
 
     def _layer(self, number: int, options: dict[str, Any]) -> Layer:
-        found = self.layers.get(number)
-        if found is None:
+        layer = self.layers.get(number)
+        if layer is None:
             raise ValueError(
                 f"layer {number} holds no keys (those that do: {sorted(self.layers)}): run the model within `with "
                 "cache.prompt(tokens)` first, or give it the keys of cross attention with cache.write"
             )
         reach = reach_of(options, self.max_length)
-        if found.reach is not None and (reach is None or reach > found.reach):
+        if layer.reach is not None and (reach is None or reach > layer.reach):
             raise ValueError(
-                f"layer {number} keeps {found.reach} tokens before a query, but this call looks {reach} back (None: all)"
+                f"layer {number} keeps {layer.reach} tokens before a query, but this call looks {reach} back (None: all)"
             )
-        return found
+        return layer
 
     def _of_new(self, layer: Layer, q: Tensor, segment_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         shape = q.shape[:2]
@@ -273,9 +273,9 @@ class KVCache:
         if self._new is None or new.segments is not self._new.segments:  # segments of the caller's
             layer.own_ids()
             return layer.append(new)
-        kept, place = self._new.kept, layer.held.segments.data_ptr()
-        layer.append(new, ids=place not in kept)
-        return kept.add(place)
+        appended, place = self._new.kept, layer.held.segments.data_ptr()
+        layer.append(new, ids=place not in appended)
+        return appended.add(place)
 
     def _positions(self, appended: int, tokens: int) -> Tensor:
         if self.lengths is None:

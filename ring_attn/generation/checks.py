@@ -35,9 +35,9 @@ def check_operands(*operands: Tensor | None) -> None:
 def check_appended(number: int, layer: Layer, new: CacheSlots, longest: int, max_length: int) -> None:
     if layer.written:
         raise ValueError(f"the keys of layer {number} were written once, for cross attention: call attend without k and v")
-    came, held = ([(x.shape[0], *x.shape[2:], x.dtype) for x in tensors[:2]] for tensors in (new, layer.held))
-    if came != held:
-        raise ValueError(f"layer {number} holds keys and values of (batch, heads, dim, dtype) {held}, but new ones of {came} came")
+    now, old = ([(x.shape[0], *x.shape[2:], x.dtype) for x in tensors[:2]] for tensors in (new, layer.held))
+    if now != old:
+        raise ValueError(f"layer {number} holds keys and values of (batch, heads, dim, dtype) {old}, but new ones of {now} came")
     if longest + layer.appended + new.slots > max_length:
         raise ValueError(
             f"the cache has room for {max_length} tokens of an entry; after a prompt of {longest} and {layer.appended} new tokens "

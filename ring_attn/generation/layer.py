@@ -39,11 +39,11 @@ class CacheSlots(NamedTuple):
     def padded(self, slots: int) -> "CacheSlots":
         """With empty slots at the end, whose keys and values are 0: nothing sees them, but a product of a weight of 0 and NaN is
         NaN."""
-        made = [x.new_zeros(x.shape[0], slots, *x.shape[2:]) for x in self[:3]]
-        made.append(self.segments.new_full((self.segments.shape[0], slots), EMPTY))
-        for whole, part in zip(made, self, strict=True):
+        larger = [x.new_zeros(x.shape[0], slots, *x.shape[2:]) for x in self[:3]]
+        larger.append(self.segments.new_full((self.segments.shape[0], slots), EMPTY))
+        for whole, part in zip(larger, self, strict=True):
             whole[:, : part.shape[1]] = part
-        return CacheSlots(*made)
+        return CacheSlots(*larger)
 
 
 @dataclass
@@ -105,29 +105,29 @@ class Layer:
         return replace(self, held=self.held.padded(_rounded(self.first + -(-(self.appended + room) // self.size))), source=None)
 
 
-def whole_layer(held: CacheSlots, rank: int, size: int, room: int) -> Layer:
+def whole_layer(slots: CacheSlots, rank: int, size: int, room: int) -> Layer:
     """A layer that keeps everything: what a rank holds stays where it is."""
-    return Layer(held.padded(_rounded(held.slots + -(-room // size))), rank, size, held.slots)
+    return Layer(slots.padded(_rounded(slots.slots + -(-room // size))), rank, size, slots.slots)
 
 
-def written_layer(held: CacheSlots, rank: int, size: int) -> Layer:
-    return Layer(held.padded(_rounded(held.slots)), rank, size, held.slots, written=True)
+def written_layer(slots: CacheSlots, rank: int, size: int) -> Layer:
+    return Layer(slots.padded(_rounded(slots.slots)), rank, size, slots.slots, written=True)
 
 
-def window_layer(held: CacheSlots, rank: int, size: int, reach: int, at_once: int, lengths: Tensor, add_up: Sum) -> Layer:
+def window_layer(prompt: CacheSlots, rank: int, size: int, reach: int, at_once: int, lengths: Tensor, add_up: Sum) -> Layer:
     """A layer that keeps what a future query can see, spread evenly over the ranks: of entry ``b`` the positions from
     ``lengths[b] - reach``. ``add_up``: the sum of a tensor over the ranks."""
     first, slots = -(-reach // size), -(-(reach + at_once) // size)
-    kept = _last(held, first * size, lengths, add_up)
-    own = CacheSlots(*(x[:, rank::size] for x in kept))
-    return Layer(own.padded(max(first, slots)), rank, size, first, reach)
+    last = _last(prompt, first * size, lengths, add_up)
+    shard = CacheSlots(*(x[:, rank::size] for x in last))
+    return Layer(shard.padded(max(first, slots)), rank, size, first, reach)
 
 
-def _last(held: CacheSlots, count: int, lengths: Tensor, add_up: Sum) -> CacheSlots:
+def _last(prompt: CacheSlots, count: int, lengths: Tensor, add_up: Sum) -> CacheSlots:
     """The last ``count`` tokens of each entry, of all ranks, in order; empty slots where an entry is shorter."""
     begin = (lengths - count)[:, None]
-    place = held.positions - begin
-    place = torch.where((held.segments >= 0) & (place >= 0) & (place < count), place, count).long()
+    place = prompt.positions - begin
+    place = torch.where((prompt.segments >= 0) & (place >= 0) & (place < count), place, count).long()
     rows = torch.arange(place.shape[0], device=place.device)[:, None]
 
     def gathered(x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _last(held: CacheSlots, count: int, lengths: Tensor, add_up: Sum) -> CacheSl
         target[rows, place] = x
         return add_up(target[:, :count])
 
-    key, value, segments = map(gathered, (held.key, held.value, held.segments - EMPTY))
+    key, value, segments = map(gathered, (prompt.key, prompt.value, prompt.segments - EMPTY))
     positions = (begin + torch.arange(count, device=begin.device)).to(torch.int32)
     return CacheSlots(key, value, positions, segments + EMPTY)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
 from ring_attn.sharding.reduction import agree, recorded
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import watch
 
 Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]
@@ -60,7 +60,7 @@ def decode(
     """The part of :func:`generate` after the prompts: ``token [batch]``, the same on every rank, is the next one to go through the
     model, as where a cache was loaded or forked. Returns the tokens after it."""
     ring, generator = cache.ring.processes, sampler.generator(token.device)
-    ended, found = torch.zeros_like(token, dtype=torch.bool), []
+    ended, tokens = torch.zeros_like(token, dtype=torch.bool), []
     for _ in range(max_new_tokens):
         logits = model(token[:, None], cache.positions(), cache)
         if logits is None or logits.shape[:2] != (len(token), 1):
@@ -70,13 +70,13 @@ def decode(
         if stop is not None:
             token = token.masked_fill(ended, stop)
             ended |= token == stop
-        found.append(token)
+        tokens.append(token)
         if stop is not None and bool(ended.all()):
             break
-    return torch.stack(found, 1) if found else token.new_zeros(len(token), 0)
+    return torch.stack(tokens, 1) if tokens else token.new_zeros(len(token), 0)
 
 
-def _check(ring: Ring, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:
+def _check(ring: ProcessRing, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:
     if prompts.dim() != 2 or not prompts.numel() or int(lengths.min()) < 1 or max_new_tokens < 0:
         raise ValueError(
             f"prompts must be [batch, seq] with a token each, and max_new_tokens not negative; got {list(prompts.shape)} with "
@@ -88,7 +88,7 @@ def _check(ring: Ring, prompts: Tensor, lengths: Tensor, max_new_tokens: int) ->
         agree(ring, prompts.device, f"generate from prompts (hash, shape, lengths, new tokens) {same}", must)
 
 
-def _of_rank_0(ring: Ring, tokens: Tensor) -> Tensor:
+def _of_rank_0(ring: ProcessRing, tokens: Tensor) -> Tensor:
     if ring.size == 1:
         return tokens
     with watch(ring, "tokens", str(list(tokens.shape))) as watched:

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.functional import ring_attention
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import gather_from_ring
-from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
 
 
 def _backend_name() -> AttentionBackendName:
@@ -60,7 +59,7 @@ def enable_ring_attention(
     Raises ValueError for another layout, and for a model without a plan or attention; RuntimeError if it is parallel already;
     NotImplementedError if an attention's processor does not pass its calls on to the table of backends.
     """
-    place = one_ring(ring, mesh, mesh_dim)
+    place = as_ring(ring, mesh, mesh_dim)
     if place.layout != "contiguous":
         raise ValueError(
             f"diffusers' plans split contiguously, got layout={place.layout!r}; nothing is causal, so the work is even"
@@ -95,16 +94,16 @@ def use_ring_attention(model: ModelMixin) -> None:
 def _processors(model: nn.Module) -> list[Any]:
     """The processors of all attention modules, which hold their backend."""
     kinds = (Attention, MochiAttention, AttentionModuleMixin)
-    found = {name: module.processor for name, module in model.named_modules() if isinstance(module, kinds)}
-    for name, processor in found.items():
+    processors = {name: module.processor for name, module in model.named_modules() if isinstance(module, kinds)}
+    for name, processor in processors.items():
         if not hasattr(processor, "_attention_backend") or not hasattr(processor, "_parallel_config"):
             raise NotImplementedError(
                 f"{name} has a {type(processor).__name__}, which does not use diffusers' table of backends and would attend to "
                 "this rank's part alone; set a processor that does"
             )
-    if not found:
+    if not processors:
         raise ValueError(f"{type(model).__name__} has no attention module that diffusers knows")
-    return list(found.values())
+    return list(processors.values())
 
 
 def _config(group: dist.ProcessGroup, device: str) -> ParallelConfig:
@@ -122,8 +121,8 @@ def _apply(model: nn.Module, config: ContextParallelConfig, plan: dict[str, Any]
         if isinstance(entry, dict):
             continue
         outputs = [entry] if isinstance(entry, ContextParallelOutput) else list(entry)
-        found = _get_submodule_by_name(model, name)
-        for module in found if isinstance(found, list) else [found]:
+        modules = _get_submodule_by_name(model, name)
+        for module in modules if isinstance(modules, list) else [modules]:
             hook = _GatherHook(outputs, group)
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, f"ring_attn_gather---{name}")
 
@@ -159,9 +158,9 @@ class _Gather(torch.autograd.Function):
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None
 
 
-def _sizes(own: Sequence[int], device: torch.device, ring: ProcessRing, call: str) -> list[list[int]]:
+def _sizes(local: Sequence[int], device: torch.device, ring: ProcessRing, call: str) -> list[list[int]]:
     """What every rank of the ring has."""
-    sizes: list[list[int]] = gather_from_ring(torch.tensor(own, device=device), ring, "sizes", call).tolist()
+    sizes: list[list[int]] = gather_from_ring(torch.tensor(local, device=device), ring, "sizes", call).tolist()
     return sizes
 
 
@@ -189,15 +188,15 @@ def _attend(
     config = _parallel_config.context_parallel_config
     _check(config, query, key, is_causal, enable_gqa)
     group = config._ring_mesh.get_group()
-    own = (query.shape[1], key.shape[1])
-    told = _sizes(own, query.device, resolve(group), "diffusers' attention") if config.ring_anything else [list(own)]
-    rows, columns = (max(lengths) for lengths in zip(*told, strict=True))
-    uneven = any(lengths != told[0] for lengths in told)
+    local = (query.shape[1], key.shape[1])
+    sizes = _sizes(local, query.device, resolve(group), "diffusers' attention") if config.ring_anything else [list(local)]
+    rows, columns = (max(lengths) for lengths in zip(*sizes, strict=True))
+    uneven = any(lengths != sizes[0] for lengths in sizes)
     options: dict[str, Any] = {"mesh": group, "scale": scale, "dropout_p": dropout_p}
     if attn_mask is not None or uneven:
         options |= _segments(attn_mask, query, key, rows, columns)
     q, k, v = _padded(query, 1, rows), _padded(key, 1, columns), _padded(value, 1, columns)
-    return ring_attention(q, k, v, **options)[:, : own[0]]
+    return ring_attention(q, k, v, **options)[:, : local[0]]
 
 
 def _check(config: ContextParallelConfig, query: Tensor, key: Tensor, is_causal: bool, enable_gqa: bool) -> None:

@@ -201,11 +201,11 @@ def _checked_layout(parallelism: ParallelismConfig, training: TrainingConfig | N
 
 def _on_shards() -> ShardingConfig:
     """Queries, keys and values stay as they are: the sequence over cp, heads over tp."""
-    own = dense_activation_placement(tp=spmd.S(2))
-    inputs = {"q_BLNH": own, "k_BLNH": own, "v_BLNH": own}
+    placement = dense_activation_placement(tp=spmd.S(2))
+    inputs = {"q_BLNH": placement, "k_BLNH": placement, "v_BLNH": placement}
     return ShardingConfig(
         in_src_shardings=inputs,
         in_dst_shardings=inputs,
-        out_src_shardings=own,
-        local_map=LocalMapConfig(in_grad_placements=(own, own, own)),
+        out_src_shardings=placement,
+        local_map=LocalMapConfig(in_grad_placements=(placement, placement, placement)),
     )

@@ -132,13 +132,13 @@ def reject_sharded(pad: Callable[..., Any]) -> Callable[..., Any]:
     """accelerate's function to which the Trainer gives a model's outputs, whose own words would be of an unknown type."""
 
     @wraps(pad)
-    def told(outputs: Any, *arguments: Any, **options: Any) -> Any:
+    def padded(outputs: Any, *arguments: Any, **options: Any) -> Any:
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(output, ShardedOutput):
                 output.gathered()  # raises
         return pad(outputs, *arguments, **options)
 
-    return told
+    return padded
 
 
 _NO_LABELS = (

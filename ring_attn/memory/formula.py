@@ -80,17 +80,17 @@ def peak(shapes: Shapes, setting: Setting, tokens: int) -> Peak:
     """With ``tokens`` on each GPU."""
     levers = setting.levers
     states, gradients = _states(shapes, setting)
-    held, host = _held(shapes, setting, tokens)
+    resident, host = _held(shapes, setting, tokens)
     layer = max(_mlp(shapes, levers, tokens), *_before_the_mlp(shapes, levers, tokens))
     moments: dict[str, tuple[float, float]] = {
-        "loss": (held, _loss(shapes, levers, tokens)),
-        "last layer": (held, layer),
+        "loss": (resident, _loss(shapes, levers, tokens)),
+        "last layer": (resident, layer),
         "first layer": (gradients, layer),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
-    held, work = moments[moment]
-    goes = held + work if setting.checkpointing else work
-    return Peak(states, held, work, moment, _ring(shapes, levers, tokens), RESERVED * goes + CONTEXTS, host)
+    resident, work = moments[moment]
+    goes = resident + work if setting.checkpointing else work
+    return Peak(states, resident, work, moment, _ring(shapes, levers, tokens), RESERVED * goes + CONTEXTS, host)
 
 
 def _states(shapes: Shapes, setting: Setting) -> tuple[float, float]:

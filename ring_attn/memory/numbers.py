@@ -20,5 +20,5 @@ def _number(text: str) -> float:
 
 
 def _unit(text: str) -> str:
-    found = re.search(r"([a-zA-Z]*)$", text)
-    return found[1].lower().removesuffix("b").removesuffix("i") if found else ""
+    unit = re.search(r"([a-zA-Z]*)$", text)
+    return unit[1].lower().removesuffix("b").removesuffix("i") if unit else ""

@@ -69,8 +69,8 @@ _COLUMNS = ("levers, each added to those above", "states", "held", "work", "ring
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    found = row.peak
-    sizes = (found.states, found.held, found.work, found.ring, found.reserved, found.device, found.host)
+    needed = row.peak
+    sizes = (needed.states, needed.held, needed.work, needed.ring, needed.reserved, needed.device, needed.host)
     return (row.name, *(f"{size / GIB:.1f}" for size in sizes), "fits" if row.fits else "")
 
 
@@ -128,9 +128,9 @@ def plan(
     local = -(-tokens // ring)
 
     def row(levers: Levers, name: str) -> Row:
-        found = peak(shapes, Setting(count, sharded, levers=levers), local)
-        on_host = host is None or found.host <= host * GIB
-        return Row(levers, name, found, found.device <= room(memory) and on_host)
+        needed = peak(shapes, Setting(count, sharded, levers=levers), local)
+        on_host = host is None or needed.host <= host * GIB
+        return Row(levers, name, needed, needed.device <= room(memory) and on_host)
 
     rows = [row(Levers(), "none"), *(row(levers, name) for levers, name in _rungs(shapes.kv_heads, host))]
     first = next((each for each in rows if each.fits), None)
@@ -151,11 +151,11 @@ def _rungs(kv_heads: int, host: float | None) -> Iterator[tuple[Levers, str]]:
 
 def _without_needless(first: Row, row: Callable[[Levers, str], Row]) -> Row:
     """The first row that fits, without the levers that it fits without; the dearest are tried first."""
-    found = first
+    best = first
     for name in reversed(_NAMES):
-        without = row(replace(found.levers, **{name: getattr(Levers(), name)}), "")
-        found = without if without.fits else found
-    return found
+        without = row(replace(best.levers, **{name: getattr(Levers(), name)}), "")
+        best = without if without.fits else best
+    return best
 
 
 def _settings(levers: Levers) -> dict[str, Any]:
@@ -166,10 +166,10 @@ def _count(gpus: Any) -> int:
     if isinstance(gpus, int):
         return gpus
     size = getattr(gpus, "size", None)
-    found = size() if callable(size) else size
-    if not isinstance(found, int):
+    count = size() if callable(size) else size
+    if not isinstance(count, int):
         raise ValueError(f"gpus must be a number, a DeviceMesh or a Ring, got {type(gpus).__name__}")
-    return found
+    return count
 
 
 def _check(tokens: int, gpus: int, ring: int, memory: float) -> None:

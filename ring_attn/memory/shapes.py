@@ -90,13 +90,13 @@ def _by_name(name: str) -> tuple[str, Shapes]:
     if file.is_file():
         return name, _of_fields(_fields(json.loads(file.read_text(encoding="utf-8"))))
     known = {each.lower(): each for each in KNOWN}
-    found = known.get(name.rpartition("/")[2].lower())
-    if found is None:
+    model = known.get(name.rpartition("/")[2].lower())
+    if model is None:
         raise ValueError(
             f"{name} is no folder with a config.json, no such file, and none of {', '.join(KNOWN)}; nothing is downloaded: give "
             "the folder"
         )
-    return found, KNOWN[found]
+    return model, KNOWN[model]
 
 
 def _fields(config: Any) -> Mapping[str, Any]:
@@ -110,17 +110,17 @@ def _of_fields(fields: Mapping[str, Any], counted: int | None = None) -> Shapes:
         raise NotImplementedError(
             "kv_lora_rank: what DeepSeek's attention holds of a token is not known to the plan; measure a few layers instead"
         )
-    found: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
     for field, names in _FIELDS.items():
         given = next((value for name in names if (value := fields.get(name)) is not None), None)
         if given is None:
             raise ValueError(f"the model's configuration must have {' or '.join(names)}, and has none")
-        found[field] = given
-    heads, experts = found["heads"], next((value for name in _EXPERTS if (value := fields.get(name))), 0)
-    found |= {"kv_heads": fields.get("num_key_value_heads") or heads, "dim": fields.get("head_dim") or found["hidden"] // heads}
+        shapes[field] = given
+    heads, experts = shapes["heads"], next((value for name in _EXPERTS if (value := fields.get(name))), 0)
+    shapes |= {"kv_heads": fields.get("num_key_value_heads") or heads, "dim": fields.get("head_dim") or shapes["hidden"] // heads}
     if experts:
-        width = fields.get("moe_intermediate_size") or found["intermediate"]
+        width = fields.get("moe_intermediate_size") or shapes["intermediate"]
         shared = fields.get("shared_expert_intermediate_size") or (fields.get("n_shared_experts") or 0) * width
         per_token = fields.get("num_experts_per_tok") or 1
-        found |= {"experts": experts, "per_token": per_token, "expert_width": width, "shared": shared}
-    return Shapes(**found, tied=bool(fields.get("tie_word_embeddings")), counted=counted)
+        shapes |= {"experts": experts, "per_token": per_token, "expert_width": width, "shared": shared}
+    return Shapes(**shapes, tied=bool(fields.get("tie_word_embeddings")), counted=counted)

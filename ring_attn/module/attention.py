@@ -22,7 +22,7 @@ from ring_attn.module.bias_kv import check_dropout, join_bias_kv, of_padding
 from ring_attn.module.cached import attend_with_cache
 from ring_attn.module.masks import Masks, joined_segments, split_mask
 from ring_attn.module.projections import repack, rows
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
@@ -123,7 +123,7 @@ class RingAttention(nn.MultiheadAttention):
         nn.Module.__init__(self)  # MultiheadAttention's __init__ would make parameters for as many K/V heads as query heads
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(embed_dim, num_heads, num_kv_heads, dropout, sinks)
-        place = one_ring(ring, mesh, mesh_dim, layout)
+        place = as_ring(ring, mesh, mesh_dim, layout)
         make_mask(causal, sliding_window, chunk_size)
         check_head_groups(head_groups)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads

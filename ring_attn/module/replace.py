@@ -7,7 +7,7 @@ from torch import nn
 
 from jax_core.masks.layout import Layout
 from ring_attn.module.attention import RingAttention
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
 
@@ -53,7 +53,7 @@ def replace_attention(
     ``ring``, or ``mesh``, ``mesh_dim``, ``layout``: as for :func:`ring_attn.ring_attention`. Raises ValueError for a name in
     ``leave`` that is no attention module.
     """
-    place = one_ring(ring, mesh, mesh_dim, layout)
+    place = as_ring(ring, mesh, mesh_dim, layout)
     found = dict(_attention_modules(model))
     unknown = sorted(set(leave) - set(found))
     if unknown:

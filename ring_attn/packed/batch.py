@@ -11,9 +11,9 @@ from torch import Tensor
 from jax_core.masks.layout import Layout, rounded_up, shard_multiple
 from ring_attn.documents.reading import PACKING
 from ring_attn.packed.documents import Documents, read_documents
+from ring_attn.packed.piece_table import piece_table
 from ring_attn.packed.placement import place
-from ring_attn.packed.told import told
-from ring_attn.ring import BUCKETS, Ring, one_ring
+from ring_attn.ring import BUCKETS, Ring, as_ring
 from ring_attn.sharding.marks import mark_bounds, mark_documents, mark_labels
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
@@ -24,7 +24,7 @@ _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "atten
 
 @dataclass(frozen=True)
 class PackedShard:
-    """This rank's part of a packed batch: tensors ``[1, shard length]``, whose order is that of no layout.
+    """This rank's part of a packed batch: tensors ``[1, shard length]``, reordered in a way no layout describes.
 
     - ``input_ids``, ``labels``: int64; ``labels[0, i]`` is the token that follows ``input_ids[0, i]`` in its document, or the
       ignore index. Do not shift them again.
@@ -105,7 +105,7 @@ def shard_packed(
 
     Raises ValueError for sources that disagree, shapes that differ, and a key that is neither one of these nor such a tensor.
     """
-    where = one_ring(ring, mesh, mesh_dim, layout, buckets)
+    where = as_ring(ring, mesh, mesh_dim, layout, buckets)
     if not isinstance(where.layout, str):
         raise ValueError(
             f"shard_packed places documents itself; give it a ring without a plan, or shard_batch a plan; got {where.layout}"
@@ -117,11 +117,11 @@ def shard_packed(
     total = max(multiple, rounded_up(len(documents.tokens), multiple, where.buckets))
     placement = place(documents.lengths, processes.size, total // processes.size)
     order = torch.from_numpy(placement.order(documents.lengths, total // processes.size))
-    own = order.view(processes.size, -1)[list(processes.held)].flatten()
+    local = order.view(processes.size, -1)[list(processes.held)].flatten()
 
     def take(tensor: Tensor, fill: float) -> Tensor:
         """``[n, ...]``, for the real tokens, as the shard ``[1, shard length, ...]``."""
-        index = own.to(tensor.device)
+        index = local.to(tensor.device)
         padding = (index < 0).view(-1, *[1] * (tensor.ndim - 1))
         taken = tensor.index_select(0, index.clamp_min(0)) if len(tensor) else tensor.new_zeros(len(index), *tensor.shape[1:])
         return processes.split(taken.masked_fill(padding, fill)[None], 1)
@@ -140,7 +140,7 @@ def shard_packed(
     mark_labels(shifted, (real(input_ids), labels, positions, numbers), processes)
     if int(documents.first.sum()) > 1:
         mark_documents(shifted)
-    bounds = told(placement, documents, total, processes, device)
+    bounds = piece_table(placement, documents, total, processes, device)
     return PackedShard(
         input_ids=take(real(input_ids.long()), pad_id),
         labels=shifted,
@@ -174,9 +174,9 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
 
 def _places(order: Tensor, count: int) -> Tensor:
     """Where each real token is in the order."""
-    held = (order >= 0).nonzero().flatten()
+    real = (order >= 0).nonzero().flatten()
     places = torch.empty(count, dtype=torch.int64)
-    places[order[held]] = held
+    places[order[real]] = real
     return places
 
 

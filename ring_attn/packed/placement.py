@@ -41,7 +41,7 @@ class Placement(NamedTuple):
     @property
     def imbalance(self) -> float:
         """The largest work of a rank over the mean."""
-        work = [sum(piece.work for piece in held) for held in self.pieces]
+        work = [sum(piece.work for piece in pieces) for pieces in self.pieces]
         return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
     @property
@@ -53,8 +53,8 @@ class Placement(NamedTuple):
             return None
         table = np.zeros((len(self.pieces), most, 3), np.int32)
         table[:, :, 0] = NOBODY
-        for rows, held in zip(table, self.pieces, strict=True):
-            rows[: len(held)] = [(self.numbers[piece.document], piece.start, piece.stop - piece.start) for piece in held] or 0
+        for rows, pieces in zip(table, self.pieces, strict=True):
+            rows[: len(pieces)] = [(self.numbers[piece.document], piece.start, piece.stop - piece.start) for piece in pieces] or 0
         return table
 
     def order(self, lengths: Sequence[int], shard_length: int) -> np.ndarray:
@@ -62,8 +62,8 @@ class Placement(NamedTuple):
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         order = np.full((len(self.pieces), shard_length), -1)
         for shard, pieces in zip(order, self.pieces, strict=True):
-            held = [np.arange(starts[piece.document] + piece.start, starts[piece.document] + piece.stop) for piece in pieces]
-            tokens = np.concatenate([np.empty(0, np.int64), *held])
+            parts = [np.arange(starts[piece.document] + piece.start, starts[piece.document] + piece.stop) for piece in pieces]
+            tokens = np.concatenate([np.empty(0, np.int64), *parts])
             shard[: len(tokens)] = tokens
         return order.reshape(-1)
 
@@ -74,8 +74,8 @@ class Placement(NamedTuple):
 
     def _makes_rectangles(self) -> bool:
         starts: dict[int, list[list[int]]] = defaultdict(list)
-        for held in self.pieces:
-            for document, pieces in groupby(held, key=lambda piece: piece.document):
+        for pieces_of_rank in self.pieces:
+            for document, pieces in groupby(pieces_of_rank, key=lambda piece: piece.document):
                 starts[document].append([piece.start for piece in pieces])
         return all(map(_are_nested, starts.values()))
 

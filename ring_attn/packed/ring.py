@@ -12,8 +12,8 @@ from jax_core.masks.layout import padded_length
 from ring_attn.documents import table
 from ring_attn.documents.reading import begins_of
 from ring_attn.packed.documents import Documents, documents_in
+from ring_attn.packed.piece_table import piece_table
 from ring_attn.packed.placement import Placement, place
-from ring_attn.packed.told import told
 from ring_attn.ring import Ring
 from ring_attn.sharding import sequence
 from ring_attn.sharding.marks import mark_bounds, mark_shard
@@ -69,12 +69,12 @@ class PlacedRing(Ring):
         by."""
         whole = torch.zeros(1, self.padded, dtype=torch.int64)
         whole[0, self._real.tokens] = self._real.offsets
-        return mark_bounds(self.shard(whole).to(self.documents.device), self.told)
+        return mark_bounds(self.shard(whole).to(self.documents.device), self.piece_table)
 
     @cached_property
-    def told(self) -> table.Documents | None:
+    def piece_table(self) -> table.Documents | None:
         """What kernels are told of the placement: the same for ids and positions."""
-        return told(self._placement, self._real, self.padded, self.processes, self.documents.device)
+        return piece_table(self._placement, self._real, self.padded, self.processes, self.documents.device)
 
     @cached_property
     def _real(self) -> Documents:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout
 from ring_attn.documents.table import Documents
-from torch_bridge.job.ring import Ring
+from torch_bridge.job.ring import AnyRing
 from torch_bridge.job.sanity_checks import note_batch
 
 _MARK, _SUMS, _DOCUMENTS = "ring_attn_shard", "ring_attn_whole", "ring_attn_documents"
@@ -56,12 +56,12 @@ def shard_of(tensor: Tensor) -> Shard | None:
 def _of_view(view: Tensor, base: Tensor, shard: Shard) -> Shard | None:
     """The dimension is found by its stride and its length; None where several have them, or none."""
     wanted = base.stride(shard.dim), base.shape[shard.dim]
-    found = [dim for dim in range(view.ndim) if (view.stride(dim), view.shape[dim]) == wanted]
-    unclear = len(found) != 1 or wanted[1] == 1
-    return None if unclear else shard._replace(dim=found[0], role=shard.role if view.shape == base.shape else "")
+    dims = [dim for dim in range(view.ndim) if (view.stride(dim), view.shape[dim]) == wanted]
+    unclear = len(dims) != 1 or wanted[1] == 1
+    return None if unclear else shard._replace(dim=dims[0], role=shard.role if view.shape == base.shape else "")
 
 
-def mark_batch(input_ids: Tensor, labels: Tensor, whole: Iterable[Tensor | None], ring: Ring) -> None:
+def mark_batch(input_ids: Tensor, labels: Tensor, whole: Iterable[Tensor | None], ring: AnyRing) -> None:
     """What ``shard_batch`` made of the tensors of a ``whole`` batch, whose checksums its labels carry for the ranks to compare."""
     shard = shard_of(input_ids)
     if shard is not None:
@@ -69,7 +69,7 @@ def mark_batch(input_ids: Tensor, labels: Tensor, whole: Iterable[Tensor | None]
     mark_labels(labels, whole, ring)
 
 
-def mark_labels(labels: Tensor, whole: Iterable[Tensor | None], ring: Ring) -> None:
+def mark_labels(labels: Tensor, whole: Iterable[Tensor | None], ring: AnyRing) -> None:
     """The checksums of the ``whole`` batch of which these ``labels`` are this rank's, in any order, for the ranks to compare."""
     if not ranks_of(ring) or labels.device.type not in ("cpu", "cuda"):
         return
@@ -80,8 +80,8 @@ def mark_labels(labels: Tensor, whole: Iterable[Tensor | None], ring: Ring) -> N
 
 def whole_of(labels: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     """The ring's global ranks, and int64 ``[n]``, the checksums of the whole batch; None where they are not known."""
-    found: tuple[tuple[int, ...], Tensor] | None = getattr(labels, _SUMS, None)
-    return found
+    whole: tuple[tuple[int, ...], Tensor] | None = getattr(labels, _SUMS, None)
+    return whole
 
 
 def mark_documents(labels: Tensor) -> None:
@@ -109,13 +109,13 @@ def bounds_of(queries: Tensor | None, keys: Tensor | None) -> Documents | None:
     return Documents(*bounds)
 
 
-def ranks_of(ring: Ring) -> tuple[int, ...]:
+def ranks_of(ring: AnyRing) -> tuple[int, ...]:
     """Empty where no rank has a part of its own: one process holds all, or there is one alone."""
     ranks: tuple[int, ...] = getattr(ring, "ranks", ())
     return ranks if len(ring.held) < ring.size else ()
 
 
-def refuse_shard(tensor: Tensor, name: str, ring: Ring, dim: int) -> None:
+def refuse_shard(tensor: Tensor, name: str, ring: AnyRing, dim: int) -> None:
     """ValueError for a part of a whole, where a whole is needed."""
     shard = shard_of(tensor)
     if shard is not None and shard.ring and shard.ring == ranks_of(ring) and shard.dim == dim:
@@ -125,7 +125,7 @@ def refuse_shard(tensor: Tensor, name: str, ring: Ring, dim: int) -> None:
         )
 
 
-def refuse_other_layout(tensor: Tensor, name: str, ring: Ring, dim: int, layout: Layout | None) -> None:
+def refuse_other_layout(tensor: Tensor, name: str, ring: AnyRing, dim: int, layout: Layout | None) -> None:
     """ValueError for a tensor that was sharded over ``ring`` along another dimension, or in another layout. None: any layout will
     do."""
     shard = shard_of(tensor)

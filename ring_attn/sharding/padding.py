@@ -47,8 +47,8 @@ def check_padding(qkv: Mapping[str, Tensor], others: Mapping[str, Any], qkv_form
         at, length = getattr(qkv[name], "ring_attn_padded", (None, 0))
         if at == dim:
             raise ValueError(f"the {name} was padded from {length} positions, which {_SEEN}")
-    if qkv["key"].ndim > dim and (found := _padded.get(qkv["key"].shape[dim])):
-        warn_once(f"a sequence of {found[0]} positions was padded to {found[1]}; if these are its keys, the padding {_SEEN}")
+    if qkv["key"].ndim > dim and (lengths := _padded.get(qkv["key"].shape[dim])):
+        warn_once(f"a sequence of {lengths[0]} positions was padded to {lengths[1]}; if these are its keys, the padding {_SEEN}")
 
 
 _SEEN = (
@@ -60,6 +60,8 @@ _SEEN = (
 def _hidden(others: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     window = options["sliding_window"]
     ahead = isinstance(window, (tuple, list)) and len(window) == 2 and window[1] == 0
-    told = ("q_segment_ids", "kv_segment_ids", "mask", "bias")
+    masks = ("q_segment_ids", "kv_segment_ids", "mask", "bias")
     functions = options["chunk_size"], options["mask_mod"], options["mask_builder"]
-    return bool(options["causal"]) or ahead or any(others.get(x) is not None for x in told) or any(x is not None for x in functions)
+    if any(others.get(x) is not None for x in masks):
+        return True
+    return bool(options["causal"]) or ahead or any(x is not None for x in functions)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.runtime import start
 from torch_bridge.job.watchdog import compare, watch
 
@@ -24,18 +24,18 @@ def where(*arguments: object, ring: object = None, mesh: object = None, mesh_dim
     return getattr(ring, "mesh", mesh), getattr(ring, "mesh_dim", mesh_dim)
 
 
-def agree(ring: Ring, device: torch.device, call: str, must: str) -> None:
+def agree(ring: ProcessRing, device: torch.device, call: str, must: str) -> None:
     """Returns once all ranks of the ring make the same ``call``; otherwise ValueError on all of them, with ``must`` in it."""
     _start(ring, device)
     compare(ring, call, must)
 
 
-def _start(ring: Ring, device: torch.device) -> None:
+def _start(ring: ProcessRing, device: torch.device) -> None:
     """A job's first ring call of any kind, so that whatever follows is watched."""
     start(ring, device=device if device.type in ("cpu", "cuda") else None)
 
 
-def sum_over_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
+def sum_over_ring(tensor: Tensor, ring: ProcessRing, step: str, call: str) -> Tensor:
     """The sum over the ring of tensors of one shape, in their dtype. Half precision is summed in float32: it would round once per
     rank."""
     _start(ring, tensor.device)
@@ -58,8 +58,8 @@ def _sum_of_halves(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     given = F.pad(flat, (0, missing)) if missing else flat
     parts = torch.empty_like(given)
     dist.all_to_all_single(parts, given, group=group)
-    own = parts.view(size, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
-    dist.all_gather_into_tensor(parts, own, group=group)
+    local = parts.view(size, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
+    dist.all_gather_into_tensor(parts, local, group=group)
     return parts[: flat.numel()].view(tensor.shape)
 
 
@@ -81,7 +81,7 @@ def in_buckets(items: Iterable[T], limit: int, form: Callable[[T], tuple[torch.d
     yield from (bucket for bucket, _ in filling.values())
 
 
-def gather_from_ring(tensor: Tensor, ring: Ring, step: str, call: str) -> Tensor:
+def gather_from_ring(tensor: Tensor, ring: ProcessRing, step: str, call: str) -> Tensor:
     """The tensors of all ranks in ring order, ``[ring size, *tensor.shape]``."""
     _start(ring, tensor.device)
     gathered = tensor.contiguous()

@@ -24,9 +24,8 @@ from ring_attn.sharding.padding import carry_padding, note_padding
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.mesh import Ring as ProcessRing
-from torch_bridge.job.ring import Ring
+from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing
+from torch_bridge.job.ring import AnyRing
 from torch_bridge.job.sanity_checks import note_layout
 
 _MUST_AGREE = (
@@ -188,8 +187,8 @@ def positions(
     held_length = padded_length(layout, ring.size, length, buckets) // ring.size
     if not torch.compiler.is_compiling():
         note_layout(ring, layout, held_length)
-    held = _held(layout, ring, held_length)
-    return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in held])
+    shard_runs = _held(layout, ring, held_length)
+    return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in shard_runs])
 
 
 def shard_batch(
@@ -236,18 +235,18 @@ def shard_batch(
     _check_batch(input_ids, labels, position_ids, segment_ids, attention_mask)
     if labels is None and not shift_labels:
         raise ValueError("shift_labels=False says that the labels are shifted already, but labels is None; pass the shifted labels")
-    told = {"position_ids": position_ids, "segment_ids": segment_ids, "attention_mask": attention_mask}
-    documents = read_documents(told, input_ids.shape, input_ids.device)
+    sources = {"position_ids": position_ids, "segment_ids": segment_ids, "attention_mask": attention_mask}
+    documents = read_documents(sources, input_ids.shape, input_ids.device)
     segments = documents.numbers
     labels = _visible_labels(input_ids if labels is None else labels, segments, ignore_index, shift_labels)
-    held: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
+    ring_options: dict[str, Any] = {"mesh": mesh, "mesh_dim": mesh_dim, "layout": layout}
 
     def local(tensor: Tensor, fill: int) -> Tensor:
-        return shard(pad(tensor.long(), value=fill, buckets=buckets, **held), **held)
+        return shard(pad(tensor.long(), value=fill, buckets=buckets, **ring_options), **ring_options)
 
     length = input_ids.shape[1]
     if position_ids is None:
-        counted = positions(length, device=input_ids.device, buckets=buckets, **held).clamp_max(max(0, length - 1))
+        counted = positions(length, device=input_ids.device, buckets=buckets, **ring_options).clamp_max(max(0, length - 1))
         own_positions = counted.expand(input_ids.shape[0], -1)
     else:
         own_positions = local(position_ids.expand(input_ids.shape), 0)
@@ -263,11 +262,11 @@ def shard_batch(
     return batch
 
 
-def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> Ring:
+def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> AnyRing:
     return backend_of(device).resolve(mesh, mesh_dim)
 
 
-def _held(layout: Layout, ring: Ring, length: int) -> tuple[Run, ...]:
+def _held(layout: Layout, ring: AnyRing, length: int) -> tuple[Run, ...]:
     """The runs of positions of all shards held here, ``length`` positions per shard."""
     return tuple(run for rank in ring.held for run in runs(layout, rank, ring.size, length))
 
@@ -276,20 +275,20 @@ def _span(run: Run) -> tuple[int, int]:
     return run.start, run.start + run.stride * run.length
 
 
-def _take(whole: Tensor, dim: int, held: tuple[Run, ...]) -> Tensor:
+def _take(whole: Tensor, dim: int, shard_runs: tuple[Run, ...]) -> Tensor:
     """The positions of the given runs, taken by slicing, so that autograd's own adjoint is the right one."""
     before = (slice(None),) * dim
-    parts = [whole[(*before, slice(*_span(run), run.stride))] for run in held]
+    parts = [whole[(*before, slice(*_span(run), run.stride))] for run in shard_runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: Ring, length: int | None) -> Tensor:
+def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: AnyRing, length: int | None) -> Tensor:
     """The whole tensor in natural order, from all shards, which are already here."""
     whole = tensor.shape[dim]
     check_whole_length(layout, ring.size, whole, f" in dim {dim}")
     _check_trim(length, whole)
-    held = _held(layout, ring, whole // ring.size)
-    order = torch.cat([torch.arange(*_span(run), run.stride) for run in held]).argsort()
+    shard_runs = _held(layout, ring, whole // ring.size)
+    order = torch.cat([torch.arange(*_span(run), run.stride) for run in shard_runs]).argsort()
     return tensor.index_select(dim, order[:length].to(tensor.device))
 
 

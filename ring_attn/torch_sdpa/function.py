@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
@@ -73,7 +73,7 @@ def sdpa(
             do not fit together, here or on another rank.
         torch_bridge.runtime.PeerFailure: another process of the ring died or stopped.
     """
-    place = one_ring(ring, mesh, mesh_dim, layout)
+    place = as_ring(ring, mesh, mesh_dim, layout)
     _check_inputs(query, key, value)
     q, k, v = (x[(None,) * (4 - x.ndim)] for x in (query, key, value))
     q, k, v = _broadcast(q, k, v, enable_gqa)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from jax_core.masks.layout import Layout
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from ring_attn.torch_sdpa.function import sdpa
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.sanity_checks import warn_once
@@ -64,7 +64,7 @@ def context_parallel_sdpa(
     """
     if cross not in (None, "sharded", "whole"):
         raise ValueError(f'cross must be "sharded", "whole" or None, got {cross!r}')
-    place = one_ring(ring, mesh, mesh_dim, layout)
+    place = as_ring(ring, mesh, mesh_dim, layout)
     _carry_into_recomputations()
     with _Route(place, cross):
         yield

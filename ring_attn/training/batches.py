@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ring_attn.arguments.shards import Called, called_since
 from ring_attn.sharding.marks import IDS, Shard, has_documents, shard_of, whole_of
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.sanity_checks import warn_once
 
 NUMBERS = 2  # that tell the batches of a step: how many, and a checksum of all in their order
@@ -21,7 +21,7 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
     shard, whole = shard_of(labels), whole_of(labels)
     called = called_since(labels.shape[-1])
     if shard is not None and shard.ring:
-        _doubt(shard, {each.layout for each in called})
+        _warn_of_layouts(shard, {each.layout for each in called})
     if has_documents(labels):
         _doubt_documents(called)
     if whole is not None and has_gradient:
@@ -31,7 +31,7 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
         _since[ring] = count + 1, before.to(sums.device) * _FACTOR + number
 
 
-def _doubt(shard: Shard, called: set[str | None]) -> None:
+def _warn_of_layouts(shard: Shard, called: set[str | None]) -> None:
     if shard.role == IDS:
         warn_once(
             "cross_entropy: the labels are the input_ids of shard_batch itself, so each token is to predict itself. Give the "
@@ -54,7 +54,7 @@ def _doubt_documents(called: set[Called]) -> None:
         )
 
 
-def taken(ring: Ring, device: torch.device) -> Tensor:
+def taken(ring: ProcessRing, device: torch.device) -> Tensor:
     """int64 ``[ring size, NUMBERS]``: the numbers of this rank's batches since they were taken last, in its row; else zeros."""
     count, sums = _since.pop(ring.ranks, (0, torch.zeros((), dtype=torch.int64)))
     rows = torch.zeros(ring.size, NUMBERS, dtype=torch.int64, device=device)

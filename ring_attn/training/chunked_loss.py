@@ -152,8 +152,8 @@ class _InChunks(torch.autograd.Function):
                 "cross_entropy(head(hidden), batch), which makes the logits"
             )
         of_hidden, *sums = ctx.saved_tensors
-        found = [of_hidden] * (1 in ctx.needed) + sums
-        scaled = {index: _scaled(x, cotangent, dtype) for index, x, dtype in zip(ctx.needed, found, ctx.dtypes, strict=True)}
+        gradients = [of_hidden] * (1 in ctx.needed) + sums
+        scaled = {index: _scaled(x, cotangent, dtype) for index, x, dtype in zip(ctx.needed, gradients, ctx.dtypes, strict=True)}
         return tuple(scaled.get(index) for index in range(len(ctx.needs_input_grad)))
 
 

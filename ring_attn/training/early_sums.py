@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ring_attn.sharding.reduction import in_buckets, recorded, summed_in
 from ring_attn.training.shared_state import bits
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import watch
 
 _BUCKET = 25 * 2**20  # bytes of gradients, as many as DistributedDataParallel's
@@ -67,12 +67,12 @@ class EarlySums:
     All ranks of the ring call its methods alike, but for the hooks. A parameter holds it by its hook, and not the other way round.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: ProcessRing) -> None:
         self.ring, self._lock = ring, Lock()  # a backward has a thread for each device
         self._group: dist.ProcessGroup | None = None
         self._parameters: list[weakref.ref[Tensor]] = []
         self._hooks: list[RemovableHandle] = []
-        self._plan: list[_Bucket] = []
+        self._chosen: list[_Bucket] = []
         self._ran: set[object] = set()  # the kinds of buckets that the ranks have summed
         self._begun: dict[int, _Begun] = {}
         self._times: dict[int, int] = {}  # how often each gradient has come since the last call, in the order of their last time
@@ -81,7 +81,7 @@ class EarlySums:
         self._streams: set[torch.cuda.Stream] = set()
 
     def __str__(self) -> str:
-        return f"{len(self._plan)} buckets of {len(self._parameters)} parameters that are summed early"
+        return f"{len(self._chosen)} buckets of {len(self._parameters)} parameters that are summed early"
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Listens for the gradients of these too, but for DTensors: FSDP reduces theirs after the hooks."""
@@ -116,13 +116,13 @@ class EarlySums:
     def _next_is_ready(self) -> bool:
         """Whether all gradients of the next bucket have come. The first sum of a kind may have to connect the ranks, which blocks
         the host, so it does not begin early: a rank might wait here for one that waits for it in attention."""
-        if len(self._begun) == len(self._plan):
+        if len(self._begun) == len(self._chosen):
             return False
-        bucket = self._plan[len(self._begun)]
+        bucket = self._chosen[len(self._begun)]
         return not self._awaited[bucket.parameters[0]] and bucket.kind in self._ran
 
     def _begin(self, number: int, late: bool = False) -> _Begun:
-        bucket = self._plan[number]
+        bucket = self._chosen[number]
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         copy = self._copy(bucket)
@@ -133,35 +133,35 @@ class EarlySums:
         self._begun[number] = _Begun(total, work, *seen)
         return self._begun[number]
 
-    def told(self, device: torch.device) -> Tensor:
+    def report(self, device: torch.device) -> Tensor:
         """int64 ``[buckets + parameters]``, to be added up over the ring: whether the sum of each bucket is of what the gradients
         are now; and the place of each gradient in the order in which they came."""
         order = {number: place for place, number in enumerate(self._times)}
         places = [order.get(number, len(self._parameters)) for number in range(len(self._parameters))]
-        right = [self._is_right(number).to(device).view(1) for number in range(len(self._plan))]
+        right = [self._is_right(number).to(device).view(1) for number in range(len(self._chosen))]
         return torch.cat([*right, torch.tensor(places, device=device)])
 
     def _is_right(self, number: int) -> Tensor:
         """int64 ``[]``."""
-        bucket, begun = self._plan[number], self._begun.get(number)
+        bucket, begun = self._chosen[number], self._begun.get(number)
         fits = self._fits(bucket)
         if begun is None or not fits or self._versions(bucket) != begun.versions:
             return torch.tensor(int(fits and begun is None))
         return (bits(self._copy(bucket)) == begun.bits).long()  # what is changed by `.data` keeps its version
 
-    def finish(self, told: Sequence[int], wanted: set[int], call: str) -> set[int]:
+    def finish(self, report: Sequence[int], wanted: set[int], call: str) -> set[int]:
         """Writes the sums that are right on all ranks into the gradients of the ``wanted`` parameters, by ids, and returns the ids
-        of these. ``told``: :meth:`told`, added up. A bucket's memory is free once it is written."""
+        of these. ``report``: :meth:`report`, added up. A bucket's memory is free once it is written."""
         written: set[int] = set()
         with watch(self.ring, _STEP, call) as watched:
-            for number, bucket in enumerate(self._plan):
+            for number, bucket in enumerate(self._chosen):
                 begun = self._begun.get(number) or self._begin(number, late=True)
                 begun.work.wait()
-                if told[number] == self.ring.size:
+                if report[number] == self.ring.size:
                     written |= self._write(bucket, begun.total, wanted)
                 del self._begun[number], begun
                 watched.event = recorded(bucket.forms[0].device)
-        self._ran |= {bucket.kind for bucket in self._plan}
+        self._ran |= {bucket.kind for bucket in self._chosen}
         return written
 
     def _write(self, bucket: _Bucket, total: Tensor, wanted: set[int]) -> set[int]:
@@ -174,26 +174,26 @@ class EarlySums:
             parameter.grad.copy_(part.view(parameter.grad.shape))
         return {id(parameter) for parameter, _ in pairs}
 
-    def plan(self, told: Sequence[int], trained: set[int], call: str) -> None:
+    def choose(self, report: Sequence[int], trained: set[int], call: str) -> None:
         """What is summed early until the next call: what has come on any rank since the last one, or was planned then, of the
-        ``trained`` parameters. ``told`` as for :meth:`finish`."""
-        places, nowhere = told[len(self._plan) :], self.ring.size * len(self._parameters)
+        ``trained`` parameters. ``report`` as for :meth:`finish`."""
+        places, nowhere = report[len(self._chosen) :], self.ring.size * len(self._parameters)
         alive = {number for number, reference in enumerate(self._parameters) if id(reference()) in trained}
         came = {number for number in alive if places[number] < nowhere}
-        planned = {number for bucket in self._plan for number in bucket.parameters}
-        if not came <= planned <= alive or not all(self._fits(bucket) for bucket in self._plan):
-            self._plan = self._buckets(sorted((came | planned) & alive, key=places.__getitem__))
-        if self._plan and self._group is None:
+        planned = {number for bucket in self._chosen for number in bucket.parameters}
+        if not came <= planned <= alive or not all(self._fits(bucket) for bucket in self._chosen):
+            self._chosen = self._buckets(sorted((came | planned) & alive, key=places.__getitem__))
+        if self._chosen and self._group is None:
             with watch(self.ring, _STEP, call):
                 self._group = _own_group(self.ring)
         self._before, self._times = self._times, {}
         self._streams.clear()
-        awaited = [{number for number in bucket.parameters if number in self._before} for bucket in self._plan]
-        self._awaited = {x: left for bucket, left in zip(self._plan, awaited, strict=True) for x in bucket.parameters}
+        awaited = [{number for number in bucket.parameters if number in self._before} for bucket in self._chosen]
+        self._awaited = {x: left for bucket, left in zip(self._chosen, awaited, strict=True) for x in bucket.parameters}
 
     def _buckets(self, numbers: list[int]) -> list[_Bucket]:
-        forms = [(number, form) for number in numbers if (form := _form(self._parameters[number]())) is not None]
-        groups = in_buckets(forms, _BUCKET, lambda pair: (pair[1].dtype, pair[1].device, pair[1].nbytes))
+        specs = [(number, form) for number in numbers if (form := _form(self._parameters[number]())) is not None]
+        groups = in_buckets(specs, _BUCKET, lambda pair: (pair[1].dtype, pair[1].device, pair[1].nbytes))
         return [_Bucket(*zip(*group, strict=True)) for group in groups]
 
     def _of(self, bucket: _Bucket) -> list[Tensor | None]:
@@ -226,7 +226,7 @@ def _form(parameter: Tensor | None) -> _Form | None:
     return _Form(like.shape, like.dtype, like.device, like.layout)
 
 
-def _own_group(ring: Ring) -> dist.ProcessGroup:
+def _own_group(ring: ProcessRing) -> dist.ProcessGroup:
     """In any order, which is nothing to a sum."""
     backend = dist.get_backend_config(ring.groups[0])
     group = dist.new_group(sorted(ring.ranks), backend=backend, use_local_synchronization=True)
@@ -234,10 +234,10 @@ def _own_group(ring: Ring) -> dist.ProcessGroup:
     return group
 
 
-def early_sums(parameters: Iterable[Tensor], ring: Ring | None = None) -> list[EarlySums]:
+def early_sums(parameters: Iterable[Tensor], ring: ProcessRing | None = None) -> list[EarlySums]:
     """Those that listen for gradients of these parameters; given a ring, for sums over that."""
-    found = dict.fromkeys(sums for x in parameters if (sums := _sums.get(x)) is not None)
-    return [sums for sums in found if ring is None or sums.ring == ring]
+    known = dict.fromkeys(sums for x in parameters if (sums := _sums.get(x)) is not None)
+    return [sums for sums in known if ring is None or sums.ring == ring]
 
 
 _sums = WeakIdKeyDictionary()  # by parameter, for as long as it lives or until a call without ``overlap``

@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import agree, in_buckets, local_part, sum_over_ring, where
 from ring_attn.training import batches
 from ring_attn.training.early_sums import EarlySums, early_sums
-from ring_attn.training.gradient_sums import note_sums, story
+from ring_attn.training.gradient_sums import gradient_state, note_sums
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing
 from torch_bridge.job.watchdog import known_to_all
 
 _BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time
@@ -67,7 +66,7 @@ def sync_gradients(
     all gradients are sums over the ring already, whether a backward has added to them or not; :class:`ring_attn.PeerFailure` when
     another process of the ring died or stopped.
     """
-    chosen = one_ring(ring, mesh, mesh_dim)
+    chosen = as_ring(ring, mesh, mesh_dim)
     trained = _trained(parameters)
     device = trained[0].device if trained else torch.device("cpu")
     processes = backend_of(device).resolve(chosen.mesh, chosen.mesh_dim)
@@ -113,24 +112,24 @@ def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing, overlap
     agree(ring, device, call, _MUST_AGREE)
     # A parameter without a gradient anywhere keeps None: an optimizer would decay one that is zero.
     present = [x.grad is not None for x in trained]
-    own = torch.tensor([*story(trained, ring), *present], dtype=torch.int64, device=device)
-    parts = [batches.taken(ring, device).flatten(), own, *(sums.told(device) for sums in early)]
+    local = torch.tensor([*gradient_state(trained, ring), *present], dtype=torch.int64, device=device)
+    parts = [batches.taken(ring, device).flatten(), local, *(sums.report(device) for sums in early)]
     known = sum_over_ring(torch.cat(parts), ring, "sync_gradients", call).cpu()
-    rows, (summed, added_to, *held), *told = (x.tolist() for x in known.split([len(part) for part in parts]))
+    rows, (summed, added_to, *with_gradient), *reports = (x.tolist() for x in known.split([len(part) for part in parts]))
     _check_batches([rows[i : i + batches.NUMBERS] for i in range(0, len(rows), batches.NUMBERS)], ring)
-    _check_story(summed == ring.size, added_to == ring.size)
-    left = {id(x): x for x, number in zip(trained, held, strict=True) if number}
+    _check_gradient_state(summed == ring.size, added_to == ring.size)
+    left = {id(x): x for x, number in zip(trained, with_gradient, strict=True) if number}
     for parameter in left.values():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    for sums, words in zip(early, told, strict=True):
+    for sums, words in zip(early, reports, strict=True):
         for done in sums.finish(words, set(left), call):
             del left[done]
     _sum_now([local_part(x.grad) for x in left.values() if x.grad is not None], ring, call)
     note_sums(trained, ring)
     ids = {id(x) for x in trained}
-    for sums, words in zip(early, told, strict=True):
+    for sums, words in zip(early, reports, strict=True):
         if overlap:
-            sums.plan(words, ids, call)
+            sums.choose(words, ids, call)
         else:
             sums.stop()
     if overlap:
@@ -147,9 +146,9 @@ def _sum_now(gradients: list[Tensor], ring: ProcessRing, call: str) -> None:
 
 def _call(trained: list[Tensor]) -> str:
     """The call in words that differ where the parameters do."""
-    forms = [(tuple(local_part(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
+    specs = [(tuple(local_part(x).shape), str(x.dtype if x.grad is None else x.grad.dtype)) for x in trained]
     elements = sum(local_part(x).numel() for x in trained)
-    return f"sync_gradients of {len(forms)} parameters, {elements} elements (checksum {crc32(repr(forms).encode()):08x})"
+    return f"sync_gradients of {len(specs)} parameters, {elements} elements (checksum {crc32(repr(specs).encode()):08x})"
 
 
 def _check_batches(ranks: list[list[int]], ring: ProcessRing) -> None:
@@ -161,7 +160,7 @@ def _check_batches(ranks: list[list[int]], ring: ProcessRing) -> None:
             )
 
 
-def _check_story(summed: bool, added_to: bool) -> None:
+def _check_gradient_state(summed: bool, added_to: bool) -> None:
     """Raises ValueError where the gradients of all ranks, and of all parameters, hold sums over the ring already."""
     if not summed and not added_to:
         return

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from ring_attn.packed.batch import PackedShard
-from ring_attn.ring import Ring, one_ring
+from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import agree, sum_over_ring, where
 from ring_attn.sharding.sequence import ShardedBatch
 from ring_attn.training.batches import note_loss
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ALL_COUNT = "cross_entropy counts labels over the ring: every rank of it must make the same call"
@@ -101,7 +100,7 @@ def total_loss(loss: Tensor, mesh: MeshLike = None, *, mesh_dim: MeshDim = None,
     """
     if not isinstance(loss, Tensor):
         raise ValueError(f"loss must be a torch.Tensor, got {type(loss).__name__}")
-    chosen = one_ring(ring, mesh, mesh_dim)
+    chosen = as_ring(ring, mesh, mesh_dim)
     return _total(loss.detach(), chosen, f"total_loss of {list(loss.shape)} {loss.dtype}", _ALL_ADD)
 
 
@@ -116,8 +115,8 @@ def mean_of(
     total: Tensor, labels: Tensor, count: int | Tensor | None, weights: Tensor | None, ignore_index: int, **ring: Any
 ) -> Tensor:
     """This rank's sum of losses, divided by the count; where that is None by the labels, or their weights, of the whole ring, which
-    is given as to :func:`one_ring`."""
-    number = _count(labels, weights, ignore_index, one_ring(**ring)) if count is None else count
+    is given as to :func:`as_ring`."""
+    number = _count(labels, weights, ignore_index, as_ring(**ring)) if count is None else count
     return total / _divisor(number)
 
 

@@ -12,7 +12,7 @@ from ring_attn.ring import Ring
 from ring_attn.sharding.marks import checksum
 from ring_attn.sharding.reduction import agree, gather_from_ring, local_part, recorded
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import ProcessRing
 
 _FIRST, _THEN_EVERY = 3, 100  # forwards before which parameters are compared
 _EVALUATES = "model.eval() or torch.no_grad()"
@@ -32,10 +32,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Answer(NamedTuple):
-    """What a device was asked: whether each of ``doubts`` is true, with what to do then. To be read once ``arrived``, None where
+    """What a device was asked: whether each of ``checks`` is true, with what to do then. To be read once ``arrived``, None where
     that is now."""
 
-    doubts: Mapping[str, str]
+    checks: Mapping[str, str]
     true: Tensor
     arrived: torch.cuda.Event | None
 
@@ -77,13 +77,13 @@ class SharedState:
         if not sums:
             return
         everywhere = gather_from_ring(torch.stack(list(sums.values())), ring, "what all ranks hold alike", call)
-        doubts = {f"{name} differ between the ranks of the {ring}": advice[name] for name in sums}
-        self.ask(doubts, (everywhere != everywhere[0]).any(0))
+        checks = {f"{name} differ between the ranks of the {ring}": advice[name] for name in sums}
+        self.ask(checks, (everywhere != everywhere[0]).any(0))
 
-    def ask(self, doubts: Mapping[str, str], true: Tensor) -> None:
-        """Has :meth:`settle` raise for each of the ``doubts`` that is true, at once on a CPU. ``doubts``: with what to do then;
-        ``true``: bool ``[doubts]``."""
-        self._answers.append(_Answer(doubts, true.to("cpu", non_blocking=True), recorded(true.device)))
+    def ask(self, checks: Mapping[str, str], true: Tensor) -> None:
+        """Has :meth:`settle` raise for each of the ``checks`` that is true, at once on a CPU. ``checks``: with what to do then;
+        ``true``: bool ``[checks]``."""
+        self._answers.append(_Answer(checks, true.to("cpu", non_blocking=True), recorded(true.device)))
         if true.device.type == "cpu":
             self.settle()
 
@@ -93,10 +93,10 @@ class SharedState:
         for answer in answers:
             if answer.arrived is not None:
                 answer.arrived.synchronize()
-            wrong = [doubt for doubt, true in zip(answer.doubts, answer.true.tolist(), strict=True) if true]
+            wrong = [check for check, true in zip(answer.checks, answer.true.tolist(), strict=True) if true]
             if wrong:
-                advice = answer.doubts[wrong[0]]
-                others = sum(answer.doubts[doubt] == advice for doubt in wrong) - 1
+                advice = answer.checks[wrong[0]]
+                others = sum(answer.checks[check] == advice for check in wrong) - 1
                 more = f" (and {others} more of this kind)" if others else ""
                 raise ValueError(f"{wrong[0]}{more}. {advice}")
 

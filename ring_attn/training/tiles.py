@@ -80,8 +80,8 @@ class Tiles:
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *parameters))):
             with torch.no_grad():
                 return call.whole(_computed(call, rows), tensors)
-        held = _Held.apply(len(rows), *rows, *parameters[:1])
-        return call.whole(_InTiles.apply(call, held, len(rows), *rows, *parameters), tensors)
+        inputs = _Held.apply(len(rows), *rows, *parameters[:1])
+        return call.whole(_InTiles.apply(call, inputs, len(rows), *rows, *parameters), tensors)
 
     def parts(self, tokens: int) -> Iterator[slice]:
         return (slice(start, start + self.size) for start in range(0, tokens, self.size))
@@ -154,9 +154,9 @@ class _Call:
         for (place, dims), x in zip(self._dims.items(), rows, strict=True):
             values[place] = x.view(*(1,) * (dims - 2), *x.shape)
         named = dict(zip(self._names, values[self._positional :], strict=True))
-        made = self.tiles.forward(*values[: self._positional], **named)
-        self._single = isinstance(made, Tensor)
-        outputs = [made] if self._single else list(made) if isinstance(made, tuple) else []
+        result = self.tiles.forward(*values[: self._positional], **named)
+        self._single = isinstance(result, Tensor)
+        outputs = [result] if self._single else list(result) if isinstance(result, tuple) else []
         if not outputs or not all(isinstance(x, Tensor) and x.ndim > 1 and _tokens(x) == len(rows[0]) for x in outputs):
             raise NotImplementedError(
                 f"{type(self.tiles.module).__name__} cannot be computed in tiles: it does not return tensors with a row for each "
@@ -168,8 +168,8 @@ class _Call:
     def whole(self, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         """What the module returns of all tokens, with the leading dims of an argument of as many dims."""
         lead = {x.ndim: x.shape[:-1] for x in reversed(tensors)}
-        found = [x.unflatten(0, lead[dims]) if dims in lead else x for x, dims in zip(rows, self._made, strict=True)]
-        return found[0] if self._single else tuple(found)
+        outputs = [x.unflatten(0, lead[dims]) if dims in lead else x for x, dims in zip(rows, self._made, strict=True)]
+        return outputs[0] if self._single else tuple(outputs)
 
 
 class _Held(torch.autograd.Function):
@@ -195,9 +195,9 @@ class _InTiles(torch.autograd.Function):
         rows = given[:count]
         ctx.call, ctx.held, ctx.count, ctx.surroundings = call, held.grad_fn, count, _Surroundings(rows[0])
         ctx.set_materialize_grads(False)
-        made = _computed(call, rows)
-        ctx.mark_non_differentiable(*(x for x in made if not x.is_floating_point()))
-        return tuple(made)
+        outputs = _computed(call, rows)
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -225,8 +225,8 @@ class _InTiles(torch.autograd.Function):
 
 def _of_tile(call: _Call, inputs: list[Tensor], cotangents: list[Tensor | None], wanted: list[Tensor]) -> list[Tensor | None]:
     with torch.enable_grad():
-        made = call(inputs)
-    pairs = [(x, g) for x, g in zip(made, cotangents, strict=True) if g is not None and x.requires_grad]
+        results = call(inputs)
+    pairs = [(x, g) for x, g in zip(results, cotangents, strict=True) if g is not None and x.requires_grad]
     if not pairs:
         return [None] * len(wanted)
     outputs, given = zip(*pairs, strict=True)
@@ -237,9 +237,9 @@ def _of_tile(call: _Call, inputs: list[Tensor], cotangents: list[Tensor | None],
 def _computed(call: _Call, rows: Sequence[Tensor]) -> list[Tensor]:
     whole: list[Tensor] = []
     for part in call.tiles.parts(len(rows[0])):
-        made = call([x[part] for x in rows])
-        whole = whole or [x.new_empty(len(rows[0]), x.shape[-1]) for x in made]
-        for x, of_part in zip(whole, made, strict=True):
+        outputs = call([x[part] for x in rows])
+        whole = whole or [x.new_empty(len(rows[0]), x.shape[-1]) for x in outputs]
+        for x, of_part in zip(whole, outputs, strict=True):
             x[part] = of_part
     # Weights that autocast has cast here have no graph.
     torch.clear_autocast_cache()

@@ -43,8 +43,8 @@ def verify_model(model: nn.Module, batch: Batch, ring: Ring, forward: Forward | 
     first = None
     if comparison.reasons and comparison.comparable:
         length = _tokens(batch).shape[1]
-        found, whole = _unsharded(runs[0], ring, length), trimmed(runs[1], length)
-        first = first_that_differs(found, whole, lambda x: _real(batch, x), comparison.allowed)
+        sharded, whole = _unsharded(runs[0], ring, length), trimmed(runs[1], length)
+        first = first_that_differs(sharded, whole, lambda x: _real(batch, x), comparison.allowed)
         comparison.reasons[:] = _reasons(comparison, first)
     tried = f"{type(model).__name__}, batch {list(_tokens(batch).shape)}, {ring.size} ranks, layout {ring.layout}{comparison.aside}"
     return Verdict(tried, comparison.errors, first, comparison.reasons)
@@ -91,14 +91,14 @@ def _unsharded(seen: Seen, ring: Ring, length: int) -> Seen:
     return {name: ring.unshard(x, length=length) for name, x in seen.items() if x.ndim > 2 and x.shape[1] == local}
 
 
-def _reasons(found: Comparison, first: str | None) -> list[str]:
-    if _LOGITS in found.wrong:
+def _reasons(comparison: Comparison, first: str | None) -> list[str]:
+    if _LOGITS in comparison.wrong:
         return [f"the logits differ; {first or 'no module differs before them'}"]
-    if _LOSS in found.wrong:
+    if _LOSS in comparison.wrong:
         why = first or "no module differs: it is labelled or normalised in another way"
-        return [f"the loss differs{' and the logits do not' if _LOGITS in found.errors else ''}; {why}"]
-    right = "logits and loss are" if _LOGITS in found.errors else "the loss is"
-    return [f"{right} right, and the backward is not: {reason}" for reason in found.reasons]
+        return [f"the loss differs{' and the logits do not' if _LOGITS in comparison.errors else ''}; {why}"]
+    right = "logits and loss are" if _LOGITS in comparison.errors else "the loss is"
+    return [f"{right} right, and the backward is not: {reason}" for reason in comparison.reasons]
 
 
 @contextmanager

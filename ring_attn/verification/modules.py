@@ -48,10 +48,10 @@ def watched(model: nn.Module) -> Iterator[Seen]:
             del seen[name]
 
 
-def first_that_differs(found: Seen, whole: Seen, real: Callable[[Tensor], Tensor], tolerance: float) -> str | None:
-    """In words; None where none does. ``found``, ``whole``: ``[batch, seq, ...]``. ``real``: where a token is in such a tensor,
+def first_that_differs(sharded: Seen, whole: Seen, real: Callable[[Tensor], Tensor], tolerance: float) -> str | None:
+    """In words; None where none does. ``sharded``, ``whole``: ``[batch, seq, ...]``. ``real``: where a token is in such a tensor,
     bool ``[batch, seq]``."""
-    for name, tensor in found.items():
+    for name, tensor in sharded.items():
         expected = whole.get(name)
         if expected is None or expected.shape[1:] != tensor.shape[1:] or expected.shape[0] not in (1, tensor.shape[0]):
             continue

@@ -85,7 +85,7 @@ def named_parameters(trained: Any) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, x in given.items():
         if isinstance(x, nn.Module):
-            named |= {f"{name}.{own}" if name else own: p for own, p in x.named_parameters()}
+            named |= {f"{name}.{suffix}" if name else suffix: p for suffix, p in x.named_parameters()}
         elif isinstance(x, Tensor):
             named[str(name)] = x
         else:

@@ -15,7 +15,7 @@ from ring_attn.sharding.reduction import agree
 from ring_attn.verification.ranks import CALL, everywhere, known_cause, largest_of_all, of_rank_0, off_by
 from ring_attn.verification.runs import Run, alone, repeated_randomness, run_step
 from ring_attn.verification.verdict import TOLERANCE, Verdict, largest, tolerance
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.runtime import start
 from torch_bridge.job.trial import Trial
 
@@ -66,14 +66,14 @@ class Comparison:
 
 def verify_step(step: Step, ring: Ring) -> Verdict:
     """See :func:`ring_attn.verify`."""
-    found = compare(step, ring)
-    steps = found.pair.ring.steps
+    result = compare(step, ring)
+    steps = result.pair.ring.steps
     what = f"{steps} steps of the optimizer" if steps else "gradients and parameters (no optimizer of torch made a step)"
     if steps == 1:
         what = "1 step of the optimizer (two would see what it leaves behind)"
     name = getattr(step, "__name__", type(step).__name__)
-    tried = f"{name}, {what}, {len(found.pair.ring.after)} parameters, {ring.size} ranks, layout {ring.layout}{found.aside}"
-    return Verdict(tried, found.errors, None, found.reasons)
+    tried = f"{name}, {what}, {len(result.pair.ring.after)} parameters, {ring.size} ranks, layout {ring.layout}{result.aside}"
+    return Verdict(tried, result.errors, None, result.reasons)
 
 
 def compare(step: Step, ring: Ring) -> Comparison:
@@ -81,20 +81,20 @@ def compare(step: Step, ring: Ring) -> Comparison:
     processes = ring.processes
     start(processes)  # as ranks of one job: what comes first in one process must not start JAX by itself
     with repeated_randomness() as again:
-        found = _run(step, ring, None)
+        sharded = _run(step, ring, None)
         again()
         expected = _run(step, ring, alone(ring))
-        pair = _paired(found, expected, processes)
+        pair = _paired(sharded, expected, processes)
         errors = _errors(pair, processes)
-        allowed = largest_of_all([tolerance(_dtypes(found) | _dtypes(expected))], processes, pair.device)[0]
+        allowed = largest_of_all([tolerance(_dtypes(sharded) | _dtypes(expected))], processes, pair.device)[0]
         reasons, comparable = _reasons(pair, errors, processes, allowed)
         if reasons and comparable:
             again()
-            unrepeatable = _unrepeatable(pair, _paired(found, _run(step, ring, alone(ring)), processes), processes, allowed)
+            unrepeatable = _unrepeatable(pair, _paired(sharded, _run(step, ring, alone(ring)), processes), processes, allowed)
             reasons, comparable = (unrepeatable, False) if unrepeatable else (reasons, True)
     wrong = {name for name, (error, _) in errors.items() if not error <= _allowed(name, pair, allowed)}
     half = ", in half precision: only mistakes above 5 % are seen" if allowed > TOLERANCE else ""
-    aside = (", without dropout" if found.dropout else "") + half
+    aside = (", without dropout" if sharded.dropout else "") + half
     return Comparison(pair, {name: max(both) for name, both in errors.items()}, wrong, reasons, comparable, allowed, aside)
 
 
@@ -124,14 +124,14 @@ def _with_ring(step: Step, ring: Ring) -> Callable[[], Any]:
 # ------------------------------------------------------------------------------------------------- values
 
 
-def _paired(found: Run, expected: Run, ring: ProcessRing) -> _Pair:
-    shapes = {name: tuple(x.shape) for run in (found, expected) for name, x in run.after.items()}
-    steps = max(len(x) for run in (found, expected) for x in (*run.gradients.values(), ()))
+def _paired(sharded: Run, expected: Run, ring: ProcessRing) -> _Pair:
+    shapes = {name: tuple(x.shape) for run in (sharded, expected) for name, x in run.after.items()}
+    steps = max(len(x) for run in (sharded, expected) for x in (*run.gradients.values(), ()))
     device = next(iter(expected.after.values())).device if expected.after else torch.device("cpu")
     agree(ring, device, f"{CALL}: {steps} steps of {len(shapes)} parameters {sorted(shapes.items())}", _MUST_AGREE)
-    sides = [_values(run, steps, shapes) for run in (found, expected)]
+    sides = [_values(run, steps, shapes) for run in (sharded, expected)]
     reference = {key: of_rank_0(x, ring) for key, x in sides[1].items()}
-    return _Pair(found, expected, sides[0], sides[1], reference)
+    return _Pair(sharded, expected, sides[0], sides[1], reference)
 
 
 def _values(run: Run, steps: int, shapes: Mapping[str, tuple[int, ...]]) -> Values:
@@ -215,9 +215,9 @@ def _reasons(pair: _Pair, errors: Mapping[str, tuple[float, float]], ring: Proce
     ignored = _ignored(pair, ring)
     if ignored:
         return [ignored], False
-    if any(own > _allowed(name, pair, allowed) for name, (_, own) in errors.items()):
+    if any(rounding > _allowed(name, pair, allowed) for name, (_, rounding) in errors.items()):
         return [_about_the_ranks(pair, ring, allowed)], False
-    wrong = [name for name, (found, _) in errors.items() if not found <= _allowed(name, pair, allowed)]
+    wrong = [name for name, (error, _) in errors.items() if not error <= _allowed(name, pair, allowed)]
     if not wrong:
         return [], True
     reasons = [_about_gradients(pair, wrong, errors, ring, allowed)]

@@ -48,5 +48,5 @@ def largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return largest(found - expected) / max(largest(expected), 1e-6)
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return largest(actual - expected) / max(largest(expected), 1e-6)

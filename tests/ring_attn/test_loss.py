@@ -198,7 +198,7 @@ def test_the_shape_of_a_gradient_alone_says_where_it_is_cut(shape, monkeypatch):
 
 
 @pytest.fixture
-def doubts() -> Callable[[Callable[[], object]], list[str]]:
+def warned() -> Callable[[Callable[[], object]], list[str]]:
     """What a call is warned of, whatever was said before."""
 
     def of(call: Callable[[], object]) -> list[str]:
@@ -211,7 +211,7 @@ def doubts() -> Callable[[Callable[[], object]], list[str]]:
     return of
 
 
-def test_documents_that_no_attention_was_told_of_are_doubted(doubts):
+def test_documents_that_no_attention_was_told_of_are_doubted(warned):
     positions, mask = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), torch.ones(8, 8, dtype=torch.bool)
     x = torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -222,10 +222,10 @@ def test_documents_that_no_attention_was_told_of_are_doubted(doubts):
 
     packed = shard_packed({"input_ids": IDS, "cu_seqlens": torch.tensor([0, 3, 8])}, mesh="local")
     for batch in (shard_batch(IDS, position_ids=positions, mesh="local"), packed):
-        (doubt,) = doubts(lambda batch=batch: step(batch))
-        assert "several documents in a row, and no attention since the last loss was told of them" in doubt
+        (warning,) = warned(lambda batch=batch: step(batch))
+        assert "several documents in a row, and no attention since the last loss was told of them" in warning
         for told in ({"q_segment_ids": batch.segment_ids}, {"mask": mask}, {"mask_mod": lambda batch, head, q, k: q >= k}):
-            assert doubts(lambda batch=batch, told=told: step(batch, **told)) == []
-        assert doubts(lambda batch=batch: step(batch, attended=False)) == []  # it was compiled, or is none of the library's
-    assert doubts(lambda: step(shard_batch(IDS, position_ids=torch.arange(8)[None], mesh="local"))) == []
-    assert doubts(lambda: step(shard_batch(IDS, segment_ids=torch.zeros_like(IDS), mesh="local"))) == []
+            assert warned(lambda batch=batch, told=told: step(batch, **told)) == []
+        assert warned(lambda batch=batch: step(batch, attended=False)) == []  # it was compiled, or is none of the library's
+    assert warned(lambda: step(shard_batch(IDS, position_ids=torch.arange(8)[None], mesh="local"))) == []
+    assert warned(lambda: step(shard_batch(IDS, segment_ids=torch.zeros_like(IDS), mesh="local"))) == []

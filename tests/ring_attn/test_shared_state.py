@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ring_attn.training import shared_state
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,6 @@ from torch_bridge.job.mesh import Ring
 def test_collectives_take_tensors_from_where_they_can(monkeypatch, backend, inputs, weights, wanted):
     monkeypatch.setattr(shared_state.dist, "get_backend", lambda group: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    ring = Ring((0, 1), 0, groups=(object(),))
+    ring = ProcessRing((0, 1), 0, groups=(object(),))
     found = shared_state._sending_device(ring, torch.empty(0, device=inputs), nn.Linear(1, 1, device=weights))
     assert found == torch.device(wanted)

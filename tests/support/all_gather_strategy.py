@@ -21,7 +21,7 @@ def whole_sequence(spec: RingSpec, operands: Operands) -> Pair:
 
 class Toy(Strategy):
     CAPABILITIES = frozenset("contiguous causal float32 lse_gradient".split())
-    IN_PLACE_OF_A_KERNEL = frozenset({"contiguous"})
+    DONE_BY_STRATEGY = frozenset({"contiguous"})
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
         return "it is for rings of two at least" if problem.size == 1 else None

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_core.kernels.cute.block_sparse import QUERY_BLOCK
 from jax_core.kernels.cute.calls import Shaped
-from jax_core.kernels.cute.lists import QUERY_BLOCK
 from jax_core.kernels.cute.settings import Listed, Settings
 from jax_core.kernels.cute.tiles import BackwardTile
 from jax_core.masks.static import visible

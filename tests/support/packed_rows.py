@@ -40,7 +40,7 @@ class Packed(NamedTuple):
         return np.where((ids >= 0) & (places < table[:, -1]), ids, -1).astype(np.int32)
 
     @property
-    def told(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def piece_table(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The table, and the ids that say the same, in the layout's order."""
         if not self.placed:
             ids = self.ids[:, self.order]
@@ -89,7 +89,7 @@ def computed(packed: Packed, platform: str, dtype: str = "float32", by_table: bo
     random = map(np.random.default_rng(0).normal, [0.0] * 4, [1.0] * 4, sizes)
     q, k, v, dout = (jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in random)
     options = Options(platform=platform, strategy="ring", layout=packed.layout, lse_gradient=False, **packed.options)
-    (table, ids), rows = packed.told, P(None, "ring")
+    (table, ids), rows = packed.piece_table, P(None, "ring")
 
     def local(q, k, v, dout, ids, table):
         told = dict(documents=table) if by_table else ids

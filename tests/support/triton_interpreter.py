@@ -15,9 +15,9 @@ __version_info__ = (0, 3, 1)
 _ONE_AT_A_TIME = Lock()  # the interpreter patches triton.language while it runs
 
 
-def triton_call(*arrays, kernel, out_shape, grid, plan, input_output_aliases, **ignored: Any):
+def triton_call(*arrays, kernel, out_shape, grid, const, input_output_aliases, **ignored: Any):
     del ignored  # warps and stages have no meaning here
-    run = partial(_interpret, kernel, plan, grid, out_shape, {out: into for into, out in input_output_aliases.items()})
+    run = partial(_interpret, kernel, const, grid, out_shape, {out: into for into, out in input_output_aliases.items()})
     axes = frozenset().union(*(jax.typeof(array).mat.varying for array in arrays))
     arrays = tuple(_vary(array, axes) for array in arrays)
     results = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in out_shape]
@@ -29,7 +29,7 @@ def _vary(array, axes):
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
-def _interpret(kernel, plan, grid, shapes, memory_of, *arrays):
+def _interpret(kernel, const, grid, shapes, memory_of, *arrays):
     tensors = [torch.from_numpy(np.array(array)) for array in arrays]
     # Whatever a kernel fails to write stays NaN.
     made = [
@@ -37,7 +37,7 @@ def _interpret(kernel, plan, grid, shapes, memory_of, *arrays):
         for i, shape in enumerate(shapes)
     ]
     with _ONE_AT_A_TIME, np.errstate(invalid="ignore", over="ignore"):  # as on a GPU, where NaN and infinities raise no warning
-        kernel[grid](*tensors, *made, plan=plan)
+        kernel[grid](*tensors, *made, const=const)
     return [tensor.numpy() for tensor in made]
 
 

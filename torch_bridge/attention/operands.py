@@ -9,7 +9,7 @@ import torch
 
 from jax_core.masks.functions import from_mask_mod
 from jax_core.operands import Operands
-from jax_core.request.spec import both_sides
+from jax_core.request.spec import broadcast_ids
 from torch_bridge.attention.operation import OPERANDS
 from torch_bridge.backends.dlpack import narrow_ids, to_torch
 from torch_bridge.backends.interface import Backend
@@ -33,7 +33,7 @@ def gather(
     ids = {name: _ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
     seed = _seed_words(dropout_seed, query.device)
     named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
-    operands = both_sides(Operands(**named))
+    operands = broadcast_ids(Operands(**named))
     arrays = tuple(getattr(operands, name) for name in OPERANDS)
     return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(backend, where, options, arrays)
 

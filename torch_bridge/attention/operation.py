@@ -13,14 +13,14 @@ from jax_core.operands import Operands
 from jax_core.options import Options, Placement
 from jax_core.request.checks import check_operands
 from jax_core.request.dispatch import SHARED_QUERIES
-from jax_core.request.explain import Explanation, explained, taken
+from jax_core.request.explain import Explanation, explanation_of, taken
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.pairs.rows import as_kernel_takes_them
 from torch_bridge.attention.empty import Empty
 from torch_bridge.backends.operation import Form, Operation, Request, Whole
-from torch_bridge.job.mesh import Ring as RingOfProcesses
-from torch_bridge.job.ring import Ring, Tensors, tensors_per_sequence
+from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.job.ring import AnyRing, Tensors, tensors_per_sequence
 from torch_bridge.job.sanity_checks import check_same_queries, check_shards
 
 OPERANDS = Operands._fields[: Operands._fields.index("rank")]  # those that torch passes, in this order
@@ -56,7 +56,7 @@ class Attention(Operation):
         """As a mask function may. No compiled graph has a call with one."""
         return bool(self.options.predicates)
 
-    def check(self, operands: Sequence[Any], ring: Ring) -> None:
+    def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
         forms: Any = operands[: len(OPERANDS)]
         check_operands(Operands(*forms), self.options.layout, tensors_per_sequence(ring))
 
@@ -83,7 +83,7 @@ class Attention(Operation):
         nothing = any(form is not None and 0 in form.shape[:2] for form in request.forms[: len(QKV)])
         return Empty(request.results, request.device, SINKS) if nothing else None
 
-    def check_ranks(self, request: Request, ring: RingOfProcesses, operands: Tensors) -> None:
+    def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
         query, value = operands[0], operands[VALUE]
         assert query is not None and value is not None
         check_shards(ring, self.layout_in_use(request.forms), value)
@@ -133,7 +133,7 @@ class LocalAttention:
         return taken(self.spec)
 
     def explained(self) -> Explanation:
-        return explained(self.attention.options, self.spec)
+        return explanation_of(self.attention.options, self.spec)
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         given = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))

@@ -16,7 +16,7 @@ from torch_bridge.backends.executable import Compilation, Executable
 from torch_bridge.backends.launch import Compiled, Join, Launcher, jax_device, launcher
 from torch_bridge.backends.operation import Form, Local, Request, Results
 from torch_bridge.job.compilation_cache import shares_compiling
-from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, joiner, sharding
+from torch_bridge.job.mesh import ProcessRing, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.job.ring import Tensors
 from torch_bridge.job.runtime import start
 from torch_bridge.job.sanity_checks import shapes_only
@@ -36,7 +36,7 @@ class Program:
     request: Request
     call: str  # a description of the request that is equal on all ranks
     taken: str  # what computes it: the strategy and the kernel
-    ring: Ring
+    ring: ProcessRing
     dtype: torch.dtype  # of the first result
     launcher: Launcher
     join: Join
@@ -92,7 +92,7 @@ def program(request: Request) -> Program:
     """Checks the request (ValueError, NotImplementedError) and makes its program. Starts JAX: with a ring of several processes the
     first call is a collective of all processes."""
     device, ring = request.device, request.ring
-    assert isinstance(ring, Ring)
+    assert isinstance(ring, ProcessRing)
     local, results = _checked(request, ring), request.results
     way, platform, call = launcher(device), jax_platform(device), str(request)
     executables: list[Executable] = []
@@ -121,14 +121,14 @@ def program(request: Request) -> Program:
     )
 
 
-def _checked(request: Request, ring: Ring) -> Local:
+def _checked(request: Request, ring: ProcessRing) -> Local:
     """Checks the request on this rank, then compares it with those of the other ranks."""
     local = local_of(request, ring)
     compare(ring, str(request), _MUST_AGREE.format(request.operation.name))
     return local
 
 
-def local_of(request: Request, ring: Ring) -> Local:
+def local_of(request: Request, ring: ProcessRing) -> Local:
     """Checks the request on this rank, and decides what computes it. Starts JAX."""
     device = request.device
     with keeping_device(device), precision_scope(request.results[0].dtype):
@@ -144,7 +144,7 @@ def _scope(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def _abstract(form: Form, ring: Ring, device: torch.device) -> jax.ShapeDtypeStruct:
+def _abstract(form: Form, ring: ProcessRing, device: torch.device) -> jax.ShapeDtypeStruct:
     """What a launcher makes of this rank's tensor of this form."""
     dtype = jax.numpy.dtype(str(form.dtype).removeprefix("torch."))
     if ring.size == 1:
@@ -153,18 +153,18 @@ def _abstract(form: Form, ring: Ring, device: torch.device) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding(ring, jax_platform(device)))
 
 
-def _alone(ring: Ring) -> bool:
+def _alone(ring: ProcessRing) -> bool:
     """Whether the ring has no axes in JAX. Several stay even with one rank: a strategy that goes by two of them runs there too."""
     return ring.size == 1 and len(ring.axes) == 1
 
 
-def _placement(ring: Ring, platform: str) -> Placement:
+def _placement(ring: ProcessRing, platform: str) -> Placement:
     axis = None if _alone(ring) else ring.axis_name
     return Placement(axis_name=axis, size=ring.size, sizes=ring.sizes, backend=platform)
 
 
 def _on_ring(
-    ring: Ring, platform: str, in_place: bool, function: Callable[..., object], operands: int, results: tuple[Form, ...]
+    ring: ProcessRing, platform: str, in_place: bool, function: Callable[..., object], operands: int, results: tuple[Form, ...]
 ) -> "jax.stages.Wrapped":
     """``function`` of local shards, jitted over the ring. Every operand and result is treated as a block of rows of a global array,
     whatever its dimensions mean, so none needs its own sharding."""

@@ -11,7 +11,7 @@ import torch
 
 from torch_bridge.backends.operation import Program, Request, Results
 from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.ring import Ring
+from torch_bridge.job.ring import AnyRing
 
 
 class Operators(NamedTuple):
@@ -27,13 +27,13 @@ class Backend(Protocol):
     @property
     def OPERATORS(self) -> Operators | None: ...
 
-    def resolve(self, mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
+    def resolve(self, mesh: MeshLike = None, mesh_dim: MeshDim = None) -> AnyRing:
         """The ring that ``mesh`` stands for. Cheap: no communication, and JAX is not started."""
 
     def check(self, query: torch.Tensor) -> None:
         """Raises for a device or dtype that this backend does not support."""
 
-    def tracing(self, ring: Ring, query: torch.Tensor) -> AbstractContextManager[object]:
+    def tracing(self, ring: AnyRing, query: torch.Tensor) -> AbstractContextManager[object]:
         """A context in which JAX may trace a function for a call with ``query``."""
 
     def program(self, request: Request) -> Program:

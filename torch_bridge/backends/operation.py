@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from torch_bridge.job.ring import Ring, Tensors
+from torch_bridge.job.ring import AnyRing, Tensors
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
     from jax_core.options import Placement
-    from torch_bridge.job.mesh import Ring as RingOfProcesses
+    from torch_bridge.job.mesh import ProcessRing
 
 # What the forms of a request are made of: shape and dtype of each operand, None for an absent one.
 Forms: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
@@ -99,7 +99,7 @@ class Operation:
         """Whether it holds arrays that should go with its last program."""
         return False
 
-    def check(self, operands: Sequence[Any], ring: Ring) -> None:
+    def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
         """Raises ValueError unless shapes and dtypes, which may be symbols, fit together."""
 
     def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
@@ -118,7 +118,7 @@ class Operation:
         """The program of a request in which there is nothing to compute or to send; None for any other."""
         return None
 
-    def check_ranks(self, request: "Request", ring: "RingOfProcesses", operands: Tensors) -> None:
+    def check_ranks(self, request: "Request", ring: "ProcessRing", operands: Tensors) -> None:
         """Compares what the ranks hold, when a program runs for the first time. A ring call."""
 
     def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
@@ -135,7 +135,7 @@ class Request:
     """An operation on this process's tensors. Equal requests share one program. ``forms``: those of the operands in their order,
     None for an absent one."""
 
-    ring: Ring
+    ring: AnyRing
     operation: Operation
     forms: tuple[Form | None, ...]
     device: torch.device

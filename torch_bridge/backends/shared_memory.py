@@ -10,9 +10,9 @@ import torch
 
 from torch_bridge.backends.dlpack import precision_scope
 from torch_bridge.backends.operation import Request
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.mesh import resolve as resolve
-from torch_bridge.job.ring import Ring as AnyRing
+from torch_bridge.job.ring import AnyRing
 from torch_bridge.job.runtime import start
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def check(query: torch.Tensor) -> None:
 
 @contextmanager
 def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
-    assert isinstance(ring, Ring)
+    assert isinstance(ring, ProcessRing)
     start(ring=ring, device=query.device)
     with precision_scope(query.dtype):
         yield

@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_core.experimental import warn_experimental
 from jax_core.options import Placement
-from jax_core.tiers import say_experimental
 from torch_bridge.backends.interface import Operators
 from torch_bridge.backends.operation import Local, Request, Results
-from torch_bridge.job.mesh import AXIS, Ring
+from torch_bridge.job.mesh import AXIS, ProcessRing
 from torch_bridge.job.mesh import resolve as resolve
-from torch_bridge.job.ring import Ring as AnyRing
-from torch_bridge.job.ring import Tensors
+from torch_bridge.job.ring import AnyRing, Tensors
 
 FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # custom ops in the namespace ring_attn, each name followed by a number
 Grid = tuple[int, int, int]
@@ -50,7 +49,7 @@ def program(request: Request) -> "Program":
     are not compared. Raises NotImplementedError for rings that do not tile the world, ImportError without torch-tpu, RuntimeError
     if JAX would take the TPU."""
     keep_jax_on_cpu()
-    say_experimental('device "tpu" (TorchTPU)', "traced and compiled without a TPU, never run on one")
+    warn_experimental('device "tpu" (TorchTPU)', "traced and compiled without a TPU, never run on one")
     return Program(operators(request).number)
 
 
@@ -65,7 +64,7 @@ def keep_jax_on_cpu() -> None:
         )
 
 
-def tile_world(ring: Ring) -> Grid | None:
+def tile_world(ring: ProcessRing) -> Grid | None:
     """The world as a grid ``(before, ring, after)`` of rings like this one, in rank order; None for a ring of one.
 
     Raises NotImplementedError if there is no such grid, and for a ring over several mesh dimensions.
@@ -130,7 +129,7 @@ class Made(NamedTuple):
 @cache
 def operators(request: Request) -> Made:
     """Checks the request and makes its custom ops."""
-    assert isinstance(request.ring, Ring)
+    assert isinstance(request.ring, ProcessRing)
     grid = tile_world(request.ring)
     local = request.operation.local(request, placement(grid))
     pallas = _pallas()

@@ -23,11 +23,10 @@ import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from jax.sharding import AbstractMesh
 
-from jax_core.tiers import say_experimental
+from jax_core.experimental import warn_experimental
 from torch_bridge.backends.operation import Request, Results, Whole
 from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.ring import Ring as AnyRing
-from torch_bridge.job.ring import Tensors
+from torch_bridge.job.ring import AnyRing, Tensors
 
 OPERATORS = None
 _HARDWARE = ("CPU", "TPU")
@@ -153,7 +152,7 @@ def _given(tensors: Tensors) -> list[torch.Tensor]:
 def program(request: Request) -> Program:
     ring, platform = request.ring, _platform()
     if platform == "tpu":
-        say_experimental('device "xla" (torch-xla)', "run on CPU devices and lowered for TPUs, never run on one")
+        warn_experimental('device "xla" (torch-xla)', "run on CPU devices and lowered for TPUs, never run on one")
     assert isinstance(ring, Ring)
     with _jax_for_torch_xla():
         forward, backward = request.operation.whole(request, ring.mesh, ring.dim, platform)

@@ -3,7 +3,7 @@
 from torch_bridge.backends.executable import Compilation
 from torch_bridge.backends.operation import Request, forms_of
 from torch_bridge.call.programs import in_words_of_the_caller, made_for, request_of
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import Tensors
 
 
@@ -19,7 +19,7 @@ def explain_request(key: str, request: Request) -> object:
     whose calls are parts of graphs, and the call's own errors, in its caller's words; the other ranks do not hear of them."""
     from torch_bridge.backends.compiled import local_of
 
-    if not isinstance(request.ring, Ring):
+    if not isinstance(request.ring, ProcessRing):
         device = request.device.type
         raise NotImplementedError(f"calls on CPUs and GPUs can be explained, got one on {device}: jax_core.explain can")
     with in_words_of_the_caller(key):

@@ -17,7 +17,7 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.operation import Form, Forms, Operation, Program, Request, forms_of
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagating
-from torch_bridge.job.ring import Ring, Tensors
+from torch_bridge.job.ring import AnyRing, Tensors
 from torch_bridge.job.trial import current, note_dtype, note_ring
 
 # Programs of a ring that are kept. The one made first is dropped first: programs are made in the same order on all ranks, because
@@ -30,7 +30,7 @@ Names = tuple[tuple[str, str], ...]  # the operation's name of an argument, and 
 class Call(NamedTuple):
     """A call without its tensors."""
 
-    ring: Ring
+    ring: AnyRing
     operation: Operation
 
 
@@ -47,7 +47,7 @@ _NUMBERS: Counter[str] = Counter()  # how many calls have had one description
 _PROGRAMS: dict[tuple[str, Forms, torch.device], _Made] = {}
 
 
-def describe(ring: Ring, operation: Operation, names: Names) -> str:
+def describe(ring: AnyRing, operation: Operation, names: Names) -> str:
     """The call's key, by which its programs are found: equal calls have one. It means the same in every process, for a graph may be
     saved and loaded; so a call with functions, which may differ under one name, names this process."""
     call = Call(ring, operation)
@@ -111,7 +111,7 @@ def made_for(key: str, request: Request) -> Program | None:
     return None if found is None else found.program
 
 
-def last_on(ring: Ring) -> Program | None:
+def last_on(ring: AnyRing) -> Program | None:
     """The program that was made last for the ring, of those that are kept."""
     return next((made.program for made in reversed(_PROGRAMS.values()) if made.request.ring == ring), None)
 
@@ -132,7 +132,7 @@ def _make(key: str, forms: Forms, device: torch.device) -> Program:
     return made.program
 
 
-def _drop_the_oldest(ring: Ring) -> None:
+def _drop_the_oldest(ring: AnyRing) -> None:
     of_this_ring = [each for each, made in _PROGRAMS.items() if made.request.ring == ring]
     for oldest in of_this_ring[:-KEPT]:
         call_cache.clear()

@@ -29,13 +29,13 @@ def meeting_place(name: str, loopbacks: Sequence[str]) -> tuple[str, str]:
     """
     if len(set(loopbacks)) == 1:
         return LOOPBACK, LOOPBACK
-    own = next(filter(_is_of_an_interface, _addresses(name)), ALL)
-    return own, own or name
+    address = next(filter(_is_of_an_interface, _addresses(name)), ALL)
+    return address, address or name
 
 
 def _addresses(name: str) -> list[str]:
     with suppress(OSError):
-        return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        return [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     return []
 
 

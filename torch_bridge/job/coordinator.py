@@ -17,9 +17,9 @@ To the coordinator                                    What it does
                                                       "calls"}}`` to each: None if all are equal, else all of them
 ``{"failed": {"ring", "number", "error"}}``           passes it on to the other members, with the ``"rank"``
 ``{"waits": seconds}``                                sends ``{"ask": n}`` to all ranks, at most once in so many seconds
-``{"ask": n, "report": Report}``                      when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
+``{"ask": n, "report": RankStatus}``                  when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
                                                       every ring that can never continue (:mod:`torch_bridge.job.deadlock`)
-``{"calls": rings of a Report}``                      the answer to ``{"look": true}``, which all get now and then; when all have
+``{"calls": rings of a RankStatus}``                  the answer to ``{"look": true}``, which all get now and then; when all have
                                                       answered: ``{"stuck": ...}`` to the members of every ring whose calls have
                                                       crossed (:mod:`torch_bridge.job.deadlock`)
 ``{"bye": clean}``                                    says whether the end of the connection will be clean; answered alike
@@ -52,7 +52,7 @@ from torch_bridge.job.deadlock import (
     ALL_CALL,
     ALL_LAUNCHED,
     Ranks,
-    Report,
+    RankStatus,
     asked_for,
     crossed_rings,
     deadlocked_rings,
@@ -110,7 +110,7 @@ class _Peer:
     limit: float = 0.0  # seconds without a sign of its host
     clean: bool = False
     pending: bytes = b""
-    report: Report | None = None
+    report: RankStatus | None = None
     silent_since: float = 0.0  # when the first unanswered question was sent; 0: it has answered
 
 
@@ -137,7 +137,7 @@ class Exchange:
     comparisons: dict[tuple[Ranks, int], dict[int, str]] = field(default_factory=dict)
     question: _Question = field(default_factory=_Question)
     looked: float = field(default_factory=time.monotonic)  # when all ranks were last asked for their calls
-    looks_at: dict[int, Report | None] = field(default_factory=dict)  # by rank, None until it has told them
+    looks_at: dict[int, RankStatus | None] = field(default_factory=dict)  # by rank, None until it has told them
 
     def serve(self, timeout: float) -> None:
         """Run until every rank has left, or until ``timeout`` seconds after the start if no rank is connected then. The ranks are
@@ -226,9 +226,9 @@ class Exchange:
         elif "waits" in message:
             self._ask(float(message["waits"]))
         elif "report" in message:
-            self._take_report(peer, message["ask"], Report.from_json(message["report"]))
+            self._take_report(peer, message["ask"], RankStatus.from_json(message["report"]))
         elif "calls" in message:
-            self._look(peer, Report.of_calls(message["calls"]))
+            self._take_calls(peer, RankStatus.of_calls(message["calls"]))
         elif "bye" in message:
             peer.clean = bool(message["bye"])
             self._send(peer, _line(message))
@@ -257,7 +257,7 @@ class Exchange:
             peer.silent_since = peer.silent_since or now
         self._tell(list(peers), {"ask": self.question.number})
 
-    def _take_report(self, peer: _Peer, question: int, report: Report) -> None:
+    def _take_report(self, peer: _Peer, question: int, report: RankStatus) -> None:
         peer.report, peer.silent_since = report, 0.0
         if question == self.question.number:
             self.question.waiting_for.discard(peer.rank)
@@ -271,7 +271,7 @@ class Exchange:
             self.looked, self.looks_at = now, dict.fromkeys(peers)
             self._tell(list(peers), {"look": True})
 
-    def _look(self, peer: _Peer, calls: Report) -> None:
+    def _take_calls(self, peer: _Peer, calls: RankStatus) -> None:
         """A rank that does not answer leaves the others unlooked at until the next time."""
         self.looks_at[peer.rank] = calls
         reports = {rank: report for rank, report in self.looks_at.items() if report is not None}
@@ -289,7 +289,7 @@ class Exchange:
         self._tell_stuck(stalled_rings(answered), reports, ALL_LAUNCHED)
         self._tell_stuck(deadlocked_rings(reports), reports)
 
-    def _tell_stuck(self, rings: dict[Ranks, str], reports: dict[int, Report], advice: str = ALL_CALL) -> None:
+    def _tell_stuck(self, rings: dict[Ranks, str], reports: dict[int, RankStatus], advice: str = ALL_CALL) -> None:
         for ring, why in rings.items():
             words = f"{why}. Last asked for: {asked_for(ring, reports)}. {advice}"
             self._tell(ring, {"stuck": {"ring": list(ring), "words": words}})
@@ -331,14 +331,14 @@ def _bounded(peer: _Peer, line: bytes) -> bytes:
 
 def _in_words(error: BaseException) -> str:
     """The error and the line of this package where it was raised."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == Path(__file__).parent]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == Path(__file__).parent]
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:2000] + where
 
 
-def _report(peer: _Peer, limit: float) -> Report:
+def _report(peer: _Peer, limit: float) -> RankStatus:
     """A rank's last report; if it has not answered since, what is known about it."""
-    report = peer.report or Report(limit, 0.0, "", {}, own=False)
+    report = peer.report or RankStatus(limit, 0.0, "", {}, own=False)
     if not peer.silent_since:
         return report
     silent = time.monotonic() - peer.silent_since

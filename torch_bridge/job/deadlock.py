@@ -22,7 +22,7 @@ ALL_LAUNCHED = (
 Ranks = tuple[int, ...]
 
 
-class Standing(NamedTuple):
+class RingStatus(NamedTuple):
     """One rank's calls of one ring.
 
     ``number``: that of its last call, counted from 1. ``waits``: seconds since that call began, None once it has ended. ``calls``:
@@ -49,7 +49,7 @@ class Stalled(NamedTuple):
     limit: float
 
 
-class Report(NamedTuple):
+class RankStatus(NamedTuple):
     """A rank's report about itself. ``idle``: seconds for which it has been in no ring call, 0 while it is in one or prepares one.
     ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank. ``own``: False
     where it has never reported, and this is assumed of it. ``stalled``: what its device does not finish."""
@@ -57,21 +57,21 @@ class Report(NamedTuple):
     limit: float
     idle: float
     place: str
-    rings: dict[Ranks, Standing]
+    rings: dict[Ranks, RingStatus]
     stalled: Stalled | None = None
     own: bool = True
 
     @classmethod
-    def from_json(cls, message: Mapping[str, Any]) -> "Report":
+    def from_json(cls, message: Mapping[str, Any]) -> "RankStatus":
         stalled = message["stalled"] and Stalled(tuple(message["stalled"][0]), *message["stalled"][1:])
         rings = cls.of_calls(message["rings"]).rings
         return cls(float(message["limit"]), float(message["idle"]), str(message["place"]), rings, stalled)
 
     @classmethod
-    def of_calls(cls, standings: Any) -> "Report":
+    def of_calls(cls, statuses: Any) -> "RankStatus":
         """What a rank that goes on tells of its calls alone, as ``list(rings.items())``."""
         rings = {
-            tuple(ring): Standing(
+            tuple(ring): RingStatus(
                 int(number),
                 None if waits is None else float(waits),
                 {int(key): str(digest) for key, digest in calls.items()},
@@ -79,7 +79,7 @@ class Report(NamedTuple):
                 int(launched),
                 float(since),
             )
-            for ring, (number, waits, calls, last, launched, since) in standings
+            for ring, (number, waits, calls, last, launched, since) in statuses
         }
         return cls(0.0, 0.0, "it goes on", rings)
 
@@ -91,13 +91,13 @@ class Report(NamedTuple):
 class _World:
     """All reports and, for each ring whose ranks make different calls, the number of the first call that differs."""
 
-    reports: Mapping[int, Report]
-    apart: Mapping[Ranks, int]
+    reports: Mapping[int, RankStatus]
+    mismatched: Mapping[Ranks, int]
 
     def waits(self, rank: int, share: float) -> list[Ranks]:
         """The rings in which ``rank`` has waited for at least this share of its limit."""
         report = self.reports[rank]
-        return [ring for ring, own in report.rings.items() if own.waits is not None and own.waits >= share * report.limit]
+        return [ring for ring, status in report.rings.items() if status.waits is not None and status.waits >= share * report.limit]
 
     def behind(self, rank: int, ring: Ranks) -> set[int]:
         """The members of the ring that have not reached the call that ``rank`` is in."""
@@ -105,19 +105,19 @@ class _World:
         return {other for other in ring if other in self.reports and self._number(other, ring) < number}
 
     def _number(self, rank: int, ring: Ranks) -> int:
-        standing = self.reports[rank].rings.get(ring)
-        return standing.number if standing else 0
+        status = self.reports[rank].rings.get(ring)
+        return status.number if status else 0
 
     def goes_on(self, rank: int, free: set[int]) -> bool:
         """Whether this rank will finish what it is doing, provided that those in ``free`` do."""
         report = self.reports[rank]
-        calls = [ring for ring, own in report.rings.items() if own.waits is not None]
+        calls = [ring for ring, status in report.rings.items() if status.waits is not None]
         if not calls:
             return report.idle < GIVE_UP_AFTER * report.limit
-        return all(ring not in self.apart and self.behind(rank, ring) <= free for ring in calls)
+        return all(ring not in self.mismatched and self.behind(rank, ring) <= free for ring in calls)
 
 
-def deadlocked_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
+def deadlocked_rings(reports: Mapping[int, RankStatus]) -> dict[Ranks, str]:
     """The rings that can never continue, each with the reason, derived from the reports of all ranks.
 
     A rank in a ring call waits for the members that have not reached it. A busy rank (in a call that all its members have joined,
@@ -125,59 +125,59 @@ def deadlocked_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
     Any other rank waits for an idle rank or in a cycle. Ranks whose calls with the same number differ never meet.
     """
     rings = {ring for report in reports.values() for ring in report.rings}
-    apart = {ring: number for ring in rings if (number := _first_apart(ring, reports)) is not None}
-    world = _World(reports, apart)
+    mismatched = {ring: number for ring in rings if (number := _first_mismatch(ring, reports)) is not None}
+    world = _World(reports, mismatched)
     free: set[int] = set()
     while more := {rank for rank in reports if rank not in free and world.goes_on(rank, free)}:
         free |= more
-    found = crossed_rings(reports)
+    reasons = crossed_rings(reports)
     for rank in reports:
-        found |= {ring: _apart(apart[ring]) for ring in world.waits(rank, ASK_AFTER) if ring in apart}
+        reasons |= {ring: _mismatch_message(mismatched[ring]) for ring in world.waits(rank, ASK_AFTER) if ring in mismatched}
         late = (ring for ring in world.waits(rank, GIVE_UP_AFTER) if not world.behind(rank, ring) <= free)
-        found |= {ring: _absent(world.behind(rank, ring) - free) for ring in late if ring not in found}
-    return found
+        reasons |= {ring: _absent(world.behind(rank, ring) - free) for ring in late if ring not in reasons}
+    return reasons
 
 
-def crossed_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
+def crossed_rings(reports: Mapping[int, RankStatus]) -> dict[Ranks, str]:
     """The rings whose ranks have made calls with the same number differently that have ended all the same, with the reason: each
     was paired with another call, and the results are wrong."""
     rings = {ring for report in reports.values() for ring in report.rings}
-    return {ring: _apart(number) for ring in rings if (number := _first_apart(ring, reports, ended=True)) is not None}
+    return {ring: _mismatch_message(number) for ring in rings if (number := _first_mismatch(ring, reports, ended=True)) is not None}
 
 
-def stalled_rings(reports: Mapping[int, Report]) -> dict[Ranks, str]:
+def stalled_rings(reports: Mapping[int, RankStatus]) -> dict[Ranks, str]:
     """The rings in whose call a device stays for its limit though all members have given it to theirs, each with the reason.
     ``reports``: of the ranks that answer; where a member does not, or has not come to the call, no device is at fault."""
-    found: dict[Ranks, str] = {}
+    reasons: dict[Ranks, str] = {}
     for rank, report in reports.items():
         stalled = report.stalled
         if stalled is not None and all(_has_launched(reports.get(member), stalled) for member in stalled.ring):
-            found.setdefault(
+            reasons.setdefault(
                 stalled.ring,
                 f"the device of {named([rank])} has not finished call {stalled.number}, {stalled.what}, nor any other for "
                 f"{stalled.seconds:.0f} s",
             )
-    return found
+    return reasons
 
 
-def _has_launched(report: Report | None, stalled: Stalled) -> bool:
-    standing = None if report is None else report.rings.get(stalled.ring)
-    return standing is not None and standing.launched >= stalled.number and standing.since >= stalled.limit
+def _has_launched(report: RankStatus | None, stalled: Stalled) -> bool:
+    status = None if report is None else report.rings.get(stalled.ring)
+    return status is not None and status.launched >= stalled.number and status.since >= stalled.limit
 
 
-def _first_apart(ring: Ranks, reports: Mapping[int, Report], ended: bool = False) -> int | None:
+def _first_mismatch(ring: Ranks, reports: Mapping[int, RankStatus], ended: bool = False) -> int | None:
     """The first call that differs. ``ended``: only calls that have completed; a call in progress may be a comparison, which finds
     the difference itself."""
     asked: dict[int, set[str]] = {}
     for rank in ring:
-        standing = reports[rank].rings.get(ring) if rank in reports else None
-        for number, digest in standing.calls.items() if standing else ():
-            if not (ended and standing and number == standing.number and standing.waits is not None):
+        status = reports[rank].rings.get(ring) if rank in reports else None
+        for number, digest in status.calls.items() if status else ():
+            if not (ended and status and number == status.number and status.waits is not None):
                 asked.setdefault(number, set()).add(digest)
     return min((number for number, digests in asked.items() if len(digests) > 1), default=None)
 
 
-def _apart(number: int) -> str:
+def _mismatch_message(number: int) -> str:
     return f"its ranks have made call {number} differently"
 
 
@@ -197,7 +197,7 @@ def named(ranks: Iterable[int]) -> str:
     return f"global rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
 
 
-def asked_for(ring: Ranks, reports: Mapping[int, Report]) -> str:
+def asked_for(ring: Ranks, reports: Mapping[int, RankStatus]) -> str:
     """What every member of the ring last called, and what it is doing now; members with the same answer are listed together."""
     saying: dict[str, list[int]] = {}
     for rank in ring:
@@ -206,9 +206,9 @@ def asked_for(ring: Ranks, reports: Mapping[int, Report]) -> str:
     return "; ".join(f"{named(ranks)}: {words}" for words, ranks in saying.items())
 
 
-def _said(report: Report, ring: Ranks) -> str:
-    standing = report.rings.get(ring)
-    if standing is None:
+def _said(report: RankStatus, ring: Ranks) -> str:
+    status = report.rings.get(ring)
+    if status is None:
         return f"never called this ring; {report.place}" if report.own else report.place
-    call = f"call {standing.number}, {standing.last}"
-    return f"in {call}" if standing.waits is not None else f"{call}, which has ended; {report.place}"
+    call = f"call {status.number}, {status.last}"
+    return f"in {call}" if status.waits is not None else f"{call}, which has ended; {report.place}"

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 
 _REMEMBERED = 256  # calls; as many as a queue of CUDA holds, and so many that have ended
 _LOOKS = 8  # at events, in a limit's time: CUDA forbids them while another thread captures a graph
@@ -20,7 +20,7 @@ _LONGEST_BEAT = 2.0  # seconds: a process that was stopped has not waited
 class RingCall(Protocol):
     """``begun``: its start, by the monotonic clock; ``number``: counts the calls of its ring."""
 
-    ring: Ring
+    ring: ProcessRing
     begun: float
     number: int
 
@@ -56,14 +56,14 @@ class DeviceProgress:
             return
         self._waited += passed
         if self._waited - self._looked > self.limit / _LOOKS:
-            self._look()
+            self._poll()
 
     def stalled(self) -> Unfinished | None:
         """What the device has not finished within the limit."""
         with self._lock:
             return Unfinished(self._launched[0][0], self._waited) if self._launched and self._looked >= self.limit else None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._looked = self._waited
         with self._lock:
             while self._launched and _has_ended(self._launched[0][1]):

@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 
 from jax_core.keywords import NO_OTHERS, Others, explained
 from torch_bridge.job import peers
-from torch_bridge.job.mesh import MeshDim, Ring, resolve
-from torch_bridge.job.ring import Ring as AnyRing
+from torch_bridge.job.mesh import MeshDim, ProcessRing, resolve
+from torch_bridge.job.ring import AnyRing
 from torch_bridge.job.runtime import refused, start
 from torch_bridge.job.watchdog import PeerFailure, tell_failure
 
@@ -36,7 +36,7 @@ def propagates_errors(where: Callable[..., Where | None], others: Others = NO_OT
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            entered = peers.prepare()
+            entered = peers.mark_busy()
             try:
                 return function(*args, **kwargs)
             except _NO_FAILURES:
@@ -54,7 +54,7 @@ def propagates_errors(where: Callable[..., Where | None], others: Others = NO_OT
                 finally:
                     del error  # it holds this frame, and with it the call's tensors, until Python's garbage collection
             finally:
-                peers.prepared(entered)
+                peers.mark_idle(entered)
 
         return call
 
@@ -78,7 +78,7 @@ def _device(arguments: tuple[object, ...]) -> torch.device | None:
 def _tell(ring: AnyRing, device: torch.device | None, error: Exception) -> None:
     if ring.size == 1 or isinstance(error, _NO_FAILURES) or refused() or (device and device.type in ("xla", "tpu")):
         return
-    assert isinstance(ring, Ring)
+    assert isinstance(ring, ProcessRing)
     usable = device if device is not None and device.type in ("cpu", "cuda") else None
     try:
         start(ring, device=usable)  # if this is the first call, the others are waiting in it

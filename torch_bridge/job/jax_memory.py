@@ -60,9 +60,9 @@ def reserve_pool(device: torch.device) -> None:
     if os.environ.get(_ALLOCATOR) != _POOL:
         return
     cuda, pool = default_pool(device)
-    kept = ctypes.c_uint64()
-    cuda.cuMemPoolGetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(kept))
-    if kept.value < _KEPT:  # more where torch uses the same pool (backend:cudaMallocAsync)
+    threshold = ctypes.c_uint64()
+    cuda.cuMemPoolGetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(threshold))
+    if threshold.value < _KEPT:  # more where torch uses the same pool (backend:cudaMallocAsync)
         cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(ctypes.c_uint64(_KEPT)))
 
 

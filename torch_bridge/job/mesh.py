@@ -41,7 +41,7 @@ MeshDim: TypeAlias = str | int | tuple[str | int, ...] | list[str | int] | None
 
 
 @dataclass(frozen=True)
-class Ring:
+class ProcessRing:
     """The processes that share one sequence.
 
     ``ranks``: their global torch ranks in ring order. ``rank``: this process's index in ``ranks``. ``axes``, ``sizes``: the mesh
@@ -111,7 +111,7 @@ def _joint_group(ranks: tuple[int, ...], world: "dist.ProcessGroup") -> "dist.Pr
     return group
 
 
-def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
+def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> ProcessRing:
     """The ring that ``mesh`` stands for on this process. Cheap: no communication, no JAX.
 
     ``mesh``: a DeviceMesh of one dimension, or of several with ``mesh_dim`` (a name, or an index; or several of them, over which
@@ -124,10 +124,10 @@ def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
     if trial is None or ring.size == 1 or ring.ranks != trial.alone:
         return ring
     groups = () if trial.group is None else (trial.group,)
-    return Ring((ring.ranks[ring.rank],), 0, groups, ring.axes, (1,) * len(ring.axes))
+    return ProcessRing((ring.ranks[ring.rank],), 0, groups, ring.axes, (1,) * len(ring.axes))
 
 
-def _resolve(mesh: MeshLike, mesh_dim: MeshDim) -> Ring:
+def _resolve(mesh: MeshLike, mesh_dim: MeshDim) -> ProcessRing:
     if _is_device_mesh(mesh):
         return _of_device_mesh(mesh, mesh_dim)
     if mesh_dim is not None:
@@ -175,11 +175,11 @@ def _global_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _alone() -> Ring:
-    return Ring((_global_rank(),), 0)
+def _alone() -> ProcessRing:
+    return ProcessRing((_global_rank(),), 0)
 
 
-def _of_group(group: object) -> Ring:
+def _of_group(group: object) -> ProcessRing:
     if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"this process (global rank {_global_rank()}) is not a member of the group; call only on its members")
     if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
@@ -191,10 +191,10 @@ def _of_group(group: object) -> Ring:
     ranks = tuple(dist.get_process_group_ranks(group))
     if rank < 0:
         raise ValueError(f"this process (global rank {_global_rank()}) is not in the ring {list(ranks)}; call only on its members")
-    return Ring(ranks, rank, (group,))
+    return ProcessRing(ranks, rank, (group,))
 
 
-def _of_device_mesh(mesh: "DeviceMesh", mesh_dim: MeshDim) -> Ring:
+def _of_device_mesh(mesh: "DeviceMesh", mesh_dim: MeshDim) -> ProcessRing:
     dims = _dim_indices(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         ranks = mesh.mesh.flatten().tolist()
@@ -204,14 +204,14 @@ def _of_device_mesh(mesh: "DeviceMesh", mesh_dim: MeshDim) -> Ring:
     return _of_group(mesh.get_group(dims[0])) if len(dims) == 1 else _of_dims(mesh, dims)
 
 
-def _of_dims(mesh: "DeviceMesh", dims: tuple[int, ...]) -> Ring:
+def _of_dims(mesh: "DeviceMesh", dims: tuple[int, ...]) -> ProcessRing:
     names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
     ranks = _ranks_along(mesh, dims)
     groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1) or (mesh.get_group(dims[0]),)
     if ranks == tuple(range(dist.get_world_size())):
         groups = (dist.distributed_c10d._get_default_group(),)
     axes, sizes = tuple(names[dim] for dim in dims), tuple(mesh.size(dim) for dim in dims)
-    return Ring(ranks, ranks.index(_global_rank()), groups, axes, sizes)
+    return ProcessRing(ranks, ranks.index(_global_rank()), groups, axes, sizes)
 
 
 @torch.compiler.assume_constant_result
@@ -268,7 +268,7 @@ def jax_platform(device: "torch.device") -> str:
 
 
 @cache  # a process uses only a few rings, and every call needs one of them
-def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
+def jax_mesh(ring: ProcessRing, platform: str | None = None) -> "jax.sharding.Mesh":
     """A mesh with the ring's axes over the devices of its processes, in ring order.
 
     ``platform``: "cpu" or "gpu" if JAX has both (default: JAX's own default). Starts JAX's backend: call
@@ -290,14 +290,14 @@ def jax_mesh(ring: Ring, platform: str | None = None) -> "jax.sharding.Mesh":
 
 
 @cache  # as jax_mesh; building a sharding costs more than the rest of to_global
-def sharding(ring: Ring, platform: str | None = None) -> "jax.sharding.NamedSharding":
+def sharding(ring: ProcessRing, platform: str | None = None) -> "jax.sharding.NamedSharding":
     """A sharding that splits dimension 0 over the ring and no other dimension."""
     import jax
 
     return jax.sharding.NamedSharding(jax_mesh(ring, platform), jax.sharding.PartitionSpec(ring.axis_name))
 
 
-def to_global(ring: Ring, local: "jax.Array") -> "jax.Array":
+def to_global(ring: ProcessRing, local: "jax.Array") -> "jax.Array":
     """The ring's shards as one array ``[size * d0, ...]``, in which block ``i`` of rows is the shard of ring rank ``i``; zero copy.
 
     ``local``: this process's shard ``[d0, ...]``, of the same shape on every member. A ring of one gets ``local`` itself.
@@ -306,7 +306,7 @@ def to_global(ring: Ring, local: "jax.Array") -> "jax.Array":
 
 
 @cache
-def joiner(ring: Ring, platform: str) -> "Callable[[jax.Array], jax.Array]":
+def joiner(ring: ProcessRing, platform: str) -> "Callable[[jax.Array], jax.Array]":
     """:func:`to_global` for a given ring and platform, with its mesh and sharding already built."""
     return _Joiner(ring.size, sharding(ring, platform)) if ring.size > 1 else _itself
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_bridge.job import coordinator
-from torch_bridge.job.deadlock import ASK_AFTER, Ranks, Report, Stalled, Standing, named
+from torch_bridge.job.deadlock import ASK_AFTER, Ranks, RankStatus, RingStatus, Stalled, named
 from torch_bridge.job.device_progress import DeviceProgress, RingCall
 from torch_bridge.job.liveness import VANISHED_AFTER, keep_alive, unheard
 
@@ -190,7 +190,7 @@ def _take(message: dict[str, Any]) -> None:
         send({"ask": message["ask"], "report": _report().to_json()})
         return
     if "look" in message:
-        send({"calls": list(_standings().items())})
+        send({"calls": list(_ring_statuses().items())})
         return
     with state.news:
         _note(message)
@@ -282,25 +282,25 @@ def _end(call: Call) -> None:
     os._exit(EXIT_PEER_FAILURE)
 
 
-def _report() -> Report:
+def _report() -> RankStatus:
     """What this process is doing, for the ranks that wait for it."""
     now = time.monotonic()
     unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
     busy = unfinished or state.preparing or _compiles()
     idle = 0.0 if busy else now - state.left
-    return Report(state.settings.wait_timeout, idle, _place(idle, unfinished), _standings(), _stalled())
+    return RankStatus(state.settings.wait_timeout, idle, _place(idle, unfinished), _ring_statuses(), _stalled())
 
 
 def _stalled() -> Stalled | None:
     """What this process's device has not finished within the limit."""
-    found = state.device.stalled()
-    if found is None:
+    stalled = state.device.stalled()
+    if stalled is None:
         return None
-    call = found.call
-    return Stalled(call.ring.ranks, call.number, str(call), found.seconds, state.device.limit)
+    call = stalled.call
+    return Stalled(call.ring.ranks, call.number, str(call), stalled.seconds, state.device.limit)
 
 
-def _standings() -> dict[Ranks, Standing]:
+def _ring_statuses() -> dict[Ranks, RingStatus]:
     """Of this process's rings. Looks at no thread's stack: that is not safe while the thread runs."""
     now = time.monotonic()
     unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
@@ -311,12 +311,12 @@ def _standings() -> dict[Ranks, Standing]:
     for ranks, calls in list(state.calls.items()):
         digests = {number: _digest(step, what) for number, step, what in calls.recent.copy()}
         waits = now - begun[ranks] if ranks in begun else None
-        rings[ranks] = Standing(calls.number, waits, digests, str(calls.last), calls.launched, now - calls.launched_at)
+        rings[ranks] = RingStatus(calls.number, waits, digests, str(calls.last), calls.launched, now - calls.launched_at)
     return rings
 
 
 def _compiles() -> bool:
-    """Whether a thread of this process is in torch.compile, which may take minutes and traces past :func:`prepare`."""
+    """Whether a thread of this process is in torch.compile, which may take minutes and traces past :func:`mark_busy`."""
     files = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
     return any(
         code.f_code.co_filename.endswith(files)
@@ -339,14 +339,14 @@ def _place(idle: float, unfinished: list[Call]) -> str:
     return f"it has been in no ring call for {idle:.0f} s{where}" if idle else f"it prepares a call{where}"
 
 
-def prepare() -> object:
-    """Mark this process as preparing a ring call (tracing, compiling). It does not count as idle until :func:`prepared` is called
+def mark_busy() -> object:
+    """Mark this process as preparing a ring call (tracing, compiling). It does not count as idle until :func:`mark_idle` is called
     with the returned key."""
     key = object()
     state.preparing.add(key)
     return key
 
 
-def prepared(key: object) -> None:
+def mark_idle(key: object) -> None:
     state.preparing.discard(key)
     state.left = time.monotonic()

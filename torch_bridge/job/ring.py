@@ -9,7 +9,7 @@ import torch.distributed as dist
 Tensors = Sequence[torch.Tensor | None]
 
 
-class Ring(Protocol):
+class AnyRing(Protocol):
     """The ranks that share a sequence. Hashable; equal rings are interchangeable."""
 
     def __hash__(self) -> int: ...
@@ -29,6 +29,6 @@ class Ring(Protocol):
         """``tensor``, the shards in ``held``, with its dimension ``dim`` split over the devices that hold them."""
 
 
-def tensors_per_sequence(ring: Ring) -> int:
+def tensors_per_sequence(ring: AnyRing) -> int:
     """How many tensors like this process's make up the whole sequence."""
     return ring.size // len(ring.held)

@@ -27,7 +27,7 @@ from torch_bridge.job.addresses import loopback, meeting_place
 from torch_bridge.job.compilation_cache import keep_programs
 from torch_bridge.job.deadlock import named
 from torch_bridge.job.jax_memory import choose_allocator
-from torch_bridge.job.mesh import Ring, jax_mesh, jax_platform, to_global, to_local
+from torch_bridge.job.mesh import ProcessRing, jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.job.network import leave_jax, open_relay, set_gloo_address
 from torch_bridge.job.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
 from torch_bridge.job.trial import note_ring
@@ -50,7 +50,7 @@ class _State:
     distributed: bool = False
     owns_distributed: bool = False
     refused: bool = False
-    connected: set[Ring] = field(default_factory=set)
+    connected: set[ProcessRing] = field(default_factory=set)
 
 
 # A process has one JAX, hence module-level state.
@@ -58,7 +58,7 @@ _state = _State()
 
 
 def start(
-    ring: Ring | None = None,
+    ring: ProcessRing | None = None,
     *,
     device: torch.device | None = None,
     peer_timeout: float = PEER_TIMEOUT,
@@ -131,7 +131,7 @@ def _start_world(device: torch.device | None, settings: peers.Settings, arrival:
     peers.join(address, endpoint, dist.get_rank(), hosts, settings, timeout)
     atexit.register(shutdown)
     os.register_at_fork(after_in_child=_disown)
-    world = Ring(tuple(range(_world_size())), dist.get_rank())
+    world = ProcessRing(tuple(range(_world_size())), dist.get_rank())
     with watch(world, "start"):
         if not jax.distributed.is_initialized():
             _initialize(address, endpoint, device, timeout)
@@ -308,7 +308,7 @@ def _local_device(device: torch.device | None) -> int:
     return chosen or (local_rank if local_rank < torch.cuda.device_count() else 0)
 
 
-def _connect_ring(ring: Ring, device: torch.device | None) -> None:
+def _connect_ring(ring: ProcessRing, device: torch.device | None) -> None:
     """Synchronise the ring's processes once and open their connections before the first real step.
 
     gloo gives the processes 30 seconds to arrive at the first collective of a ring, and one may compile for longer: the
@@ -320,12 +320,12 @@ def _connect_ring(ring: Ring, device: torch.device | None) -> None:
     _state.connected.add(ring)
 
 
-def _default_device(ring: Ring) -> torch.device:
+def _default_device(ring: ProcessRing) -> torch.device:
     backend = dist.get_backend(ring.groups[0] if ring.groups else None)
     return torch.device("cuda", _local_device(None)) if "nccl" in backend else torch.device("cpu")
 
 
-def _rotate_once(ring: Ring, device: torch.device) -> None:
+def _rotate_once(ring: ProcessRing, device: torch.device) -> None:
     import jax
     import jax.numpy as jnp
 

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 import torch
 
 from jax_core.masks.layout import Layout
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import exchange, known_to_all
 
 _SAMPLES = 64  # positions of a shard that its fingerprint reads
@@ -50,35 +50,35 @@ _batches: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
 
 def note_layout(ring: Any, layout: Layout, length: int) -> None:
     """Remember that this process has taken its shard, of this length, for ``ring`` in ``layout``."""
-    if isinstance(ring, Ring) and ring.size > 1:
+    if isinstance(ring, ProcessRing) and ring.size > 1:
         _sharded[ring.ranks, length].add(str(layout))
 
 
 def note_batch(ring: Any, sums: torch.Tensor) -> None:
     """Remember the checksums of a whole batch, of which each rank of ``ring`` takes its part."""
-    if isinstance(ring, Ring) and len(held := _batches[ring.ranks]) < _BATCHES:
-        held.append(sums)
+    if isinstance(ring, ProcessRing) and len(batches := _batches[ring.ranks]) < _BATCHES:
+        batches.append(sums)
 
 
-def check_shards(ring: Ring, layout: str, value: torch.Tensor) -> None:
+def check_shards(ring: ProcessRing, layout: str, value: torch.Tensor) -> None:
     """Compare what the ranks of a ring hold. A ring call: all ranks make it, and all of them object or none."""
     sharded = sorted(_sharded.get((ring.ranks, value.shape[1]), ()))
     batches = [sums.tolist() for sums in _batches.get(ring.ranks, ())]
-    own = Holding(layout=layout, sharded=sharded, values=fingerprint(value), batches=batches)
-    told = exchange(ring, "what each rank holds", json.dumps(own))
-    ranks: list[Holding] = [json.loads(text) for text in told] if told else [own] * ring.size
+    local = Holding(layout=layout, sharded=sharded, values=fingerprint(value), batches=batches)
+    answers = exchange(ring, "what each rank holds", json.dumps(local))
+    ranks: list[Holding] = [json.loads(text) for text in answers] if answers else [local] * ring.size
     if mistake := different_batches(ranks):
         _batches.pop(ring.ranks)
         with known_to_all():
             raise ValueError(f"{mistake} ({ring})")
-    if doubt := suspicion(ranks):
-        warn_once(f"{doubt} ({ring})")
+    if warning := probable_mistake(ranks):
+        warn_once(f"{warning} ({ring})")
 
 
 def different_batches(ranks: list[Holding]) -> str | None:
     """What is wrong where the ranks have sharded batches, and none that all of them have."""
-    held = [{tuple(sums) for sums in rank["batches"]} for rank in ranks]
-    if not all(held) or set.intersection(*held):
+    batches = [{tuple(sums) for sums in rank["batches"]} for rank in ranks]
+    if not all(batches) or set.intersection(*batches):
         return None
     return (
         "the ranks of this ring have sharded different batches: each must give shard_batch or shard_packed the same whole batch "
@@ -87,14 +87,14 @@ def different_batches(ranks: list[Holding]) -> str | None:
     )
 
 
-def check_same_queries(ring: Ring, query: torch.Tensor) -> None:
+def check_same_queries(ring: ProcessRing, query: torch.Tensor) -> None:
     """Raises ValueError on all ranks of a ring unless they hold the same queries. A ring call, as :func:`check_shards`.
 
     Processes may have rounded differently, so a few values are compared, not bits."""
     flat = query.detach().float().flatten()
     some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu()
-    told = exchange(ring, "the queries that all ranks share", json.dumps(some.tolist()))
-    ranks = torch.tensor([json.loads(text) for text in told]) if told else some[None]
+    answers = exchange(ring, "the queries that all ranks share", json.dumps(some.tolist()))
+    ranks = torch.tensor([json.loads(text) for text in answers]) if answers else some[None]
     apart = (ranks - ranks[0]).abs().amax(1) > _ROUNDING * ranks.abs().max()
     if bool(apart.any()):
         with known_to_all():
@@ -112,7 +112,7 @@ def shapes_only() -> bool:
     return frame is not None
 
 
-def suspicion(ranks: list[Holding]) -> str | None:
+def probable_mistake(ranks: list[Holding]) -> str | None:
     """What is probably wrong with what the ranks of a ring hold, or None."""
     sharded = [rank["sharded"] for rank in ranks]
     if any(layouts != sharded[0] for layouts in sharded):
@@ -160,6 +160,6 @@ def suspect_swapped_dims(query: torch.Tensor, key: torch.Tensor, qkv_format: str
 
 
 @cache
-def warn_once(doubt: str) -> None:
+def warn_once(message: str) -> None:
     """A :class:`DoubtWarning`, once for each text. All ranks of a ring may warn or one alone: nobody waits for it."""
-    warnings.warn(f"{doubt}. {_HOW_TO_SILENCE}", DoubtWarning, stacklevel=2)
+    warnings.warn(f"{message}. {_HOW_TO_SILENCE}", DoubtWarning, stacklevel=2)

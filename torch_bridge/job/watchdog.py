@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 
 from torch_bridge.job import peers
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 
 # What JAX's CPU and GPU collectives say when a connection breaks. They raise it as ValueError or JaxRuntimeError.
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (reset|closed)|socket closed", re.IGNORECASE)
@@ -32,7 +32,7 @@ class PeerFailure(RuntimeError):
     a step. The message names the ring (its global ranks), the step, and what each rank last called."""
 
 
-def tell_failure(ring: Ring, error: Exception) -> None:
+def tell_failure(ring: ProcessRing, error: Exception) -> None:
     """Makes the ring call that the other ranks are in, or enter next, fail too, with the message of this rank's ``error``.
 
     Does nothing if the others already know of the error because it came from them or was raised inside :class:`watch`.
@@ -45,7 +45,7 @@ def tell_failure(ring: Ring, error: Exception) -> None:
     _tell(ring, calls.number, error)
 
 
-def _tell(ring: Ring, number: int, error: Exception) -> None:
+def _tell(ring: ProcessRing, number: int, error: Exception) -> None:
     _known(error)
     peers.state.failed[ring.ranks, number] = f"this rank ({_in_words(error)})"
     peers.send({"failed": {"ring": ring.ranks, "number": number, "error": _in_words(error)}})
@@ -71,7 +71,7 @@ def known_to_all() -> Iterator[None]:
         raise _known(error) from None
 
 
-def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
+def compare(ring: ProcessRing, call: str, must: str = _SAME_OPTIONS) -> None:
     """Wait until every rank of the ring has come here, and raise ValueError on all of them, with each one's ``call`` in it, unless
     all calls are equal; ``must`` says what has to hold. ValueError too where a rank has failed instead, PeerFailure where one has
     died or does not come. ``runtime.start`` comes before it."""
@@ -80,7 +80,7 @@ def compare(ring: Ring, call: str, must: str = _SAME_OPTIONS) -> None:
         _compare(ring, call, must)
 
 
-def _resolve(ring: Ring, call: str, must: str = _SAME_AFTER_FAILURE) -> None:
+def _resolve(ring: ProcessRing, call: str, must: str = _SAME_AFTER_FAILURE) -> None:
     """Where a call of the ring has failed: wait, before the next one, until all its ranks go on with that one.
 
     A rank may be inside the call that another has failed in. It would be paired with the next call of those that go on, and
@@ -97,7 +97,7 @@ def _resolve(ring: Ring, call: str, must: str = _SAME_AFTER_FAILURE) -> None:
         peers.forget_failures(ring.ranks, peers.state.calls[ring.ranks].number)
 
 
-def exchange(ring: Ring, what: str, text: str) -> list[str] | None:
+def exchange(ring: ProcessRing, what: str, text: str) -> list[str] | None:
     """Wait until every rank of the ring has come here with its text about ``what``; all texts in ring order, or None if they are
     equal. Raises what :func:`compare` raises where a rank has failed, died or does not come."""
     if ring.size == 1:
@@ -107,7 +107,7 @@ def exchange(ring: Ring, what: str, text: str) -> list[str] | None:
         return _exchanged(ring, text, waiting)
 
 
-def _compare(ring: Ring, call: str, must: str) -> None:
+def _compare(ring: ProcessRing, call: str, must: str) -> None:
     with watch(ring, _COMPARISON, call) as waiting:
         calls = _exchanged(ring, call, waiting)
         if calls is not None:
@@ -115,7 +115,7 @@ def _compare(ring: Ring, call: str, must: str) -> None:
             raise _known(ValueError(f"{must}; got {got}"))
 
 
-def _exchanged(ring: Ring, text: str, waiting: "watch") -> list[str] | None:
+def _exchanged(ring: ProcessRing, text: str, waiting: "watch") -> list[str] | None:
     key = (ring.ranks, waiting.number)
     peers.send({"compare": {"ring": ring.ranks, "number": waiting.number, "call": text}})
     with peers.state.news:
@@ -139,7 +139,7 @@ class watch:
 
     __slots__ = ("begun", "call", "event", "finished", "number", "ring", "since", "step", "what")
 
-    def __init__(self, ring: Ring, step: str, what: str = "") -> None:
+    def __init__(self, ring: ProcessRing, step: str, what: str = "") -> None:
         self.ring, self.step, self.what = ring, step, what
         self.call = self.number = 0
         self.begun = self.since = 0.0

@@ -19,5 +19,5 @@ def options_of_ring(axes: int) -> dict[str, str | bool]:
     """For ``jax.jit(compiler_options=)``: every program of a ring over so many mesh axes has them, since the first one that
     communicates opens the connections of all."""
     options = ONE_ROTATION | EACH_ITS_OWN | FEW_CHANNELS | (TWO_AXES if axes > 1 else {})
-    own = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if f"--{name}=" not in own}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if f"--{name}=" not in flags}

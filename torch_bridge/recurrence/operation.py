@@ -13,8 +13,8 @@ from jax_core.options import Placement
 from jax_core.recurrence.layer import Layer
 from jax_core.recurrence.pieces import Pieces, pieces_of
 from torch_bridge.backends.operation import Form, Operation, Request, Results
-from torch_bridge.job.mesh import Ring as RingOfProcesses
-from torch_bridge.job.ring import Ring, Tensors
+from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.job.ring import AnyRing, Tensors
 from torch_bridge.job.sanity_checks import check_shards
 
 
@@ -44,18 +44,18 @@ class LayerWithState(Operation):
         """The one whose gradient needs all that is sent in a backward."""
         return (self.operands.index(self.layer.like),)
 
-    def check(self, operands: Sequence[Any], ring: Ring) -> None:
-        *own, state, ids = operands
-        length = self.layer.sizes(own, state, ids)["t"]
+    def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
+        *inputs, state, ids = operands
+        length = self.layer.sizes(inputs, state, ids)["t"]
         pieces_of(None, ring.size, self.layout, length)
 
     def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
-        *own, state, ids = forms
-        sizes, like = self.layer.sizes(own, state, ids), self._like(forms)
+        *inputs, state, ids = forms
+        sizes, like = self.layer.sizes(inputs, state, ids), self._like(forms)
         dtype = like.dtype if self.layer.name == "causal_conv1d" else accumulation(like.dtype)
         state_shape = tuple(sizes[letter] for letter in self.layer.state_dims)
-        kept = Form(self.layer.kept_shape(sizes, self.pieces), dtype)
-        return Form(tuple(like.shape), like.dtype), Form(state_shape, dtype), kept
+        residuals = Form(self.layer.kept_shape(sizes, self.pieces), dtype)
+        return Form(tuple(like.shape), like.dtype), Form(state_shape, dtype), residuals
 
     def local(self, request: Request, place: Placement) -> "LocalLayer":
         self.check(request.forms, request.ring)
@@ -65,7 +65,7 @@ class LayerWithState(Operation):
         nothing = 0 in self._like(request.forms).shape[:2]
         return Empty(request.results, request.device, len(self.operands) - 2) if nothing else None
 
-    def check_ranks(self, request: Request, ring: RingOfProcesses, operands: Tensors) -> None:
+    def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
         like = self._like(operands)
         check_shards(ring, str(self.layout), like)
 
@@ -90,15 +90,15 @@ class LocalLayer:
         return f"{self.layer.name} is computed in chunks of tokens by plain JAX, which is the only way yet"
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
-        *own, state, ids = operands
-        return tuple(self.layer.forward(self.pieces, tuple(own), state, _of_batch(own, ids)))
+        *inputs, state, ids = operands
+        return tuple(self.layer.forward(self.pieces, tuple(inputs), state, _of_batch(inputs, ids)))
 
     def backward(self, wanted: Sequence[int], *arrays: Any) -> list[Any]:
-        *operands, _, last, kept, dy, dlast, _ = arrays
-        *own, state, ids = operands
+        *operands, _, last, residuals, dy, dlast, _ = arrays
+        *inputs, state, ids = operands
         if dlast is None and self.layer.final_state:  # on another rank it may be there, and what is sent must not depend on that
             dlast = jnp.zeros_like(last)
-        gradients, dstate = self.layer.backward(self.pieces, tuple(own), state, _of_batch(own, ids), kept, dy, dlast)
+        gradients, dstate = self.layer.backward(self.pieces, tuple(inputs), state, _of_batch(inputs, ids), residuals, dy, dlast)
         every = [*gradients, None if state is None else dstate, None]
         return [every[number] for number in wanted]
 
@@ -119,9 +119,9 @@ class Empty:
     operators: None = None
 
     def forward(self, operands: Tensors) -> Results:
-        y, last, kept = (torch.zeros(form.shape, dtype=form.dtype, device=self.device) for form in self.forms)
+        y, last, residuals = (torch.zeros(form.shape, dtype=form.dtype, device=self.device) for form in self.forms)
         state = operands[self.state]
-        return y, last if state is None else last + state, kept
+        return y, last if state is None else last + state, residuals
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
         gradients = {number: torch.zeros_like(x) for number in wanted if (x := operands[number]) is not None}
@@ -134,7 +134,7 @@ def accumulation(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def pieces_of_a_rank(layout: Layout, ring: Ring) -> int:
+def pieces_of_a_rank(layout: Layout, ring: AnyRing) -> int:
     """However long the shards are."""
     if ring.size == 1 or layout == "striped":  # which is refused later, in words
         return 1

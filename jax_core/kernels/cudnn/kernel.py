@@ -98,17 +98,17 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     del config  # unsupported() refuses any, as it does extras
     (q, k, v), scale, before = pair.shards, pair.scores.scale, _before(pair)
     if pair.diagonal or not pair.scores.mask.causal:
-        found = [Partial(*calls.forward(q, k, v, **_settings(pair)))]
+        partials = [Partial(*calls.forward(q, k, v, **_settings(pair)))]
     elif len(pair.q_runs) == 1:
         out, lse = calls.forward(q, k, v, scale=scale)
-        found = [Partial(out, jnp.where(before, lse, -jnp.inf))]
+        partials = [Partial(out, jnp.where(before, lse, -jnp.inf))]
     else:
         q, carry = lax.optimization_barrier((q, carry))  # or the tiles of all steps would be gathered first
         pieces = tiles.query_tiles(q, before), tiles.key_tiles(k, before), tiles.key_tiles(v, before)
-        found = tiles.partials(*calls.forward(*pieces, scale=scale), before)
+        partials = tiles.partials(*calls.forward(*pieces, scale=scale), before)
     if carry is None:  # the first pair is the diagonal step
-        return found[0]._replace(out=found[0].out.astype(out_dtype))
-    return join([carry, *found], out_dtype)
+        return partials[0]._replace(out=partials[0].out.astype(out_dtype))
+    return join([carry, *partials], out_dtype)
 
 
 def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
@@ -159,14 +159,14 @@ def _by_heads(
 ) -> tuple[Array, Array, Array]:
     """``dq`` with the pair's share, and the pair's ``dk`` and ``dv``, computed for one group of heads after the other: the gathered
     tiles, cuDNN's results and its scratch memory are then those of one group (benchmarks/gpu.md has their sizes)."""
-    found: list[tuple[Array, ...]] = []
+    of_heads: list[tuple[Array, ...]] = []
     for group in range(groups):
         # Or the tiles of all groups, and of the next steps, would be gathered first.
-        operands, dq, found = lax.optimization_barrier((operands, dq, found))
+        operands, dq, of_heads = lax.optimization_barrier((operands, dq, of_heads))
         share, dk, dv = pair(_of_group(operands, group, groups))
         dq = _add_to_heads(dq, share, group * share.shape[2])
-        found.append((dk, dv))
-    dk, dv = (jnp.concatenate(grads, axis=2) for grads in zip(*found, strict=True))
+        of_heads.append((dk, dv))
+    dk, dv = (jnp.concatenate(grads, axis=2) for grads in zip(*of_heads, strict=True))
     return dq, dk, dv
 
 

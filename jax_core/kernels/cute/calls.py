@@ -59,8 +59,8 @@ def call(
     aliases = {len(arrays) - len(in_place) + i: i for i in range(len(in_place))}
 
     def run(*arrays: Array) -> tuple[Array, ...]:
-        made = jax.ffi.ffi_call(_TARGET, types, input_output_aliases=aliases)
-        return tuple(made(*arrays, module=code, key=hashlib.sha256(code).digest()))
+        kernel_call = jax.ffi.ffi_call(_TARGET, types, input_output_aliases=aliases)
+        return tuple(kernel_call(*arrays, module=code, key=hashlib.sha256(code).digest()))
 
     # The call has no rule for vmap: entries are computed one after another. Its results carry no varying axes.
     return vary(jax.custom_batching.sequential_vmap(run)(*arrays), varying_axes(arrays))
@@ -125,15 +125,15 @@ def _compiled(name: str, settings: Any, types: Any, in_place: int) -> bytes:
 
     inputs, results = (jax.tree.leaves(part, is_leaf=_is_type) for part in types)
     changed = inputs[len(inputs) - in_place :]
-    given, made = arguments(inputs), arguments(changed + results)
+    inputs_of_kernel, outputs = arguments(inputs), arguments(changed + results)
     spec = dsl.FunctionSpec(
-        in_args=given,
+        in_args=inputs_of_kernel,
         input_tree=jax.tree.structure(types[0], is_leaf=_is_type),
-        out_args=made,
+        out_args=outputs,
         output_tree=jax.tree.structure(types[1], is_leaf=_is_type),
         input_output_aliases=tuple((len(inputs) - in_place + i, i) for i in range(in_place)),
-        input_spec=tuple(x.spec for x in given),
-        output_spec=tuple(x.spec for x in made),
+        input_spec=tuple(x.spec for x in inputs_of_kernel),
+        output_spec=tuple(x.spec for x in outputs),
         compile_options=None,
         use_static_tensors=False,
         kwargs=(("settings", settings),),
@@ -162,19 +162,19 @@ def register() -> None:
 
 
 def _capsules(library: ctypes.CDLL, names: Mapping[str, str], called: bool) -> dict[str, Any]:
-    found = {}
+    capsules = {}
     for key, name in names.items():
         function = getattr(library, name)
         function.restype = ctypes.c_void_p
-        found[key] = jax.ffi.pycapsule(function() if called else function)
-    return found
+        capsules[key] = jax.ffi.pycapsule(function() if called else function)
+    return capsules
 
 
 def _library() -> Path | None:
     package = util.find_spec("nvidia_cutlass_dsl")
     folders = [] if package is None else list(package.submodule_search_locations or [])
-    found = [path for folder in folders for path in Path(folder).glob("cu*/lib/libcute_dsl_runtime.so")]
-    return max(found, default=None)
+    libraries = [path for folder in folders for path in Path(folder).glob("cu*/lib/libcute_dsl_runtime.so")]
+    return max(libraries, default=None)
 
 
 def missing(backend: str, capability: int) -> str | None:

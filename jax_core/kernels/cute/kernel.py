@@ -1,9 +1,9 @@
 """flash-attn-4's kernels for Hopper under the kernel contract (Dao et al., github.com/Dao-AILab/flash-attention, flash_attn/cute).
 
-A pair of shards is one call: dense; or a rectangle of packed rows, or one for each document (pairs.py); or with lists of blocks
-(lists.py). Partial outputs are in 16 bits, and the ring joins several at once in one pass. In the backward dQ is accumulated in
-float32 by the kernel itself, in its own order of elements, from the first pair to the last; where heads share K/V, so are dK and
-dV, and those sums are what the ring sends. ``finish`` converts them once. Without shared heads dK and dV are rounded once for each
+A pair of shards is one call: dense; or a rectangle of packed rows, or one for each document (rectangles.py); or block-sparse
+(block_sparse.py). Partial outputs are in 16 bits, and the ring joins several at once in one pass. In the backward the kernel itself
+accumulates dQ in float32, in its own order of elements, from the first pair to the last; where heads share K/V, dK and dV too, and
+the ring sends these sums. ``finish`` converts them once. Without shared heads dK and dV are rounded once for each
 pair of shards; with documents in any case, and dQ of a rank's own documents once more: their sums lie in tiles of their own, to
 which no other pair can add.
 """
@@ -19,11 +19,11 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Residuals, Scores
-from jax_core.kernels.cute import pairs
+from jax_core.kernels.cute import rectangles
+from jax_core.kernels.cute.accumulators import Accumulator, Joined, converted, rows_of, zeros
+from jax_core.kernels.cute.block_sparse import BlockSparse, make_block_sparse
 from jax_core.kernels.cute.calls import Shaped, call
-from jax_core.kernels.cute.lists import Lists, make_lists
 from jax_core.kernels.cute.settings import Settings
-from jax_core.kernels.cute.sums import Joined, Sums, converted, rows_of, zeros
 from jax_core.kernels.cute.tiles import TILES, BackwardTile, ForwardTile
 from jax_core.masks.static import Mask
 from jax_core.operands import is_placed
@@ -37,21 +37,21 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     del out_dtype
     (q, k, v), listed = pair.shards, _listed(pair)
     tile = TILES[config.capability].forward(q.shape[3], v.shape[3], pair.diagonal and pair.scores.mask != Mask(), listed)
-    plan = _make_plan(pair, tile, listed, padding=False)
+    launch = _make_launch(pair, tile, listed, padding=False)
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
-    lse = jax.ShapeDtypeStruct((heads, batch * length) if plan.packed else (batch, heads, length), jnp.float32)
+    lse = jax.ShapeDtypeStruct((heads, batch * length) if launch.packed else (batch, heads, length), jnp.float32)
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
-    inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), *plan.extras]
-    results = [plan.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
+    inputs = [launch.rows(q, group), launch.rows(k), launch.rows(v), *launch.extras]
+    results = [launch.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
     # Padding is of no document, and where no other pair is joined with this one its output is 0.
-    there = [_zeros(results.pop(0))] if plan.sequences and pair.padding and pairs.is_static(pair.q_runs) else []
-    made, sums = call("forward", plan.settings, inputs, there, results)
-    if plan.packed:
-        sums = jnp.swapaxes(sums.reshape(heads, batch, length), 0, 1)
-    if plan.queries is not None:
-        sums = jnp.where(plan.queries[:, None], sums, -jnp.inf)
-    return Partial(made.reshape(out.shape), sums)
+    zeroed = [_zeros(results.pop(0))] if launch.sequences and pair.padding and rectangles.is_static(pair.q_runs) else []
+    out_rows, lse_rows = call("forward", launch.settings, inputs, zeroed, results)
+    if launch.packed:
+        lse_rows = jnp.swapaxes(lse_rows.reshape(heads, batch, length), 0, 1)
+    if launch.queries is not None:
+        lse_rows = jnp.where(launch.queries[:, None], lse_rows, -jnp.inf)
+    return Partial(out_rows.reshape(out.shape), lse_rows)
 
 
 def backward(pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[BwdParams]) -> Grads:
@@ -59,63 +59,65 @@ def backward(pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[Bwd
     q, k, v = pair.shards
     listed, group = _listed(pair), q.shape[2] // k.shape[2]
     tile = TILES[config.capability].backward(q.shape[3], v.shape[3], pair.scores.mask != Mask(), listed)
-    plan, sequences = _make_plan(pair, tile, listed, padding=pair.padding), q.shape[0] if pairs.packs(pair, listed) else 0
-    if plan.by_document:
-        return _by_document(pair, residuals, dq, plan, sequences, config.deterministic)
-    sums = [zeros(q, "query", tile, sequences) if dq is None else dq]
-    sums += _key_sums(k, v, tile, sequences, dq) if group > 1 else []
-    found = _differentiated(pair, residuals, plan, sums, config.deterministic)
+    launch, sequences = _make_launch(pair, tile, listed, padding=pair.padding), q.shape[0] if rectangles.packs(pair, listed) else 0
+    if launch.by_document:
+        return _by_document(pair, residuals, dq, launch, sequences, config.deterministic)
+    accumulators = [zeros(q, "query", tile, sequences) if dq is None else dq]
+    accumulators += _key_accumulators(k, v, tile, sequences, dq) if group > 1 else []
+    grads = _differentiated(pair, residuals, launch, accumulators, config.deterministic)
     if group > 1:
-        made = [x.filled(values) for x, values in zip(sums, found, strict=True)]
-        return Grads(made[0], made[1], made[2], None, None)
-    dk, dv = (_covered(values.reshape(x.shape), plan.keys) for values, x in zip(found[1:], (k, v), strict=True))
-    return Grads(sums[0].filled(found[0]), dk, dv, None, None)
+        filled = [x.filled(values) for x, values in zip(accumulators, grads, strict=True)]
+        return Grads(filled[0], filled[1], filled[2], None, None)
+    dk, dv = (_covered(values.reshape(x.shape), launch.keys) for values, x in zip(grads[1:], (k, v), strict=True))
+    return Grads(accumulators[0].filled(grads[0]), dk, dv, None, None)
 
 
-def _by_document(pair: Pair, residuals: Residuals, dq: Any, plan: "_Plan", sequences: int, deterministic: bool) -> Grads:
+def _by_document(pair: Pair, residuals: Residuals, dq: Any, launch: "_Launch", sequences: int, deterministic: bool) -> Grads:
     """``sequences``: those of the sums of pairs other than the diagonal's. All is converted at once but for these."""
-    (q, k, v), scale, alone = pair.shards, pair.scores.scale, pairs.is_static(pair.q_runs)
-    tile: Any = plan.settings.tile
-    own = zeros(q, "query", tile, plan.sequences) if plan.sequences else None
-    first: Sums = dq.others if own is None else own
-    keys = _key_sums(k, v, tile, plan.sequences or q.shape[0], first) if q.shape[2] > k.shape[2] else []
-    found = _differentiated(pair, residuals, plan, [first, *keys], deterministic)
+    (q, k, v), scale, alone = pair.shards, pair.scores.scale, rectangles.is_static(pair.q_runs)
+    tile: Any = launch.settings.tile
+    diagonal = zeros(q, "query", tile, launch.sequences) if launch.sequences else None
+    first: Accumulator = dq.others if diagonal is None else diagonal
+    keys = _key_accumulators(k, v, tile, launch.sequences or q.shape[0], first) if q.shape[2] > k.shape[2] else []
+    grads = _differentiated(pair, residuals, launch, [first, *keys], deterministic)
     if keys:
-        filled = [x.filled(values) for x, values in zip(keys, found[1:], strict=True)]
+        filled = [x.filled(values) for x, values in zip(keys, grads[1:], strict=True)]
         factors = zip(filled, (k, v), (scale, 1.0), strict=True)
-        dk, dv = (converted(x, operand, factor, plan.where[2:]) for x, operand, factor in factors)
+        dk, dv = (converted(x, operand, factor, launch.where[2:]) for x, operand, factor in factors)
     else:
-        dk, dv = (values.reshape(x.shape) for values, x in zip(found[1:], (k, v), strict=True))
+        dk, dv = (values.reshape(x.shape) for values, x in zip(grads[1:], (k, v), strict=True))
     if not alone:  # which are added to those of other pairs
-        dk, dv = (_covered(x, plan.keys) for x in (dk, dv))
-    total = first.filled(found[0])
-    if own is None:
+        dk, dv = (_covered(x, launch.keys) for x in (dk, dv))
+    total = first.filled(grads[0])
+    if diagonal is None:
         return Grads(Joined(dq.own, total), dk, dv, None, None)
-    made = converted(total, q, scale, plan.where[:2])
+    dquery = converted(total, q, scale, launch.where[:2])
     if is_placed(pair.extras.documents) and not alone:  # each pair has tiles of its own
-        rows = _covered(made, plan.queries)
+        rows = _covered(dquery, launch.queries)
         return Grads(rows if dq is None else dq + rows, dk, dv, None, None)
-    others = None if alone else Joined(made, zeros(q, "query", tile, sequences, after=total))
-    return Grads(made if others is None else others, dk, dv, None, None)
+    others = None if alone else Joined(dquery, zeros(q, "query", tile, sequences, after=total))
+    return Grads(dquery if others is None else others, dk, dv, None, None)
 
 
-def _key_sums(k: Array, v: Array, tile: BackwardTile, sequences: int, after: Sums | None) -> list[Sums]:
+def _key_accumulators(k: Array, v: Array, tile: BackwardTile, sequences: int, after: Accumulator | None) -> list[Accumulator]:
     """Two equal arrays that a call changes would become one in XLA (``_locks``): dV's start from negative zeros."""
     return [zeros(x, "key", tile, sequences, after=after, zero=zero) for x, zero in ((k, 0.0), (v, -0.0))]
 
 
-def _differentiated(pair: Pair, residuals: Residuals, plan: "_Plan", sums: list[Sums], deterministic: bool) -> tuple[Array, ...]:
-    """dQ, dK and dV as the program leaves them: in ``sums``, of queries alone or of all three."""
+def _differentiated(
+    pair: Pair, residuals: Residuals, launch: "_Launch", accumulators: list[Accumulator], deterministic: bool
+) -> tuple[Array, ...]:
+    """dQ, dK and dV as the program leaves them: in ``accumulators``, of queries alone or of all three."""
     q, k, v = pair.shards
-    tile: Any = plan.settings.tile
-    settings, group = replace(plan.settings, deterministic=deterministic), q.shape[2] // k.shape[2]
+    tile: Any = launch.settings.tile
+    settings, group = replace(launch.settings, deterministic=deterministic), q.shape[2] // k.shape[2]
     statistics = [(residuals.lse / math.log(2), math.inf), (residuals.delta, 0)]
-    inputs = [plan.rows(q, group), plan.rows(k), plan.rows(v), plan.rows(residuals.dout.astype(q.dtype), group)]
-    inputs += [_statistics(x, fill, tile.tile_m, group, plan) for x, fill in statistics]
-    in_place = _locks(q, k, tile, plan.sequences) if deterministic else []
-    in_place += [x.shaped(plan.packed, group if x is sums[0] else 1) for x in sums]
-    results = [] if len(sums) > 1 else [plan.rows(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)]
-    return call("backward", settings, [*inputs, *plan.extras], in_place, results)[-3:]
+    inputs = [launch.rows(q, group), launch.rows(k), launch.rows(v), launch.rows(residuals.dout.astype(q.dtype), group)]
+    inputs += [_statistics(x, fill, tile.tile_m, group, launch) for x, fill in statistics]
+    in_place = _locks(q, k, tile, launch.sequences) if deterministic else []
+    in_place += [x.shaped(launch.packed, group if x is accumulators[0] else 1) for x in accumulators]
+    results = [] if len(accumulators) > 1 else [launch.rows(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in (k, v)]
+    return call("backward", settings, [*inputs, *launch.extras], in_place, results)[-3:]
 
 
 def _zeros(result: Shaped) -> Shaped:
@@ -133,19 +135,19 @@ def _finished(x: Any, operand: Array, factor: float) -> Array:
     if isinstance(x, Joined):
         total: Array = x.own.astype(jnp.float32) + converted(x.others, operand, factor).astype(jnp.float32)
         return total.astype(operand.dtype)
-    return converted(x, operand, factor) if isinstance(x, Sums) else x.astype(operand.dtype)
+    return converted(x, operand, factor) if isinstance(x, Accumulator) else x.astype(operand.dtype)
 
 
-class _Plan(NamedTuple):
+class _Launch(NamedTuple):
     """How a pair of shards is computed. ``packed``: batch entries follow one another, and ``where`` says which rows are covered
     (``queries``, ``keys``: the same as bool ``[batch|1, length]``; None: all). ``sequences``: how many ``where`` has, if they are a
     rank's own documents; ``by_document``: whether it is cut by documents."""
 
     packed: bool
-    where: pairs.Where
+    where: rectangles.Where
     queries: Array | None
     keys: Array | None
-    lists: Lists | None
+    lists: BlockSparse | None
     settings: Settings
     sequences: int = 0
     by_document: bool = False
@@ -161,7 +163,7 @@ class _Plan(NamedTuple):
         return where, *((None, None) if self.lists is None else (self.lists.blocks, self.lists.arrays))
 
 
-def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, padding: bool) -> _Plan:
+def _make_launch(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, padding: bool) -> _Launch:
     """``padding``: whether a rank's own rows of no document are computed, too. (In a backward they give zeros.)"""
     (q, k, v), scores = pair.shards, pair.scores
     settings = Settings(
@@ -174,38 +176,38 @@ def _make_plan(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, paddi
         softcap=scores.softcap,
     )
     if listed:
-        lists = make_lists(pair, tile.tile_n, isinstance(tile, BackwardTile))
-        return _Plan(False, pairs.WHOLE, None, None, lists, replace(settings, listed=lists.listed))
+        lists = make_block_sparse(pair, tile.tile_n, isinstance(tile, BackwardTile))
+        return _Launch(False, rectangles.WHOLE, None, None, lists, replace(settings, listed=lists.listed))
     by_document = pair.extras.documents is not None
-    if by_document and (pair.diagonal or pairs.is_static(pair.q_runs)):
-        bounds, where = pairs.bounds_of(pair), pairs.squares(pair, padding)
-        covered = None if padding or not pair.padding else pairs.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
-        return _Plan(True, where, covered, covered, None, _with_mask(settings, scores.mask), _sequences(where), by_document)
+    if by_document and (pair.diagonal or rectangles.is_static(pair.q_runs)):
+        bounds, where = rectangles.bounds_of(pair), rectangles.squares(pair, padding)
+        covered = None if padding or not pair.padding else rectangles.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
+        return _Launch(True, where, covered, covered, None, _with_mask(settings, scores.mask), _sequences(where), by_document)
     if by_document and is_placed(pair.extras.documents):
-        where, queries, keys = pairs.of_shared_documents(pair)
-        return _Plan(True, where, queries, keys, None, settings, _sequences(where), by_document)
-    if pairs.is_within(scores.mask):
-        return _of_area(pairs.within(pair), pair, _with_mask(settings, scores.mask))
+        where, queries, keys = rectangles.of_shared_documents(pair)
+        return _Launch(True, where, queries, keys, None, settings, _sequences(where), by_document)
+    if rectangles.is_within(scores.mask):
+        return _of_area(rectangles.within(pair), pair, _with_mask(settings, scores.mask))
     if not pair.diagonal and scores.mask.causal:
-        area = pairs.of_one_document(pair) if by_document else pairs.rectangle(pair)
+        area = rectangles.of_one_document(pair) if by_document else rectangles.rectangle(pair)
         return _of_area(area, pair, settings, by_document)
     settings = _with_mask(settings, scores.mask)
-    if pairs.packs(pair, listed):
-        where = pairs.offsets(q.shape[0], q.shape[1]), None, pairs.offsets(k.shape[0], k.shape[1]), None
-        return _Plan(True, where, None, None, None, settings)
-    return _Plan(False, pairs.WHOLE, None, None, None, settings)
+    if rectangles.packs(pair, listed):
+        where = rectangles.offsets(q.shape[0], q.shape[1]), None, rectangles.offsets(k.shape[0], k.shape[1]), None
+        return _Launch(True, where, None, None, None, settings)
+    return _Launch(False, rectangles.WHOLE, None, None, None, settings)
 
 
-def _sequences(where: pairs.Where) -> int:
+def _sequences(where: rectangles.Where) -> int:
     """How many sequences of queries."""
     return 0 if where[0] is None else where[0].shape[0] - 1
 
 
-def _of_area(area: pairs.Rectangle, pair: Pair, settings: Settings, by_document: bool = False) -> _Plan:
+def _of_area(area: rectangles.Rectangle, pair: Pair, settings: Settings, by_document: bool = False) -> _Launch:
     q_length, k_length = pair.q.shape[1], pair.k.shape[1]
-    queries = pairs.between(area.q_first, q_length if area.q_end is None else area.q_end, q_length)
-    keys = pairs.between(area.k_first, area.k_end, k_length)
-    return _Plan(True, pairs.where_of(area, pair), queries, keys, None, settings, by_document=by_document)
+    queries = rectangles.between(area.q_first, q_length if area.q_end is None else area.q_end, q_length)
+    keys = rectangles.between(area.k_first, area.k_end, k_length)
+    return _Launch(True, rectangles.where_of(area, pair), queries, keys, None, settings, by_document=by_document)
 
 
 def _with_mask(settings: Settings, mask: Mask) -> Settings:
@@ -220,23 +222,23 @@ def _listed(pair: Pair) -> bool:
         return False
     has_data = any(x is not None for x in (pair.extras.mask, pair.extras.q_segment_ids, pair.extras.q_position_ids))
     scattered, same_length = max(len(pair.q_runs), len(pair.k_runs)) > 2, pair.q.shape[1] == pair.k.shape[1]
-    return pairs.needs_lists(pair.scores, has_data, pairs.is_static(pair.q_runs), same_length, scattered)
+    return rectangles.needs_lists(pair.scores, has_data, rectangles.is_static(pair.q_runs), same_length, scattered)
 
 
-def _statistics(x: Array, fill: float, tile_m: int, group: int, plan: _Plan) -> Shaped:
+def _statistics(x: Array, fill: float, tile_m: int, group: int, launch: _Launch) -> Shaped:
     """``[batch, heads, length]`` as the backward reads it: rows in whole tiles, between packed batch entries a tile of padding."""
     batch, heads, length = x.shape
-    if plan.sequences:
-        offsets, lengths = plan.where[:2]
+    if launch.sequences:
+        offsets, lengths = launch.where[:2]
         assert offsets is not None
-        rows, there = pairs.in_tiles(offsets, jnp.diff(offsets) if lengths is None else lengths, batch * length, tile_m)
+        rows, there = rectangles.in_tiles(offsets, jnp.diff(offsets) if lengths is None else lengths, batch * length, tile_m)
         x = jnp.where(there, jnp.swapaxes(x, 0, 1).reshape(heads, -1)[:, rows], fill)
         return Shaped(x, (group, tile_m))
-    if plan.by_document and plan.queries is not None:  # a tile may reach into rows of another document
-        x = jnp.where(plan.queries[:, None], x, fill)
-    padding = -length % tile_m if batch == 1 or not plan.packed else tile_m
+    if launch.by_document and launch.queries is not None:  # a tile may reach into rows of another document
+        x = jnp.where(launch.queries[:, None], x, fill)
+    padding = -length % tile_m if batch == 1 or not launch.packed else tile_m
     x = jnp.pad(x, [(0, 0), (0, 0), (0, padding)], constant_values=fill)
-    if plan.packed:
+    if launch.packed:
         x = jnp.swapaxes(x, 0, 1).reshape(heads, -1)
     return Shaped(x, (*(1,) * (x.ndim - 2), group, tile_m))
 

@@ -6,8 +6,8 @@ from jax_core import operands
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 from jax_core.kernels.cute import calls
-from jax_core.kernels.cute.lists import QUERY_BLOCK
-from jax_core.kernels.cute.pairs import is_within, needs_lists
+from jax_core.kernels.cute.block_sparse import QUERY_BLOCK
+from jax_core.kernels.cute.rectangles import is_within, needs_lists
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import run_length
 
@@ -37,8 +37,8 @@ def listed(problem: Problem) -> bool:
 def takes_documents(problem: Problem) -> bool:
     """Whether the documents are rectangles of scores. The rows of a shard must ascend without gaps but one, in the middle, or, of
     one batch entry, be pieces of documents."""
-    alone, mask, told = problem.size == 1, problem.scores.mask, _IDS if problem.placed else _SEGMENTS
-    others, in_order = problem.features & (_DATA - told), alone or problem.layout in ("contiguous", "zigzag")
+    alone, mask, ids = problem.size == 1, problem.scores.mask, _IDS if problem.placed else _SEGMENTS
+    others, in_order = problem.features & (_DATA - ids), alone or problem.layout in ("contiguous", "zigzag")
     if not 0 < problem.documents <= operands.MOST_DOCUMENTS or problem.q_length != problem.k_length or not in_order:
         return False
     plain = (

@@ -189,7 +189,7 @@ def _mask_mod(listed):
 
 @cute.jit
 def _seen(listed, batch, head, i, j, arrays):
-    """``arrays``: ``starts`` (of lists.py), then those that ``listed`` says there are."""
+    """``arrays``: ``starts`` (of block_sparse.py), then those that ``listed`` says there are."""
     there = dict(zip(listed.arrays, arrays, strict=True))
     starts = there["starts"]
     result = cutlass.Boolean(True)

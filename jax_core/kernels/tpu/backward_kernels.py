@@ -13,9 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.tpu.constants import BlockedExtras, Shards, TileConstants
 from jax_core.kernels.tpu.products import column, product
+from jax_core.kernels.tpu.schedule import FIRST, LAST, update_if_visible, visit
 from jax_core.kernels.tpu.scores import Tile, TileIndex, dropped, logit_gradient, make_tile
 from jax_core.kernels.tpu.specs import Place
-from jax_core.kernels.tpu.visits import FIRST, LAST, update_if_visible, visit
 
 
 class _Gradients(NamedTuple):
@@ -60,9 +60,9 @@ def queries_kernel(
         sum_dq[...] = jnp.zeros_like(sum_dq) if before is None else before[...]
 
     def update(masked: bool) -> None:
-        found = _gradients(const, at, shards, blocked, masked, transposed=False)
+        tile_grads = _gradients(const, at, shards, blocked, masked, transposed=False)
         key = shards.k[...]
-        sum_dq[...] += product(found.dproducts.astype(key.dtype), key, (1, 0), const.scores)
+        sum_dq[...] += product(tile_grads.dproducts.astype(key.dtype), key, (1, 0), const.scores)
 
     update_if_visible(flags, update)
 
@@ -109,14 +109,14 @@ def keys_kernel(
             total[...] = jnp.zeros_like(total)
 
     def update(masked: bool) -> None:
-        found = _gradients(const, at, shards, blocked, masked, transposed=True)
+        tile_grads = _gradients(const, at, shards, blocked, masked, transposed=True)
         assert shards.dout is not None
         query, dout = shards.q[...], shards.dout[...]
-        dproducts = found.dproducts.astype(query.dtype)
+        dproducts = tile_grads.dproducts.astype(query.dtype)
         sums.dk[...] += product(dproducts, query, (1, 0), const.scores)
-        sums.dv[...] += product(dropped(const, found.tile, found.weights).astype(dout.dtype), dout, (1, 0), const.scores)
-        if found.tile.distance is not None:
-            sums.dslopes[member] -= (found.dlogits * found.tile.distance).sum(0, keepdims=True)
+        sums.dv[...] += product(dropped(const, tile_grads.tile, tile_grads.weights).astype(dout.dtype), dout, (1, 0), const.scores)
+        if tile_grads.tile.distance is not None:
+            sums.dslopes[member] -= (tile_grads.dlogits * tile_grads.tile.distance).sum(0, keepdims=True)
         if dq is not None:
             rows = dq.at[batch, at.head, pl.ds(q * const.q.block, const.q.block)]
             _add_block(rows, dproducts, shards.k[...], const, *scratch[3:])
@@ -163,8 +163,8 @@ def bias_kernel(
         total[...] = jnp.zeros_like(total)
 
     def update(masked: bool) -> None:
-        found = _gradients(const, at, shards, blocked, masked, transposed=False)
-        total[...] += found.dlogits.sum(0, keepdims=True) if total.shape[0] == 1 else found.dlogits
+        tile_grads = _gradients(const, at, shards, blocked, masked, transposed=False)
+        total[...] += tile_grads.dlogits.sum(0, keepdims=True) if total.shape[0] == 1 else tile_grads.dlogits
 
     update_if_visible(flags, update)
 

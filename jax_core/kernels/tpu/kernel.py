@@ -30,8 +30,8 @@ from jax_core.kernels.tpu.constants import (
     remainder,
 )
 from jax_core.kernels.tpu.forward_kernel import forward_kernel
+from jax_core.kernels.tpu.schedule import BlockSchedule, flags_of, make_schedule, pairs_to_visit, visit
 from jax_core.kernels.tpu.specs import Place, Specs
-from jax_core.kernels.tpu.visits import Visits, flags_of, list_visits, pairs_to_visit, visit
 from jax_core.masks.layout import runs
 
 _LISTED = 250_000  # words of 4 bytes, in 1 MiB
@@ -78,9 +78,9 @@ def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, .
 def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
     const = make_constants(pair, _fitting(config, pair))
     blocked = block_extras(const, pair)
-    visits = list_visits(pairs_to_visit(const, pair, blocked))
+    schedule = make_schedule(pairs_to_visit(const, pair, blocked))
     before = None if carry is None else (blocked_rows(carry.out, const.q), blocked_statistics(carry.lse, const.q))
-    specs = Specs(const, _place(const, visits))
+    specs = Specs(const, _place(const, schedule))
     size = const.q.block
     results = (
         jax.ShapeDtypeStruct((const.batch, const.heads, const.q.blocks * size, const.value_dim), out_dtype),
@@ -89,13 +89,13 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     result_specs = specs.query(const.value_dim), specs.query_statistics()
     inputs = _shards(const, pair), blocked, before
     out, lse = launch.launch(
-        partial(forward_kernel, const, visits.size),
-        (visits.words, make_scalars(pair)),
+        partial(forward_kernel, const, schedule.size),
+        (schedule.words, make_scalars(pair)),
         inputs,
         (specs.shards(), specs.extras(blocked), None if carry is None else result_specs),
         results,
         result_specs,
-        grid=(const.batch, const.heads, visits.longest),
+        grid=(const.batch, const.heads, schedule.longest),
         scratch=[pltpu.VMEM((size, columns), jnp.float32) for columns in (1, 1, const.value_dim)],
         aliases=_in_place(inputs, before, results),
         cost=costs.forward(const, pair.q.dtype),
@@ -117,13 +117,13 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelC
     run = _Backward(const, shards, blocked, pairs, make_scalars(pair), config.generation)
     before = None if dq is None else blocked_rows(dq, const.q)
     if config.fused:
-        dk, dv, dslopes, found = run.keys(jnp.zeros(shards.q.shape, jnp.float32) if before is None else before)
-        assert found is not None
+        dk, dv, dslopes, dquery = run.keys(jnp.zeros(shards.q.shape, jnp.float32) if before is None else before)
+        assert dquery is not None
     else:
         dk, dv, dslopes, _ = run.keys(None)
-        found = run.queries(before)
+        dquery = run.queries(before)
     return Grads(
-        _from_rows(found, const),
+        _from_rows(dquery, const),
         _from_rows(dk, const, of_keys=True),
         _from_rows(dv, const, of_keys=True),
         None if extras.bias is None else run.bias(extras.bias.shape),
@@ -144,18 +144,18 @@ class _Backward:
 
     def queries(self, before: Array | None) -> Array:
         """dQ, ``[batch, heads, length in blocks, dim]``, added to ``before``, the dQ so far."""
-        const, visits = self.const, list_visits(self.pairs)
-        specs = Specs(const, _place(const, visits))
+        const, schedule = self.const, make_schedule(self.pairs)
+        specs = Specs(const, _place(const, schedule))
         inputs = self.shards, self.blocked, before
         result = jax.ShapeDtypeStruct(self.shards.q.shape, jnp.float32)
         (dq,) = launch.launch(
-            partial(queries_kernel, const, visits.size),
-            (visits.words, self.scalars),
+            partial(queries_kernel, const, schedule.size),
+            (schedule.words, self.scalars),
             inputs,
             (specs.shards(backward=True), specs.extras(self.blocked), None if before is None else specs.query(const.dim)),
             [result],
             [specs.query(const.dim)],
-            grid=(const.batch, const.heads, visits.longest),
+            grid=(const.batch, const.heads, schedule.longest),
             scratch=[pltpu.VMEM((const.q.block, const.dim), jnp.float32)],
             aliases=_in_place(inputs, before, [result]),
             cost=costs.queries(const, self.shards.q.dtype),
@@ -165,8 +165,8 @@ class _Backward:
 
     def keys(self, dq: Array | None) -> tuple[Array, Array, Array | None, Array | None]:
         """``(dk, dv, dslopes or None, dq or None)``; if ``dq`` is given, the same sweep adds to it."""
-        const, visits = self.const, list_visits(self.pairs, by_columns=True)
-        specs = Specs(const, _place_of_member(const, visits))
+        const, schedule = self.const, make_schedule(self.pairs, by_columns=True)
+        specs = Specs(const, _place_of_member(const, schedule))
         block, whole = (const.q.block, const.k.block), pl.BlockSpec(memory_space=pl.ANY)
         slopes = None if self.blocked.slopes is None else (const.batch, const.kv_heads, const.k.blocks, const.group, block[0])
         shapes = self.shards.k.shape, self.shards.v.shape, slopes, None if dq is None else dq.shape
@@ -179,8 +179,8 @@ class _Backward:
         if dq is not None:
             scratch += [pltpu.VMEM((block[0], const.dim), jnp.float32), pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA]
         dk, dv, dslopes, dq = launch.launch(
-            partial(keys_kernel, const, visits.size),
-            (visits.words, self.scalars),
+            partial(keys_kernel, const, schedule.size),
+            (schedule.words, self.scalars),
             inputs,
             (specs.shards(backward=True), specs.extras(self.blocked), None if dq is None else whole),
             results,
@@ -190,7 +190,7 @@ class _Backward:
                 None if slopes is None else specs.slopes(),
                 None if dq is None else whole,
             ],
-            grid=(const.batch, const.kv_heads, visits.longest, const.group),
+            grid=(const.batch, const.kv_heads, schedule.longest, const.group),
             scratch=scratch,
             aliases=_in_place(inputs, dq, [x for x in results if x is not None]),
             cost=costs.keys(const, self.shards.q.dtype, fused=dq is not None),
@@ -226,23 +226,23 @@ class _Backward:
         return (dbias if shape[2] == 1 else out_of_blocks(dbias, 2, const.q)).reshape(shape)
 
 
-def _place(const: TileConstants, visits: Visits) -> Callable[..., Place]:
+def _place(const: TileConstants, schedule: BlockSchedule) -> Callable[..., Place]:
     """The place of a visit on the grid (batch, head, visit)."""
 
     def place(batch: Array, head: Array, number: Array, words: Ref, *rest: Ref) -> Place:
         del rest
-        q, k, _ = visit(const, visits.size, words, batch, number)
+        q, k, _ = visit(const, schedule.size, words, batch, number)
         return batch, head, q, k
 
     return place
 
 
-def _place_of_member(const: TileConstants, visits: Visits) -> Callable[..., Place]:
+def _place_of_member(const: TileConstants, schedule: BlockSchedule) -> Callable[..., Place]:
     """The place of a visit on the grid (batch, key head, visit, head of the group)."""
 
     def place(batch: Array, kv_head: Array, number: Array, member: Array, words: Ref, *rest: Ref) -> Place:
         del rest
-        q, k, _ = visit(const, visits.size, words, batch, number)
+        q, k, _ = visit(const, schedule.size, words, batch, number)
         return batch, kv_head * const.group + member, q, k
 
     return place

@@ -11,21 +11,21 @@ from jax_core.kernels.triton.scores import seen_from
 
 
 @triton.jit
-def place(i_block, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
+def place(i_block, p_where, const: tl.constexpr, of_keys: tl.constexpr):
     """``(row, count, index)`` of a block: its first row in the shard, its number of rows, its first place in the sequence."""
     if of_keys:
-        runs: tl.constexpr = plan.k.runs
-        length: tl.constexpr = plan.k.length
-        stride: tl.constexpr = plan.k.stride
-        block: tl.constexpr = plan.k.block
-        per_run: tl.constexpr = plan.k.blocks_per_run
-        o_start: tl.constexpr = plan.q.runs
+        runs: tl.constexpr = const.k.runs
+        length: tl.constexpr = const.k.length
+        stride: tl.constexpr = const.k.stride
+        block: tl.constexpr = const.k.block
+        per_run: tl.constexpr = const.k.blocks_per_run
+        o_start: tl.constexpr = const.q.runs
     else:
-        runs: tl.constexpr = plan.q.runs
-        length: tl.constexpr = plan.q.length
-        stride: tl.constexpr = plan.q.stride
-        block: tl.constexpr = plan.q.block
-        per_run: tl.constexpr = plan.q.blocks_per_run
+        runs: tl.constexpr = const.q.runs
+        length: tl.constexpr = const.q.length
+        stride: tl.constexpr = const.q.stride
+        block: tl.constexpr = const.q.block
+        per_run: tl.constexpr = const.q.blocks_per_run
         o_start: tl.constexpr = 0
     i_run = 0
     if runs > 1:
@@ -46,25 +46,25 @@ def greatest(a, b):
 
 
 @triton.jit
-def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
+def reach(first, last, i_run: tl.constexpr, p_where, const: tl.constexpr, of_keys: tl.constexpr):
     """``(low, high, full_low, full_high)``: which blocks of a run of the other side are visible from any of the positions ``first``
     to ``last``, and which of them are fully visible. ``low <= full_low <= full_high <= high``."""
     if of_keys:
-        length: tl.constexpr = plan.k.length
-        stride: tl.constexpr = plan.k.stride
-        block: tl.constexpr = plan.k.block
-        start = tl.load(p_where + plan.q.runs + i_run)
+        length: tl.constexpr = const.k.length
+        stride: tl.constexpr = const.k.stride
+        block: tl.constexpr = const.k.block
+        start = tl.load(p_where + const.q.runs + i_run)
     else:
-        length: tl.constexpr = plan.q.length
-        stride: tl.constexpr = plan.q.stride
-        block: tl.constexpr = plan.q.block
+        length: tl.constexpr = const.q.length
+        stride: tl.constexpr = const.q.stride
+        block: tl.constexpr = const.q.block
         start = tl.load(p_where + i_run)
     # The other side's positions that are visible from some, and from all, of these positions, counted from the run's start.
     some_low, all_high = seen_from(
-        tl.constexpr(plan.reach), first - start, 0, stride * (length - 1), start, of_keys, least, greatest
+        tl.constexpr(const.reach), first - start, 0, stride * (length - 1), start, of_keys, least, greatest
     )
     all_low, some_high = seen_from(
-        tl.constexpr(plan.reach), last - start, 0, stride * (length - 1), start, of_keys, least, greatest
+        tl.constexpr(const.reach), last - start, 0, stride * (length - 1), start, of_keys, least, greatest
     )
     # From positions to rows (an end before the run's start becomes row -1, so that the ranges are empty), then to blocks.
     low = (some_low + stride - 1) // stride // block
@@ -79,13 +79,13 @@ def reach(first, last, i_run: tl.constexpr, p_where, plan: tl.constexpr, of_keys
 
 
 @triton.jit
-def visits(first, last, p_where, plan: tl.constexpr, of_keys: tl.constexpr):
+def visits(first, last, p_where, const: tl.constexpr, of_keys: tl.constexpr):
     """The blocks to visit by position: ``reach`` for each run of the other side (empty for a missing second run). Of more than two
     runs the blocks come from a table."""
-    runs: tl.constexpr = plan.k.runs if of_keys else plan.q.runs
-    a = reach(first, last, 0, p_where, plan, of_keys)
+    runs: tl.constexpr = const.k.runs if of_keys else const.q.runs
+    a = reach(first, last, 0, p_where, const, of_keys)
     if runs == 2:
-        b = reach(first, last, 1, p_where, plan, of_keys)
+        b = reach(first, last, 1, p_where, const, of_keys)
     else:
         b = (a[0], a[0], a[0], a[0])
     return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
@@ -102,12 +102,12 @@ def count(spans, masked: tl.constexpr):
 
 
 @triton.jit
-def nth(j, spans, p_order, plan: tl.constexpr, of_keys: tl.constexpr, masked: tl.constexpr):
+def nth(j, spans, p_order, const: tl.constexpr, of_keys: tl.constexpr, masked: tl.constexpr):
     """The index of the j-th block to visit among the fully visible ones, or (``masked``) among the partly visible ones."""
     low, high, full_low, full_high, low2, _, full_low2, full_high2 = spans
-    runs: tl.constexpr = plan.k.runs if of_keys else plan.q.runs
-    per_run: tl.constexpr = plan.k.blocks_per_run if of_keys else plan.q.blocks_per_run
-    if plan.table:
+    runs: tl.constexpr = const.k.runs if of_keys else const.q.runs
+    per_run: tl.constexpr = const.k.blocks_per_run if of_keys else const.q.blocks_per_run
+    if const.table:
         number = tl.load(p_order + j)
     elif masked:
         before = full_low - low
@@ -120,21 +120,21 @@ def nth(j, spans, p_order, plan: tl.constexpr, of_keys: tl.constexpr, masked: tl
     else:
         number = full_low + j
         if runs == 2:
-            own = full_high - full_low
-            number = tl.where(j < own, number, per_run + full_low2 + (j - own))
+            in_first_run = full_high - full_low
+            number = tl.where(j < in_first_run, number, per_run + full_low2 + (j - in_first_run))
     return number
 
 
 @triton.jit
-def table_row(p_order, p_counts, i_batch, i_head, i_block, plan: tl.constexpr, of_keys: tl.constexpr):
+def table_row(p_order, p_counts, i_batch, i_head, i_block, const: tl.constexpr, of_keys: tl.constexpr):
     """``(p_full, full, p_part, part)``: the lists of blocks that a block visits, fully and partly visible, and their lengths."""
-    own: tl.constexpr = plan.q.blocks if of_keys else plan.k.blocks
-    other: tl.constexpr = plan.k.blocks if of_keys else plan.q.blocks
+    blocks: tl.constexpr = const.q.blocks if of_keys else const.k.blocks
+    other: tl.constexpr = const.k.blocks if of_keys else const.q.blocks
     i_row = i_block
-    if plan.table_heads > 1:
-        i_row += i_head * own
-    if plan.table_batch > 1:
-        i_row += i_batch * own * plan.table_heads
+    if const.table_heads > 1:
+        i_row += i_head * blocks
+    if const.table_batch > 1:
+        i_row += i_batch * blocks * const.table_heads
     full = tl.load(p_counts + i_row * 2)
     part = tl.load(p_counts + i_row * 2 + 1)
     p_full = p_order + i_row.to(tl.int64) * (other + 1)

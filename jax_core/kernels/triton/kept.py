@@ -34,11 +34,11 @@ def _kept(compile_kernel: Callable[..., Any], parts: ModuleType) -> Callable[...
         if root is None or key is None or backend.target.backend != "cuda" or os.environ.get("JAX_TRITON_DUMP_DIR"):
             return compile_kernel(ir, backend, options, *target)
         path = root / "triton" / f"{key}.kernel"
-        found = _read(path, parts.CompilationResult)
-        if found is None:
-            found = compile_kernel(ir, backend, options, *target)
-            _write(path, found)
-        return found
+        compiled = _read(path, parts.CompilationResult)
+        if compiled is None:
+            compiled = compile_kernel(ir, backend, options, *target)
+            _write(path, compiled)
+        return compiled
 
     kept.kept = True  # type: ignore[attr-defined]
     return kept

@@ -14,7 +14,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import same_rows, starts
 from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals
 from jax_core.kernels.triton import launch, params
-from jax_core.kernels.triton.plan import LaunchConstants, make_plan
+from jax_core.kernels.triton.constants import LaunchConstants, make_constants
 from jax_core.kernels.triton.tables import Tables, make_tables
 
 _WIDEST = 256
@@ -81,11 +81,11 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     outputs = [lse, out] if carry is None else []
     if carry is not None and carry.out.dtype != out_dtype:
         before, in_place, outputs = [carry.out], [carry.lse], [out]
-    plan = make_plan(pair, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings)
+    const = make_constants(pair, blocks, carry=carry is not None, in_place=len(in_place), **tables.settings)
     inputs = [q, k, v, *_positional(pair), tables.bits, *tables.lists(True, config), *before]
-    grid = plan.q.blocks, plan.heads, plan.batch
-    found = launch.launch(forward_kernel, inputs, in_place, outputs, plan=plan, grid=grid, config=config)
-    return Partial(*(found if len(in_place) == 2 else found[::-1]))
+    grid = const.q.blocks, const.heads, const.batch
+    results = launch.launch(forward_kernel, inputs, in_place, outputs, const=const, grid=grid, config=config)
+    return Partial(*(results if len(in_place) == 2 else results[::-1]))
 
 
 def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
@@ -102,22 +102,22 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelC
     dq = jnp.zeros(q.shape, jnp.float32) if fused and dq is None else dq
     dslopes = (1,) if extras.alibi_slopes is None else (q.shape[0], q.shape[2], k.shape[1])
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (dslopes, k.shape, v.shape)]
-    plan, launched = over_queries.plan(of_keys=False, fused=fused)
+    const, launched = over_queries.constants(of_keys=False, fused=fused)
     if fused:
-        dq, dslopes, dk, dv = launched(keys_kernel, [], [dq], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
+        dq, dslopes, dk, dv = launched(keys_kernel, [], [dq], outputs, (const.k.blocks, const.kv_heads, const.batch))
     else:
-        dslopes, dk, dv = launched(keys_kernel, [None, None], [], outputs, (plan.k.blocks, plan.kv_heads, plan.batch))
+        dslopes, dk, dv = launched(keys_kernel, [None, None], [], outputs, (const.k.blocks, const.kv_heads, const.batch))
         turned = _make_pass(pair, arrays, config, blocks[::-1])
-        plan, launched = turned.plan(of_keys=True, carry=before is not None)
-        grid = plan.q.blocks, plan.heads, plan.batch
+        const, launched = turned.constants(of_keys=True, carry=before is not None)
+        grid = const.q.blocks, const.heads, const.batch
         if before is None:
             (dq,) = launched(queries_kernel, [None], [], [jax.ShapeDtypeStruct(q.shape, jnp.float32)], grid)
         else:
             (dq,) = launched(queries_kernel, [], [before], [], grid)
     dbias = None
     if extras.bias is not None:
-        plan, launched = over_queries.plan(of_keys=None)
-        grid = 1 if plan.bias_rows == 1 else plan.q.blocks, plan.k.blocks, plan.bias_batch * plan.bias_heads
+        const, launched = over_queries.constants(of_keys=None)
+        grid = 1 if const.bias_rows == 1 else const.q.blocks, const.k.blocks, const.bias_batch * const.bias_heads
         (dbias,) = launched(bias_kernel, [], [], [jax.ShapeDtypeStruct(extras.bias.shape, jnp.float32)], grid)
     return Grads(dq, dk, dv, dbias, None if extras.alibi_slopes is None else _slope_gradient(dslopes, extras.alibi_slopes))
 
@@ -125,15 +125,15 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelC
 class _Pass(NamedTuple):
     """A pair of shards, cut into blocks of one size."""
 
-    make_plan: Callable[..., LaunchConstants]
+    make_constants: Callable[..., LaunchConstants]
     tables: Tables
     arrays: list[Array | None]
     config: KernelConfig
 
-    def plan(self, of_keys: bool | None, **settings: Any) -> tuple[LaunchConstants, Callable[..., Any]]:
-        """The plan, and a function that launches a kernel with it: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
+    def constants(self, of_keys: bool | None, **settings: Any) -> tuple[LaunchConstants, Callable[..., Any]]:
+        """The constants, and a function that launches a kernel: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
         whether key blocks are visited (True) or query blocks (False); None: all pairs."""
-        plan = self.make_plan(**settings)
+        const = self.make_constants(**settings)
         lists = (None, None) if of_keys is None else self.tables.lists(of_keys, self.config)
         inputs = [*self.arrays, self.tables.bits, *lists]
 
@@ -144,14 +144,14 @@ class _Pass(NamedTuple):
             outputs: list[jax.ShapeDtypeStruct],
             grid: tuple[int, ...],
         ) -> Any:
-            return launch.launch(kernel, inputs + more, in_place, outputs, plan=plan, grid=grid, config=self.config)
+            return launch.launch(kernel, inputs + more, in_place, outputs, const=const, grid=grid, config=self.config)
 
-        return plan, launched
+        return const, launched
 
 
 def _make_pass(pair: Pair, arrays: list[Array | None], config: KernelConfig, blocks: tuple[int, int]) -> _Pass:
     tables = make_tables(pair, blocks)
-    return _Pass(partial(make_plan, pair, blocks, **tables.settings), tables, arrays, config)
+    return _Pass(partial(make_constants, pair, blocks, **tables.settings), tables, arrays, config)
 
 
 def _slope_gradient(dslopes: Array, slopes: Array) -> Array:

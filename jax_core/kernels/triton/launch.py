@@ -20,11 +20,11 @@ def launch(
     in_place: Sequence[Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
-    plan: object,
+    const: object,
     grid: tuple[int, ...],
     config: KernelConfig,
 ) -> tuple[Array, ...]:
-    """Runs ``kernel(*inputs, *in_place, *in_place again, *outputs, plan)`` over ``grid``.
+    """Runs ``kernel(*inputs, *in_place, *in_place again, *outputs, const)`` over ``grid``.
 
     ``inputs``: None for one that the kernel does not read. The results are the arrays of ``in_place`` as the kernel left them, in
     the same memory unless XLA still needs the old contents, then ``outputs`` (given as ``ShapeDtypeStruct``).
@@ -33,7 +33,7 @@ def launch(
     inputs = [given[0] if array is None else array for array in inputs]  # a placeholder that no kernel reads
     types = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place), *outputs]
     aliases = {len(inputs) + i: i for i in range(len(in_place))}
-    settings: dict[str, Any] = dict(kernel=kernel, grid=grid, plan=plan, compute_capability=config.capability)
+    settings: dict[str, Any] = dict(kernel=kernel, grid=grid, const=const, compute_capability=config.capability)
     settings |= dict(num_warps=config.params.num_warps, num_stages=config.params.num_stages)
     # jax-triton has no rule for vmap: entries are computed one after another.
     call = jax.custom_batching.sequential_vmap(lambda *arrays: tuple(_call(arrays, types, aliases, settings)))

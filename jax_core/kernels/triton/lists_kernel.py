@@ -5,11 +5,11 @@ import triton.language as tl
 
 
 @triton.jit
-def lists_kernel(p_kinds, p_order, p_counts, plan: tl.constexpr):
+def lists_kernel(p_kinds, p_order, p_counts, const: tl.constexpr):
     """``p_kinds`` int32 ``[rows, columns]``: 0 for a fully visible pair, 1 for a partly visible one, 2 for a hidden one. ``p_order
     [rows, columns + 1]``: the columns of kind 0, then those of kind 1; ``p_counts [rows, 2]``: the number of each. Grid: rows."""
-    columns: tl.constexpr = plan.columns
-    BLOCK: tl.constexpr = plan.block
+    columns: tl.constexpr = const.columns
+    BLOCK: tl.constexpr = const.block
     row = tl.program_id(0).to(tl.int64)
     full = 0
     for start in range(0, columns, BLOCK):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
-from jax_core.kernels.triton.plan import padded_dim
+from jax_core.kernels.triton.constants import padded_dim
 
 Settings = tuple[int, int, int, int]  # q_blocksize, kv_blocksize, num_stages, num_warps
 

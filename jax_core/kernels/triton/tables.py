@@ -29,7 +29,7 @@ class Tables(NamedTuple):
 
     @property
     def settings(self) -> dict[str, int]:
-        """The fields of a plan that come from here."""
+        """The launch constants that a table decides."""
         bits = (0, 0) if self.bits is None else self.bits.shape[:2]
         table = (1, 1) if self.visible is None else self.visible.shape[:2]
         settings = dict(bits_batch=bits[0], bits_heads=bits[1], table_batch=table[0], table_heads=table[1])
@@ -58,10 +58,10 @@ def list_blocks(kinds: Array, config: KernelConfig) -> tuple[Array, Array]:
     from jax_core.kernels.triton.lists_kernel import lists_kernel
 
     *rows, columns = kinds.shape
-    plan = ListsConstants(columns, min(1024, 1 << (columns - 1).bit_length()))
+    const = ListsConstants(columns, min(1024, 1 << (columns - 1).bit_length()))
     results = [jax.ShapeDtypeStruct((*rows, length), jnp.int32) for length in (columns + 1, 2)]
     config = replace(config, params=FwdParams(num_stages=1, num_warps=4))
-    order, counts = launch.launch(lists_kernel, [kinds], [], results, plan=plan, grid=(math.prod(rows),), config=config)
+    order, counts = launch.launch(lists_kernel, [kinds], [], results, const=const, grid=(math.prod(rows),), config=config)
     return order, counts
 
 

@@ -108,8 +108,8 @@ def _update(scores: Scores, uncut: Uncut, query: Queries, key: Keys, tile: Tiles
     weights = jnp.exp(x - finite[..., None])
     decay = jnp.exp(state.maximum - finite)
     denominator = state.denominator * decay + weights.sum(-1)
-    kept = weights * dropout_factor(scores, uncut, query, key, weights.dtype)
-    numerator = state.numerator * decay[..., None] + product("bhgqk,bhkd->bhgqd", kept, key.v, scores)
+    dropped = weights * dropout_factor(scores, uncut, query, key, weights.dtype)
+    numerator = state.numerator * decay[..., None] + product("bhgqk,bhkd->bhgqd", dropped, key.v, scores)
     return _State(numerator, maximum, denominator)
 
 

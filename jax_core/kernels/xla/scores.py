@@ -66,7 +66,7 @@ def _evaluate(predicate: Predicate, arrays: tuple[Array, ...], uncut: Uncut, q: 
 def dropout_factor(scores: Scores, uncut: Uncut, query: Queries, key: Keys, dtype: DTypeLike) -> Array:
     if not scores.dropout_prob:
         return jnp.ones((), dtype)
-    kept = keep_mask(
+    keep = keep_mask(
         uncut.seed,
         uncut.batch[:, None, None, None, None],
         uncut.head[None, :, :, None, None],
@@ -74,7 +74,7 @@ def dropout_factor(scores: Scores, uncut: Uncut, query: Queries, key: Keys, dtyp
         key.at.place[None, :],
         scores.dropout_prob,
     )
-    return kept.astype(dtype) / (1 - scores.dropout_prob)
+    return keep.astype(dtype) / (1 - scores.dropout_prob)
 
 
 def distance(scores: Scores, query: Queries, key: Keys, dtype: DTypeLike) -> Array:

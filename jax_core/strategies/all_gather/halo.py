@@ -15,28 +15,28 @@ from jax_core.strategies.all_gather.reach import Reach
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.transfers.transfer import collective, numbered, ordered_after, pack, unpack, word_of
 
-Ways = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a rank's runs to which: the pairs of ranks
+Routes = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a rank's runs to which: the pairs of ranks
 
 
-def add_halo(spec: RingSpec, keys: Keys, near: Reach) -> list[Keys]:
+def add_halo(spec: RingSpec, keys: Keys, halo: Reach) -> list[Keys]:
     """The keys of each of this rank's runs, with those before and after it that its queries may see. Zeros stand where the sequence
     has none."""
-    own = [_rows(keys, start, start + near.run) for start in range(0, keys.key.shape[1], near.run)]
-    tails = [_rows(run, near.run - near.left, near.run) for run in own]
-    heads = [_rows(run, 0, near.right) for run in own]
-    before, after = _send(spec, [_Parcel(tails, _ways(spec, near.run, 1)), _Parcel(heads, _ways(spec, near.run, -1))])
-    return [jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *run) for run in zip(before, own, after, strict=True)]
+    own_runs = [_rows(keys, start, start + halo.run) for start in range(0, keys.key.shape[1], halo.run)]
+    tails = [_rows(run, halo.run - halo.left, halo.run) for run in own_runs]
+    heads = [_rows(run, 0, halo.right) for run in own_runs]
+    before, after = _send(spec, [_Message(tails, _routes(spec, halo.run, 1)), _Message(heads, _routes(spec, halo.run, -1))])
+    return [jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *run) for run in zip(before, own_runs, after, strict=True)]
 
 
-def reduce_halo(spec: RingSpec, gradients: Sequence[tuple[Array, ...]], near: Reach) -> tuple[Array, ...]:
+def reduce_halo(spec: RingSpec, gradients: Sequence[tuple[Array, ...]], halo: Reach) -> tuple[Array, ...]:
     """The gradients of this rank's keys, from those of :func:`add_halo`'s results."""
-    end = near.left + near.run
-    before = [_rows(run, 0, near.left) for run in gradients]
-    after = [_rows(run, end, end + near.right) for run in gradients]
-    ways = (_back(_ways(spec, near.run, direction)) for direction in (1, -1))
-    tails, heads = _send(spec, [_Parcel(*pair) for pair in zip((before, after), ways, strict=True)])
+    end = halo.left + halo.run
+    before = [_rows(run, 0, halo.left) for run in gradients]
+    after = [_rows(run, end, end + halo.right) for run in gradients]
+    routes = (_back(_routes(spec, halo.run, direction)) for direction in (1, -1))
+    tails, heads = _send(spec, [_Message(*pair) for pair in zip((before, after), routes, strict=True)])
     runs_ = [
-        tuple(_added(x[:, near.left : end], tail, head) for x, tail, head in zip(*run, strict=True))
+        tuple(_added(x[:, halo.left : end], tail, head) for x, tail, head in zip(*run, strict=True))
         for run in zip(gradients, tails, heads, strict=True)
     ]
     return tuple(jnp.concatenate(parts, 1) for parts in zip(*runs_, strict=True))
@@ -53,42 +53,43 @@ def _added(x: Array, tail: Array, head: Array) -> Array:
     return x
 
 
-def _ways(spec: RingSpec, run: int, direction: int) -> Ways:
+def _routes(spec: RingSpec, run: int, direction: int) -> Routes:
     """From every run to the one after it (``direction`` 1) or before it (-1) in the sequence."""
     count = len(runs(spec.problem.layout, 0, spec.problem.size, 2))
-    held = {
+    place_of = {
         one.start // run: (rank, i)
         for rank in range(spec.problem.size)
         for i, one in enumerate(runs(spec.problem.layout, rank, spec.problem.size, run * count))
     }
-    ways = defaultdict(list)
-    for chunk, (rank, i) in held.items():
-        if chunk + direction in held:
-            other, j = held[chunk + direction]
-            ways[i, j].append((rank, other))
-    return {slots: tuple(sorted(pairs)) for slots, pairs in ways.items()}
+    routes = defaultdict(list)
+    for chunk, (rank, i) in place_of.items():
+        if chunk + direction in place_of:
+            other, j = place_of[chunk + direction]
+            routes[i, j].append((rank, other))
+    return {slots: tuple(sorted(pairs)) for slots, pairs in routes.items()}
 
 
-def _back(ways: Ways) -> Ways:
-    return {(j, i): tuple((to, source) for source, to in pairs) for (i, j), pairs in ways.items()}
+def _back(routes: Routes) -> Routes:
+    return {(j, i): tuple((to, source) for source, to in pairs) for (i, j), pairs in routes.items()}
 
 
-class _Parcel(NamedTuple):
+class _Message(NamedTuple):
     """What each of a rank's runs sends (a tree of arrays, maybe empty), and where to."""
 
     runs: Sequence[Any]
-    ways: Ways
+    routes: Routes
 
 
-def _send(spec: RingSpec, parcels: Sequence[_Parcel]) -> list[list[Any]]:
-    """What comes to each run, for each parcel; zeros where nothing does."""
-    arrived = [[jax.tree.map(jnp.zeros_like, run) for run in parcel.runs] for parcel in parcels]
+def _send(spec: RingSpec, messages: Sequence[_Message]) -> list[list[Any]]:
+    """What comes to each run, for each message; zeros where nothing does."""
+    arrived = [[jax.tree.map(jnp.zeros_like, run) for run in message.runs] for message in messages]
     before = None
-    for parcel, found in zip(parcels, arrived, strict=True):
-        for (i, j), pairs in parcel.ways.items():
-            if 0 not in jax.tree.leaves(parcel.runs[i])[0].shape:
-                came, before = _permuted(spec, parcel.runs[i], pairs, before)
-                found[j] = jax.tree.map(jnp.add, found[j], came)  # at most one of these comes to a rank, the others are zeros
+    for message, received in zip(messages, arrived, strict=True):
+        for (i, j), pairs in message.routes.items():
+            if 0 not in jax.tree.leaves(message.runs[i])[0].shape:
+                came, before = _permuted(spec, message.runs[i], pairs, before)
+                # At most one of these comes to a rank, the others are zeros.
+                received[j] = jax.tree.map(jnp.add, received[j], came)
     return arrived
 
 

@@ -47,32 +47,32 @@ class AllGather(Strategy):
         elif mask != Mask() and not mask.any_position and problem.q_length == problem.size * problem.k_length:
             features |= {"apart"}  # or a kernel that goes by lengths would take the keys for those at the queries' own positions
         asked = replace(problem, scores=replace(problem.scores, mask=mask), features=features)
-        near = _reach_of(problem)
-        if near is None:
+        halo = _reach_of(problem)
+        if halo is None:
             return replace(asked, k_length=problem.size * problem.k_length)
         return replace(
             asked,
             features=features - {problem.layout} | {"contiguous"},
             layout="contiguous",
-            q_length=near.run,
-            k_length=near.left + near.run + near.right,
+            q_length=halo.run,
+            k_length=halo.left + halo.run + halo.right,
         )
 
-    def only_near(self, problem: Problem) -> bool:
+    def sends_halo_only(self, problem: Problem) -> bool:
         return self.kernel_problem(problem).k_length < problem.size * problem.k_length
 
     def traffic(self, problem: Problem, backward: bool) -> Traffic:
-        near, found = _reach_of(problem), sizes(problem)
-        each = found.keys + (found.sums if backward else 0)
-        if near is None:
+        halo, nbytes = _reach_of(problem), sizes(problem)
+        each = nbytes.keys + (nbytes.sums if backward else 0)
+        if halo is None:
             return Traffic((problem.size - 1) * each, problem.size * each)
-        edges = each * (near.left + near.right) // near.run
+        edges = each * (halo.left + halo.right) // halo.run
         return Traffic(edges, each + edges)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
-        near = _reach(spec, operands)
+        halo = _reach(spec, operands)
         opened = open_forward(_bounded(spec, operands), operands)
-        pairs = _pairs(opened.spec, opened.operands, opened.operands.keys, near)
+        pairs = _pairs(opened.spec, opened.operands, opened.operands.keys, halo)
         results = [opened.attend(pair, None, last=True) for pair in pairs]
         out, lse = (jnp.concatenate(parts, axis) for parts, axis in zip(zip(*results, strict=True), (1, 2), strict=True))
         return opened.close(Partial(out, lse))
@@ -80,19 +80,19 @@ class AllGather(Strategy):
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
     ) -> Operands:
-        near = _reach(spec, operands)
+        halo = _reach(spec, operands)
         opened = open_backward(_bounded(spec, operands), operands, out, lse, dout, dlse)
         # K/V are gathered once more, and not before the forward is over: otherwise they would be kept from there until here.
         keys = tree_after(spec, opened.operands.keys, opened.residuals.delta)
-        pairs = _pairs(opened.spec, opened.operands, keys, near)
-        sums, found = opened.no_gradients(), []
+        pairs = _pairs(opened.spec, opened.operands, keys, halo)
+        sums, run_grads = opened.no_gradients(), []
         for i, pair in enumerate(pairs):
             grads = _of_run(opened, i, len(pairs)).differentiate(pair, None)
-            found.append(opened.as_arrays(pair, grads))
+            run_grads.append(opened.as_arrays(pair, grads))
             sums = accumulate(sums, grads, pair.k_runs)
-        dq = jnp.concatenate([query for query, *_ in found], 1)
-        dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in found]
-        dk, dv = _summed(spec, reduce(add, dkv)) if near is None else reduce_halo(spec, dkv, near)
+        dq = jnp.concatenate([query for query, *_ in run_grads], 1)
+        dkv = [tuple(x.astype(lse.dtype) for x in pair) for _, *pair in run_grads]
+        dk, dv = _summed(spec, reduce(add, dkv)) if halo is None else reduce_halo(spec, dkv, halo)
         return opened.gradients((dq, dk, dv), sums)
 
 
@@ -113,11 +113,11 @@ def _bounded(spec: RingSpec, operands: Operands) -> RingSpec:
     return replace(spec, problem=replace(spec.problem, scores=replace(spec.problem.scores, mask=mask)))
 
 
-def _pairs(spec: RingSpec, operands: Operands, keys: Keys, near: Reach | None) -> list[Pair]:
+def _pairs(spec: RingSpec, operands: Operands, keys: Keys, halo: Reach | None) -> list[Pair]:
     q_runs = query_runs(spec, operands)
-    if near is not None:
-        beside = add_halo(spec, keys, near)
-        k_runs = [Run(run.start - near.left, 1, near.left + near.run + near.right) for run in q_runs]
+    if halo is not None:
+        beside = add_halo(spec, keys, halo)
+        k_runs = [Run(run.start - halo.left, 1, halo.left + halo.run + halo.right) for run in q_runs]
         return [_of_queries(spec, operands, i, *pair) for i, pair in enumerate(zip(q_runs, beside, k_runs, strict=True))]
     keys = jax.tree.map(lambda x: in_sequence_order(x, spec.problem.layout), gather(spec, keys))
     whole = Run(0, 1, keys.key.shape[1])

@@ -36,8 +36,8 @@ _BY_POSITION = frozenset("causal left right chunk alibi_slopes predicates".split
 class Decode(Strategy):
     """It handles what its kernel handles and needs no place of a rank's keys in the sequence."""
 
-    IN_PLACE_OF_A_KERNEL = frozenset("softmax_aux contiguous".split())
-    CAPABILITIES = IN_PLACE_OF_A_KERNEL | frozenset(
+    DONE_BY_STRATEGY = frozenset("softmax_aux contiguous".split())
+    CAPABILITIES = DONE_BY_STRATEGY | frozenset(
         "causal left right chunk any_position softcap predicates precision logits_dtype "
         "q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes origin "
         "lse_gradient second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()
@@ -55,11 +55,11 @@ class Decode(Strategy):
         return None
 
     def traffic(self, problem: Problem, backward: bool) -> Traffic:
-        found, size = sizes(problem), problem.size
-        out = found.rows * problem.value_dim
+        nbytes, size = sizes(problem), problem.size
+        out = nbytes.rows * problem.value_dim
         if not backward:
-            return Traffic((size - 1) * (out + found.rows), size * (out + found.rows) if size > 1 else 0)
-        cotangents = out + (found.rows if "lse_gradient" in problem.features else 0)
+            return Traffic((size - 1) * (out + nbytes.rows), size * (out + nbytes.rows) if size > 1 else 0)
+        cotangents = out + (nbytes.rows if "lse_gradient" in problem.features else 0)
         return Traffic(2 * (size - 1) * cotangents // size, cotangents if size > 1 else 0)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
@@ -67,12 +67,12 @@ class Decode(Strategy):
         arranged = arrangement(spec, operands)
         wide = accumulation_dtype(operands.query.dtype)
         opened = Forward(spec, operands, wide, wide)
-        found = opened.attend(_pair(spec, arranged, operands), None, last=False)
+        part = opened.attend(_pair(spec, arranged, operands), None, last=False)
         if arranged.parts > 1:
-            found = join_stacked(Partial(*map(arranged.stacked, found)), wide)
+            part = join_stacked(Partial(*map(arranged.stacked, part)), wide)
         if spec.problem.size > 1:
-            found = _joined_over_ranks(spec, found._replace(out=found.out.astype(wide)))
-        return opened.close(Partial(arranged.out(found.out), arranged.lse(found.lse)))
+            part = _joined_over_ranks(spec, part._replace(out=part.out.astype(wide)))
+        return opened.close(Partial(arranged.out(part.out), arranged.lse(part.lse)))
 
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
@@ -115,11 +115,11 @@ def _pair(spec: RingSpec, arranged: Arrangement, operands: Operands) -> Pair:
     return Pair(q, k, v, (Run(0, 1, q.shape[1]),), (Run(0, 1, k.shape[1]),), spec.problem.scores, extras)
 
 
-def _joined_over_ranks(spec: RingSpec, found: Partial) -> Partial:
+def _joined_over_ranks(spec: RingSpec, part: Partial) -> Partial:
     """Output and LSE travel in one buffer."""
-    lse = jnp.swapaxes(found.lse, 1, 2)[..., None].astype(found.out.dtype)
-    gathered = collective(partial(lax.all_gather, axis_name=spec.axis_name), jnp.concatenate([found.out, lse], axis=-1))
-    return join_stacked(Partial(gathered[..., :-1], jnp.swapaxes(gathered[..., -1], 2, 3)), found.out.dtype)
+    lse = jnp.swapaxes(part.lse, 1, 2)[..., None].astype(part.out.dtype)
+    gathered = collective(partial(lax.all_gather, axis_name=spec.axis_name), jnp.concatenate([part.out, lse], axis=-1))
+    return join_stacked(Partial(gathered[..., :-1], jnp.swapaxes(gathered[..., -1], 2, 3)), part.out.dtype)
 
 
 def _summed_over_ranks(spec: RingSpec, dout: Array, dlse: Array | None) -> tuple[Array, Array | None]:

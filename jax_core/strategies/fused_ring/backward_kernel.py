@@ -68,8 +68,8 @@ def backward(const: RingConstants, rank: Array, shards: Shards, residuals: Block
         **transfer_semaphores("gradients"),
     }
     given = {**shards._asdict(), **residuals._asdict()}
-    found = launch(partial(_kernel, const), const, rank, given, results, scratch, products=7)
-    return Gradients(found["dquery"], found["dkey_returned"], found["dvalue_returned"])
+    outputs = launch(partial(_kernel, const), const, rank, given, results, scratch, products=7)
+    return Gradients(outputs["dquery"], outputs["dkey_returned"], outputs["dvalue_returned"])
 
 
 def _kernel(const: RingConstants, rank: Array, refs: Refs) -> None:

@@ -70,10 +70,10 @@ def halved(layout: Layout, size: int, length: int, block: int) -> HalvedShard:
 
 def halves(layout: Layout, rank, size: int, length: int) -> tuple[Run, Run]:
     """The positions of the two halves of ``rank``'s shard; the first is the longer one."""
-    held = runs(layout, rank, size, length)
-    if len(held) == 2:
-        return held[0], held[1]
-    (run,) = held
+    shard = runs(layout, rank, size, length)
+    if len(shard) == 2:
+        return shard[0], shard[1]
+    (run,) = shard
     first = -(-run.length // 2)
     return Run(run.start, run.stride, first), Run(run.start + first * run.stride, run.stride, run.length - first)
 

@@ -38,8 +38,8 @@ def forward(const: RingConstants, rank: Array, shards: Shards) -> tuple[Array, A
         **ring_semaphores(),
         **transfer_semaphores("shards"),
     }
-    found = launch(partial(_kernel, const), const, rank, shards._asdict(), results, scratch, products=2)
-    return found["out"], found["lse"]
+    outputs = launch(partial(_kernel, const), const, rank, shards._asdict(), results, scratch, products=2)
+    return outputs["out"], outputs["lse"]
 
 
 def _kernel(const: RingConstants, rank: Array, refs: Refs) -> None:

@@ -22,13 +22,13 @@ from jax_core.strategies.transfers.traffic import Traffic, sizes
 class FusedRing(Strategy):
     """The ring fused into one Pallas kernel, for TPUs."""
 
-    OWN_PLATFORM = "pallas"
+    FIXED_PLATFORM = "pallas"
     EXPERIMENTAL = tpu.EXPERIMENTAL
     CAPABILITIES = frozenset(
         "causal left right chunk softcap precision q_segment_ids kv_segment_ids softmax_aux lse_gradient bfloat16 float32 "
         "contiguous zigzag striped".split()
     )
-    IN_PLACE_OF_A_KERNEL = CAPABILITIES
+    DONE_BY_STRATEGY = CAPABILITIES
 
     def default_params(self, problem: Problem) -> tuple[FwdParams, BwdParams]:
         """Tiles of 512 x 512 and, in the backward, 256 x 512; smaller where half a shard is shorter."""
@@ -41,19 +41,19 @@ class FusedRing(Strategy):
 
     def traffic(self, problem: Problem, backward: bool) -> Traffic:
         """Both slots of K/V; in the backward those of their sums, and room for what comes home."""
-        found, lengths = sizes(problem), (problem.q_length, problem.k_length)
+        nbytes, lengths = sizes(problem), (problem.q_length, problem.k_length)
         _, hops = route(problem.scores.mask, problem.layout, problem.size, *lengths)
         sums = (hops + 1, 3) if backward else (0, 0)
-        return Traffic(hops * found.keys + sums[0] * found.sums, 2 * found.keys + sums[1] * found.sums)
+        return Traffic(hops * nbytes.keys + sums[0] * nbytes.sums, 2 * nbytes.keys + sums[1] * nbytes.sums)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         operands = clear_values(operands, real_rows(spec, operands))
         const = make_constants(spec, operands, spec.fwd_config.params)
         out, lse = forward_kernel.forward(const, _rank(spec), _shards(const, operands))
-        found = Partial(_whole(const.q, out).transpose(0, 3, 1, 2), _whole(const.q, lse)[:, :, 0])
+        part = Partial(_whole(const.q, out).transpose(0, 3, 1, 2), _whole(const.q, lse)[:, :, 0])
         if operands.softmax_aux is not None:
-            found = join_sinks(found, sinks_per_head(operands.softmax_aux, const.heads))
-        return found.out.astype(operands.query.dtype), found.lse
+            part = join_sinks(part, sinks_per_head(operands.softmax_aux, const.heads))
+        return part.out.astype(operands.query.dtype), part.lse
 
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
@@ -67,9 +67,9 @@ class FusedRing(Strategy):
             _in_blocks(const.q, residuals.lse[:, :, None], 3, fill=jnp.inf),  # rows that pad a block have weights exp(-inf) = 0
             _in_blocks(const.q, residuals.delta[:, :, None], 3),
         )
-        found = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
-        dquery = spec.problem.scores.scale * _whole(const.q, found.query).transpose(0, 3, 1, 2)
-        dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.problem.scores.scale * found.key, found.value))
+        grads = backward_kernel.backward(const, _rank(spec), _shards(const, operands), blocked)
+        dquery = spec.problem.scores.scale * _whole(const.q, grads.query).transpose(0, 3, 1, 2)
+        dkey, dvalue = (_out_of_halves(const.k, x) for x in (spec.problem.scores.scale * grads.key, grads.value))
         query, key, value = (x.astype(operand.dtype) for x, operand in zip((dquery, dkey, dvalue), operands[:3], strict=True))
         nothing = jax.tree.map(lambda _: None, operands)
         return nothing._replace(query=query, key=key, value=value, softmax_aux=_dsinks(operands, lse, residuals.delta))
@@ -93,8 +93,8 @@ def _dsinks(operands: Operands, lse: Array, delta: Array) -> Array | None:
     if operands.softmax_aux is None:
         return None
     sinks, transpose = jax.vjp(lambda given: sinks_per_head(given, operands.query.shape[2]), operands.softmax_aux)
-    (found,) = transpose(sink_gradient(sinks, lse, delta).astype(sinks.dtype))
-    return found
+    (dsinks,) = transpose(sink_gradient(sinks, lse, delta).astype(sinks.dtype))
+    return dsinks
 
 
 def make_constants(spec: RingSpec, operands: Operands, params: FwdParams) -> RingConstants:

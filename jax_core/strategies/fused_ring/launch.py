@@ -52,11 +52,11 @@ def launch(
         cost_estimate=_cost(const, products, [*arrays.values(), *results.values()]),
     )
     # Under vmap, one entry after another: all ranks must be in the same call of the kernel.
-    found = jax.custom_batching.sequential_vmap(lambda *operands: tuple(call(*operands)))(
+    computed = jax.custom_batching.sequential_vmap(lambda *operands: tuple(call(*operands)))(
         jnp.reshape(rank, (1,)), *(arrays[name] for name in (*fixed, *moving))
     )
-    found = vary(found[len(moving) :], varying_axes(rank, arrays))  # pinned results carry no varying axes
-    return dict(zip(results, found, strict=True))
+    computed = vary(computed[len(moving) :], varying_axes(rank, arrays))  # pinned results carry no varying axes
+    return dict(zip(results, computed, strict=True))
 
 
 def _cost(const: RingConstants, products: int, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:

@@ -33,10 +33,10 @@ def source(const: RingConstants, rank: Array, half: int, step: Array | int) -> A
 
 def device(const: RingConstants, rank: Array) -> dict[str | tuple[str, ...], int | Array]:
     """The mesh coordinates of a rank of the ring. A ring over several mesh axes is numbered as by ``lax.axis_index``."""
-    found: dict[str | tuple[str, ...], int | Array] = {}
+    ids: dict[str | tuple[str, ...], int | Array] = {}
     for name, size in reversed(const.axes):
-        found[name], rank = lax.rem(rank, size), lax.div(rank, size)
-    return found
+        ids[name], rank = lax.rem(rank, size), lax.div(rank, size)
+    return ids
 
 
 def meet(const: RingConstants, rank: Array, met: Ref) -> None:

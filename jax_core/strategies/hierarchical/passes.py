@@ -27,9 +27,9 @@ class Hierarchical(Strategy):
         """Beside a rotation there is room for the keys, and for two sums, of the next host."""
         hosts, ranks = problem.sizes
         shifts = visible_shifts(problem.scores.mask, problem.layout, (hosts, ranks), problem.q_length, problem.k_length)
-        sent, held = rotated(problem, len(shifts) - 1, backward)
+        sent, buffers = rotated(problem, len(shifts) - 1, backward)
         relayed = sizes(problem).keys + (2 * sizes(problem).sums if backward else 0)
-        return Traffic(sent, held + (relayed if shifts[-1][0] else 0))
+        return Traffic(sent, buffers + (relayed if shifts[-1][0] else 0))
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         opened, continues = open_forward(spec, operands), kernel_of(spec).CONTINUES

@@ -121,16 +121,16 @@ class HostRotation:
     def _step_of_rank(self, state: _AtStep, host_shift: Array, host: HostStep, step: Step) -> _AtStep:
         """In flight meanwhile: within the host the keys for the next step and dK/dV of the step before; between hosts a piece of
         the keys for the next host, and of the sums that this host's are added to."""
-        number, shift, held, dkv, keys, sums, before, result = state
+        number, shift, current, dkv, keys, sums, before, result = state
         count = len(host.steps)
         ways = {
-            "held": (held, (0, step.hop_out)) if step.hop_out else None,
+            "held": (current, (0, step.hop_out)) if step.hop_out else None,
             "dkv": (dkv, (0, step.hop_in)) if step.hop_in and dkv is not None else None,
             "keys": (take_piece(keys.sent, number, count), host.hop_out) if host.hop_out else None,
             "sums": (take_piece(sums.sent, number, count), host.hop_in) if host.hop_in and sums else None,
         }
         sent = {name: way for name, way in ways.items() if way is not None}
-        pair = self._pair(held, (host_shift, shift), diagonal=not (host.hop_in or step.hop_in))
+        pair = self._pair(current, (host_shift, shift), diagonal=not (host.hop_in or step.hop_in))
         pair_step = PairStep(pair, last=not (host.hop_out or step.hop_out))
         # What is sent on later waits for this step: all its pieces might leave at once otherwise.
         arrived, before, (computed, keys, sums) = self._exchange(
@@ -143,7 +143,7 @@ class HostRotation:
         if "sums" in came:
             sums = sums._replace(room=put_piece(sums.room, came["sums"], number, count))
         return _AtStep(
-            number + 1, shift + step.hop_out, came.get("held", held), add(came.get("dkv"), share), keys, sums, before, result
+            number + 1, shift + step.hop_out, came.get("held", current), add(came.get("dkv"), share), keys, sums, before, result
         )
 
     def _exchange(

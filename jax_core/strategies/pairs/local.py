@@ -95,10 +95,10 @@ class Backward:
     def as_arrays(self, pair: Pair, grads: Grads) -> tuple[Array, Array, Array]:
         """dQ, dK and dV of the pair as arrays like its shards: in the accumulation dtype, or rounded to the operands' dtype by a
         kernel that has a form of its own."""
-        found = grads.dq, grads.dk, grads.dv
-        if all(isinstance(x, Array) for x in found):
-            return found
-        return kernel_of(self.spec).finish(pair.shards, found, pair.scores)
+        arrays = grads.dq, grads.dk, grads.dv
+        if all(isinstance(x, Array) for x in arrays):
+            return arrays
+        return kernel_of(self.spec).finish(pair.shards, arrays, pair.scores)
 
     def gradients(self, grads: tuple[Array, Array, Array], sums: LocalGradients) -> Operands:
         """The gradients as the contract says, from those of query, key and value in any dtype."""

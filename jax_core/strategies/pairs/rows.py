@@ -29,12 +29,12 @@ def as_kernel_takes_them(spec: RingSpec, operands: Operands) -> Operands:
     """With documents as segment ids, unless the kernel goes by documents."""
     if operands.documents is None or spec.by_document:
         return operands
-    told = operands._replace(documents=None)
+    bare = operands._replace(documents=None)
     if is_placed(operands.documents):
         ids, distances = _pieces(spec, operands).ids(operands.query.shape[1])
-        return told._replace(q_segment_ids=ids, kv_segment_ids=ids, q_position_ids=distances, kv_position_ids=distances)
+        return bare._replace(q_segment_ids=ids, kv_segment_ids=ids, q_position_ids=distances, kv_position_ids=distances)
     ids = _numbers(operands.documents, _places(query_runs(spec, operands)))
-    return told._replace(q_segment_ids=ids, kv_segment_ids=ids)
+    return bare._replace(q_segment_ids=ids, kv_segment_ids=ids)
 
 
 def _pieces(spec: RingSpec, operands: Operands) -> Pieces:
@@ -64,9 +64,9 @@ def real_rows(spec: RingSpec, operands: Operands) -> Real:
     return Real(*(None if ids is None else jnp.atleast_2d(ids) >= 0 for ids in sides))
 
 
-def _places(own: Runs) -> Array:
+def _places(shard: Runs) -> Array:
     """int32 ``[length]``: those of a shard's rows in the whole sequence."""
-    return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in own])
+    return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in shard])
 
 
 def _numbers(documents: Array, places: Array) -> Array:

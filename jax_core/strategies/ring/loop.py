@@ -31,7 +31,7 @@ from jax_core.strategies.transfers.traffic import Traffic, rotated
 from jax_core.strategies.transfers.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
 
 
-class Ring(Strategy):
+class RingStrategy(Strategy):
     """K/V travel from rank to rank between kernel calls."""
 
     def traffic(self, problem: Problem, backward: bool) -> Traffic:
@@ -41,7 +41,7 @@ class Ring(Strategy):
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         opened, kernel = open_forward(spec, operands), kernel_of(spec)
         operands, wide = opened.operands, opened.wide
-        local_keys, plan = operands.keys, _plan(spec, operands)
+        local_keys, schedule = operands.keys, _schedule(spec, operands)
 
         def run_step(state: Any, step: Step) -> Any:
             buffer, shift, partials = state
@@ -58,8 +58,8 @@ class Ring(Strategy):
             buffer, shift, partials = state
             return buffer, shift, partials.merged(wide)
 
-        buffer = pack(local_keys, word_of(spec, local_keys)) if len(plan) > 1 else None
-        *_, partials = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), PartialResults()), plan)
+        buffer = pack(local_keys, word_of(spec, local_keys)) if len(schedule) > 1 else None
+        *_, partials = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), PartialResults()), schedule)
         return opened.close(partials.result(opened.last_dtype))
 
     def backward(
@@ -67,7 +67,7 @@ class Ring(Strategy):
     ) -> Operands:
         opened = open_backward(spec, operands, out, lse, dout, dlse)
         operands = opened.operands
-        local_keys, plan = operands.keys, _plan(spec, operands)
+        local_keys, schedule = operands.keys, _schedule(spec, operands)
         word = word_of(spec, local_keys)
 
         def run_step(state: Any, step: Step) -> Any:
@@ -85,10 +85,10 @@ class Ring(Strategy):
             return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, pair.k_runs)
 
         # The first rotation must neither run beside the forward's nor be merged with it, which would keep its result until now.
-        buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(plan) > 1 else None
+        buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(schedule) > 1 else None
         state: Any = buffer, jnp.int32(0), None, opened.no_gradients()
-        _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, plan)
-        sent = sum(step.hop_out for step in plan)
+        _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, schedule)
+        sent = sum(step.hop_out for step in schedule)
         return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
 
 
@@ -106,7 +106,7 @@ def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_lengt
     return tuple(shift for (shift,) in visibility.visible_shifts(mask, layout, (size,), q_length, k_length))
 
 
-def _plan(spec: RingSpec, operands: Operands) -> list[Step]:
+def _schedule(spec: RingSpec, operands: Operands) -> list[Step]:
     problem, lengths = spec.problem, (operands.query.shape[1], operands.key.shape[1])
     return steps(visible_shifts(problem.scores.mask, problem.layout, problem.size, *lengths))
 

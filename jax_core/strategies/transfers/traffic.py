@@ -35,7 +35,7 @@ def sizes(problem: Problem) -> Sizes:
 
 def rotated(problem: Problem, hops: int, backward: bool) -> Traffic:
     """Of keys that are sent on ``hops`` times. Their gradients follow as sums, and go home in the operands' dtype."""
-    found = sizes(problem)
+    nbytes = sizes(problem)
     if not backward or not hops:
-        return Traffic(hops * found.keys, min(hops, 2) * found.keys)
-    return Traffic(hops * (found.keys + found.sums) + found.keys, min(hops, 2) * found.keys + 2 * found.sums)
+        return Traffic(hops * nbytes.keys, min(hops, 2) * nbytes.keys)
+    return Traffic(hops * (nbytes.keys + nbytes.sums) + nbytes.keys, min(hops, 2) * nbytes.keys + 2 * nbytes.sums)

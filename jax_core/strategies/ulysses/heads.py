@@ -54,11 +54,11 @@ class Exchange:
         out, lse = self._scattered((out, _rows_first(lse)))
         return _merged_heads(out), _rows_first(_merged_heads(lse))
 
-    def gradients(self, operands: Operands, found: Operands) -> tuple[Array, Array, Array, Array | None]:
+    def gradients(self, operands: Operands, grads: Operands) -> tuple[Array, Array, Array, Array | None]:
         """Those of query, key, value and bias, from the inner strategy's."""
         wide = accumulation_dtype(operands.query.dtype)
-        bias, rows = found.bias, self._has_rows(operands.bias, operands)
-        send = {"query": found.query, "key": found.key, "value": found.value}
+        bias, rows = grads.bias, self._has_rows(operands.bias, operands)
+        send = {"query": grads.query, "key": grads.key, "value": grads.value}
         send |= {"bias": jnp.swapaxes(bias, 1, 2)} if bias is not None and rows else {}
         came = self._scattered(send)
         key, value = (

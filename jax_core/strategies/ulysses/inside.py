@@ -84,11 +84,11 @@ def _layout_inside(layout: Any, sizes: tuple[int, ...], axis: int | None) -> Any
         return layout  # nothing is exchanged
     if axis == 1 and layout != "striped":
         return layout  # neighbours of the sequence exchange: their shards are one, of the same layout
-    return Held(layout, sizes[axis], axis == 1)
+    return JoinedShards(layout, sizes[axis], axis == 1)
 
 
 @dataclass(frozen=True)
-class Held:
+class JoinedShards:
     """The layout of a ring of which every rank has the shards of ``count`` ranks: with the exchange's axis first in the mesh (or,
     ``neighbours``, last). An :class:`jax_core.masks.layout.Arrangement`."""
 
@@ -104,9 +104,9 @@ class Held:
     def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]:
         places = range(self.count)
         ranks = [rank * self.count + place if self.neighbours else place * size + rank for place in places]
-        held = [runs(self.layout, member, size * self.count, length // self.count) for member in ranks]
-        found = (*(shard[0] for shard in held), *(run for shard in held[::-1] for run in shard[1:]))
-        return found if len(found) > 2 else _halved(found)
+        shards = [runs(self.layout, member, size * self.count, length // self.count) for member in ranks]
+        joined = (*(shard[0] for shard in shards), *(run for shard in shards[::-1] for run in shard[1:]))
+        return joined if len(joined) > 2 else _halved(joined)
 
     def check_size(self, size: int) -> None:
         """Any will do."""
@@ -121,9 +121,9 @@ class Held:
         return f"{self.layout} shards of {self.count} ranks"
 
 
-def _halved(found: tuple[Run, ...]) -> tuple[Run, ...]:
+def _halved(shard: tuple[Run, ...]) -> tuple[Run, ...]:
     """More than two runs, since two would mean zigzag."""
-    half = found[0].length // 2
-    if found[0].length % 2:
-        return found
-    return tuple(run._replace(start=run.start + i * run.stride * half, length=half) for run in found for i in (0, 1))
+    half = shard[0].length // 2
+    if shard[0].length % 2:
+        return shard
+    return tuple(run._replace(start=run.start + i * run.stride * half, length=half) for run in shard for i in (0, 1))

@@ -45,13 +45,13 @@ class Ulysses(Strategy):
     def traffic(self, problem: Problem, backward: bool) -> Traffic:
         """Of both exchanges, and of the inner strategy."""
         inside, size = problem_inside(problem, self.axis), exchanged_over(problem, self.axis)
-        found = sizes(inside)  # as much as of all heads of a rank's shard, but for K/V heads that are repeated
-        there, back = found.queries + found.keys, found.out + found.rows
+        nbytes = sizes(inside)  # as much as of all heads of a rank's shard, but for K/V heads that are repeated
+        there, back = nbytes.queries + nbytes.keys, nbytes.out + nbytes.rows
         if backward:
-            statistics = found.rows * (2 if "lse_gradient" in problem.features else 1)
-            there, back = there + 2 * found.out + statistics, there
-        sent, held = self.inner.traffic(inside, backward)
-        return Traffic(sent + (there + back) * (size - 1) // size, held + there + back)
+            statistics = nbytes.rows * (2 if "lse_gradient" in problem.features else 1)
+            there, back = there + 2 * nbytes.out + statistics, there
+        sent, buffers = self.inner.traffic(inside, backward)
+        return Traffic(sent + (there + back) * (size - 1) // size, buffers + there + back)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         operands, _ = in_full_shape(spec, operands)
@@ -67,12 +67,12 @@ class Ulysses(Strategy):
         # Not before the forward is over: its exchange of the same arrays would be merged with this one, and its result kept.
         after = make_residuals(out, lse, dout, None).delta
         arrived, results = exchange.operands_and_results(full, (out, lse, dout, dlse if spec.lse_gradient else None), after)
-        found = self.inner.backward(inside, arrived, *results)
-        query, key, value, bias = exchange.gradients(full, found)
-        sinks = exchange.own_heads(full.softmax_aux, found.softmax_aux, 0)
-        slopes = exchange.own_heads(full.alibi_slopes, found.alibi_slopes, 1)
+        grads = self.inner.backward(inside, arrived, *results)
+        query, key, value, bias = exchange.gradients(full, grads)
+        sinks = exchange.own_heads(full.softmax_aux, grads.softmax_aux, 0)
+        slopes = exchange.own_heads(full.alibi_slopes, grads.alibi_slopes, 1)
         small = to_given_shape(SmallOperands(sinks, bias, slopes))
-        return found._replace(query=query, key=key, value=value, **small._asdict())
+        return grads._replace(query=query, key=key, value=value, **small._asdict())
 
     def _exchange(self, spec: RingSpec, operands: Operands) -> Exchange:
         at = ulysses_axis(spec, self.axis, rank_of(spec, operands))

@@ -25,12 +25,12 @@ class Sharded:
     def changed(self, name: str, given: Tensor) -> Tensor | None:
         """bool ``[]``, whether ``given`` is another entry than was made; a copy of it, on any device, is not. None for the entry
         itself as it was."""
-        made, version = self.entries[name]
-        if given is made and _version(made) == version:
+        sharded, version = self.entries[name]
+        if given is sharded and _version(sharded) == version:
             return None
-        if given is made or given.shape != made.shape:
+        if given is sharded or given.shape != sharded.shape:
             return torch.ones((), dtype=torch.bool)
-        return given.ne(made.to(given.device)).any()
+        return given.ne(sharded.to(given.device)).any()
 
 
 def _version(tensor: Tensor) -> int:

@@ -27,7 +27,7 @@ from ring_attn.integrations.transformers.verify.verification import Verdict, ver
 from ring_attn.memory import Levers
 from ring_attn.memory.formula import Checkpoint
 from ring_attn.packed.ring import PlacingRing, placing
-from ring_attn.ring import BUCKETS, Ring, one_ring
+from ring_attn.ring import BUCKETS, Ring, as_ring
 from ring_attn.sharding.marks import is_shard
 from ring_attn.training.chunked_loss import CHUNK
 from ring_attn.training.early_sums import early_sums
@@ -389,6 +389,6 @@ def context_parallel(
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
-    where = one_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
+    where = as_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
     levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
     return ContextParallel(model, placing(where) if place_documents else where, levers, overlap)

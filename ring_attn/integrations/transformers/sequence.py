@@ -54,11 +54,11 @@ class Sequence:
         at_end = keys.padded > keys.length and not causal
         if self.documents is None and keys.hidden is None and not at_end:
             return None, None
-        own, others = (x.documents if x.documents is not None else x.zeros() for x in (self, keys))
+        queries, others = (x.documents if x.documents is not None else x.zeros() for x in (self, keys))
         unseen = torch.arange(keys.padded, device=keys.device) >= keys.length
         unseen = unseen if keys.hidden is None else unseen | keys.hidden
         bounds = self.bounds if self is keys else None
-        parts = self.ring.shard(own), self.ring.shard(others.masked_fill(unseen, -1))
+        parts = self.ring.shard(queries), self.ring.shard(others.masked_fill(unseen, -1))
         return mark_bounds(parts[0], bounds), mark_bounds(parts[1], bounds)
 
     def zeros(self) -> Tensor:
@@ -84,7 +84,7 @@ def describe(
 
 def _bounds(ring: Ring, documents: Tensor | None) -> Documents | None:
     if isinstance(ring, PlacedRing):
-        return ring.told
+        return ring.piece_table
     return None if documents is None else of_numbers(documents)
 
 

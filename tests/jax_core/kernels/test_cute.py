@@ -35,8 +35,8 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import cute
 from jax_core.kernels.blocks import index
 from jax_core.kernels.contract import Extras, Pair, Problem, Scores
-from jax_core.kernels.cute import calls, kernel, pairs, sums
-from jax_core.kernels.cute.lists import make_lists
+from jax_core.kernels.cute import accumulators, calls, kernel, rectangles
+from jax_core.kernels.cute.block_sparse import make_block_sparse
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks.layout import runs
 from jax_core.masks.plan import Plan
@@ -59,7 +59,7 @@ def on_gpu(monkeypatch) -> None:
 def stand_in(monkeypatch) -> Iterator[None]:
     """In any dtype: in float32 nothing is rounded, and what surrounds the programs is all that can be wrong."""
     monkeypatch.setattr(kernel, "call", cute_stand_in.call)
-    monkeypatch.setattr(sums, "call", cute_stand_in.call)
+    monkeypatch.setattr(accumulators, "call", cute_stand_in.call)
     on_gpu(monkeypatch)
     monkeypatch.setattr(cute, "CAPABILITIES", cute.CAPABILITIES | {"float32"})
     with quick_compiles():
@@ -171,7 +171,7 @@ def test_ring_over_a_stand_in(case: Case):
 def test_documents_as_rectangles(monkeypatch, name: str):
     """Nothing is judged pair by pair, and all is what the segment ids say by another kernel."""
     packed = packed_rows.CASES[name]
-    monkeypatch.setattr(kernel, "make_lists", None)
+    monkeypatch.setattr(kernel, "make_block_sparse", None)
     names = "out", "lse", "dq", "dk", "dv"
     for what, found, wanted in zip(names, packed_rows.computed(packed, "cute"), packed_rows.computed(packed, "xla"), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4, err_msg=what)
@@ -338,10 +338,10 @@ def test_rectangles(layout: str, batch: int):
         seen = np.asarray(index(q_runs)[:, None] >= index(k_runs))
         shard = jnp.zeros((batch, length, 1, 8))
         pair = Pair(shard, shard, shard, q_runs, k_runs, Scores(make_mask(True), 1.0))
-        area = pairs.rectangle(pair)
+        area = rectangles.rectangle(pair)
         i, j = np.arange(length)[:, None], np.arange(length)
         np.testing.assert_array_equal(seen, (i >= area.q_first) & (j < area.k_end))
-        q_ends, q_used, k_ends, k_used = pairs.where_of(area, pair)
+        q_ends, q_used, k_ends, k_used = rectangles.where_of(area, pair)
         assert q_ends is not None and k_ends is not None
         covered = np.zeros((batch, length, batch, length), bool)
         for b in range(batch):
@@ -372,7 +372,7 @@ def test_lists(mask, of_queries: bool):
     ids = jnp.where(ids == 2, -1, ids).astype(jnp.int32)
     extras = Extras() if mask != make_mask() else Extras(q_segment_ids=ids, kv_segment_ids=ids[:, :420])
     shards = jnp.zeros((2, 500, 1, 8)), jnp.zeros((2, 420, 1, 8)), jnp.zeros((2, 420, 1, 8))
-    lists = make_lists(Pair(*shards, q_runs, k_runs, Scores(mask, 1.0), extras), 96, of_queries)
+    lists = make_block_sparse(Pair(*shards, q_runs, k_runs, Scores(mask, 1.0), extras), 96, of_queries)
     seen = np.asarray(visible(mask, jnp.arange(500)[:, None], jnp.arange(420)))[None]
     if extras.q_segment_ids is not None:
         seen = seen & np.asarray((ids[:, :, None] == ids[:, None, :420]) & (ids[:, :, None] >= 0))

@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 
     kernel: Any
     dtypes: tuple[str, ...]
-    plan: Any
+    const: Any
     num_warps: int
     num_stages: int
 
@@ -106,8 +106,8 @@ def launches(case: Case, capability: int, fused: bool) -> list[Launch]:
     """What a zigzag ring launches with the library's parameters, forward and backward; nothing is compiled or run."""
     asked: list[Launch] = []
 
-    def triton_call(*arrays, kernel, out_shape, plan, num_warps, num_stages, **_):
-        asked.append(Launch(kernel, tuple(x.dtype.name for x in (*arrays, *out_shape)), plan, num_warps, num_stages))
+    def triton_call(*arrays, kernel, out_shape, const, num_warps, num_stages, **_):
+        asked.append(Launch(kernel, tuple(x.dtype.name for x in (*arrays, *out_shape)), const, num_warps, num_stages))
         return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
 
     def local(operands, out, lse):
@@ -150,10 +150,10 @@ _TRITON_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int3
 
 def use(asked: Launch, capability: int, folder: Path) -> Use:
     """Compiles to machine code."""
-    names = [name for name in asked.kernel.arg_names if name != "plan"]
+    names = [name for name in asked.kernel.arg_names if name != "const"]
     signature = {name: f"*{_TRITON_NAMES[dtype]}" for name, dtype in zip(names, asked.dtypes, strict=True)}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names))}
-    source = triton.compiler.ASTSource(asked.kernel, signature | {"plan": "constexpr"}, {"plan": asked.plan}, aligned)
+    source = triton.compiler.ASTSource(asked.kernel, signature | {"const": "constexpr"}, {"const": asked.const}, aligned)
     options = dict(num_warps=asked.num_warps, num_stages=asked.num_stages, enable_fp_fusion=True)
     program = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32), options=options)
     binary = folder / "kernel.cubin"

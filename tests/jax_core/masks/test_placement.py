@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_core.kernels.contract import Extras, Pair, Scores
-from jax_core.kernels.cute import pairs
+from jax_core.kernels.cute import rectangles
 from jax_core.masks.layout import runs
 from jax_core.masks.placement import pieces_of
 from jax_core.masks.static import Mask
@@ -25,7 +25,7 @@ def computed(table, ranks, layout: str, length: int):
     q = jnp.zeros((1, length, 1, 8))
     places = (runs(layout, rank, len(table), length) for rank in ranks)
     pair = Pair(q, q, q, *places, Scores(Mask(causal=True, any_position=True), 1.0), Extras(documents=table))
-    return [pieces_of(table, rank).ids(length) for rank in ranks], pairs.of_shared_documents(pair)
+    return [pieces_of(table, rank).ids(length) for rank in ranks], rectangles.of_shared_documents(pair)
 
 
 def covered(first: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_core.masks.layout import LAYOUTS, Run, runs
-from jax_core.masks.static import Mask, check_reach, empty, full, make_mask, moved, seen_from, visible
+from jax_core.masks.static import Mask, check_reach, empty, full, make_mask, seen_from, shifted, visible
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_causal_shards_of_a_ring(layout: str):
 def test_a_moved_mask_is_the_mask_of_moved_queries(mask, by):
     for q in range(10, 20):
         for k in range(30):
-            assert bool(visible(moved(mask, by), q, k)) == bool(visible(mask, q + by, k)), (q, k)
+            assert bool(visible(shifted(mask, by), q, k)) == bool(visible(mask, q + by, k)), (q, k)
 
 
 def test_a_moved_side_that_no_distance_fills_is_no_bound():
-    assert moved(make_mask(window=(2**31 - 1, 0)), -4).left is None
-    assert moved(make_mask(window=(4, 2**31 - 1)), 4).right is None
+    assert shifted(make_mask(window=(2**31 - 1, 0)), -4).left is None
+    assert shifted(make_mask(window=(4, 2**31 - 1)), 4).right is None

@@ -17,6 +17,7 @@ from oracle_assertions import assert_like_the_oracle
 
 import jax_core
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
+from jax_core.experimental import ExperimentalWarning, warn_experimental
 from jax_core.kernels import tpu, xla
 from jax_core.kernels.contract import Problem, Scores
 from jax_core.masks.static import Mask
@@ -25,8 +26,7 @@ from jax_core.request import dispatch
 from jax_core.request.dispatch import choose, named_platform
 from jax_core.request.preferences import ON_GPUS, preferred_kernels, preferred_strategies
 from jax_core.strategies.fused_ring import FusedRing
-from jax_core.strategies.ring import Ring
-from jax_core.tiers import ExperimentalWarning, say_experimental
+from jax_core.strategies.ring import RingStrategy
 
 PLAIN = frozenset({"contiguous", "float32"})
 
@@ -41,13 +41,13 @@ def problem(backend: str = "cpu", asked: frozenset[str] = PLAIN, **changed: Any)
     ("options", "named"), [({"strategy": "fused"}, 'strategy="fused"'), ({"platform": "pallas"}, 'platform="pallas"')]
 )
 def test_what_has_not_met_its_hardware_says_so_once(options: dict[str, Any], named: str):
-    say_experimental.cache_clear()
+    warn_experimental.cache_clear()
     with pytest.warns(ExperimentalWarning, match=f"{named} is experimental: .* never run on one"):
         choose(Options(**options), problem("tpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choose(Options(**options), problem("tpu"))
-        say_experimental.cache_clear()
+        warn_experimental.cache_clear()
         choose(Options(**{**options, "strategy": "ring", "platform": "xla"}), problem("tpu"))
 
 
@@ -56,7 +56,7 @@ def test_what_has_not_met_its_hardware_says_so_once(options: dict[str, Any], nam
 
 def test_auto_ends_at_the_ring_around_plain_xla():
     chosen = choose(Options(), problem())
-    assert (chosen.strategy, chosen.kernel) == (Ring(), xla)
+    assert (chosen.strategy, chosen.kernel) == (RingStrategy(), xla)
     assert chosen.fwd_params == xla.default_params(problem())[0]
 
 
@@ -70,7 +70,7 @@ def test_what_is_given_stands_and_the_kernel_completes_it():
 
 def test_the_fused_ring_is_taken_by_name_only():
     chosen = choose(Options(), problem("tpu"))
-    assert (chosen.strategy, chosen.kernel) == (Ring(), tpu)
+    assert (chosen.strategy, chosen.kernel) == (RingStrategy(), tpu)
     assert choose(Options(strategy="fused"), problem("tpu")).strategy == FusedRing()
 
 
@@ -119,15 +119,15 @@ def test_measured_choices_cover_every_length_and_end_at_xla():
 def test_the_order_of_strategies():
     """All-gather on GPUs for short shards of short sequences and for windows, the ring for the rest, and always last."""
 
-    def order(backend="gpu", near=(), **sizes):
-        return preferred_strategies(problem(backend, **({"size": 4} | sizes)), near)
+    def order(backend="gpu", windowed=(), **sizes):
+        return preferred_strategies(problem(backend, **({"size": 4} | sizes)), windowed)
 
     assert order(q_length=2048, k_length=2048) == ("all_gather", "ring")
     assert order(q_length=8192, k_length=8192) == ("ring",)
-    assert order(q_length=65536, k_length=65536, near=("all_gather",)) == ("all_gather", "ring")
+    assert order(q_length=65536, k_length=65536, windowed=("all_gather",)) == ("all_gather", "ring")
     assert order(q_length=2048, k_length=2048, size=64) == ("ring",)
     assert order(q_length=2048, k_length=2048, size=1) == ("ring",)
-    assert order("cpu", near=("all_gather",)) == order("tpu") == ("ring",)
+    assert order("cpu", windowed=("all_gather",)) == order("tpu") == ("ring",)
 
 
 def test_axes_that_are_named_as_a_strategy():
@@ -135,9 +135,9 @@ def test_axes_that_are_named_as_a_strategy():
     two_axes = replace(asked, sizes=(2, 2))
     for axes in (("ulysses", "ring"), ("ring", "ulysses")):
         assert choose(Options(), two_axes, axes=axes).strategy is dispatch.STRATEGIES["_".join(axes)]
-    assert choose(Options(), two_axes, axes=("a", "b")).strategy == Ring()
-    assert choose(Options(), replace(two_axes, heads=3, kv_heads=1), axes=("ulysses", "ring")).strategy == Ring()
-    assert choose(Options(strategy="ring"), two_axes, axes=("ulysses", "ring")).strategy == Ring()
+    assert choose(Options(), two_axes, axes=("a", "b")).strategy == RingStrategy()
+    assert choose(Options(), replace(two_axes, heads=3, kv_heads=1), axes=("ulysses", "ring")).strategy == RingStrategy()
+    assert choose(Options(strategy="ring"), two_axes, axes=("ulysses", "ring")).strategy == RingStrategy()
 
 
 def test_what_a_strategy_says_of_itself():
@@ -146,8 +146,8 @@ def test_what_a_strategy_says_of_itself():
     axes = {name: strategy.axes for name, strategy in dispatch.STRATEGIES.items() if strategy.axes}
     assert axes == {"ulysses_ring": ("ulysses", "ring"), "ring_ulysses": ("ring", "ulysses")}
     window = problem("gpu", PLAIN | {"causal", "left"}, scores=Scores(Mask(causal=True, left=100), 1.0))
-    assert {name for name, strategy in dispatch.STRATEGIES.items() if strategy.only_near(window)} == {"all_gather"}
-    assert not any(strategy.only_near(problem()) for strategy in dispatch.STRATEGIES.values())
+    assert {name for name, strategy in dispatch.STRATEGIES.items() if strategy.sends_halo_only(window)} == {"all_gather"}
+    assert not any(strategy.sends_halo_only(problem()) for strategy in dispatch.STRATEGIES.values())
 
 
 # ---------------------------------------------------------------------------------------------------------- a new strategy

@@ -16,7 +16,7 @@ from jax_core.operands import Operands
 from jax_core.options import Options
 from jax_core.request import spec
 from jax_core.request.dispatch import KERNELS, STRATEGIES
-from jax_core.strategies.ring import Ring
+from jax_core.strategies.ring import RingStrategy
 
 X = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
 
@@ -61,7 +61,7 @@ def test_every_strategy_refuses_what_it_does_not_declare(monkeypatch, name: str,
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_refuses_what_it_does_not_declare(monkeypatch, name: str, ask: Callable):
     """In a ring that declares it."""
-    monkeypatch.setattr(Ring, "CAPABILITIES", Ring.CAPABILITIES | {"spin"})
+    monkeypatch.setattr(RingStrategy, "CAPABILITIES", RingStrategy.CAPABILITIES | {"spin"})
     with pytest.raises(NotImplementedError, match=f'platform="{name}": it does not handle (.*, )?spin;'):
         ask(monkeypatch, 3, platform=name)
 

@@ -106,7 +106,7 @@ def frozen_for_a_while(run: Run) -> None:
 
 def planned(run: Run) -> int:
     """How many parameters are to be summed early."""
-    return sum(len(bucket.parameters) for sums in early_sums.early_sums(run.model.parameters()) for bucket in sums._plan)
+    return sum(len(bucket.parameters) for sums in early_sums.early_sums(run.model.parameters()) for bucket in sums._chosen)
 
 
 def not_used_on_a_rank(run: Run) -> None:

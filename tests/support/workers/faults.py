@@ -70,9 +70,9 @@ def device_waits(rank: int) -> None:
     start(device_timeout=LIMIT / 2)
     dist.barrier()  # their waits begin together
     if rank == 1:
-        preparing = peers.prepare()
+        preparing = peers.mark_busy()
         time.sleep(2 * LIMIT)
-        peers.prepared(preparing)
+        peers.mark_idle(preparing)
     launch(2 * LIMIT if rank == 0 else 0)
     works()
 

@@ -11,7 +11,7 @@ from torch_bridge.job import mesh, runtime
 SIZES = {0: (3, 5), 1: (8, 2)}
 
 
-def rotation(ring: mesh.Ring, turns: int):
+def rotation(ring: mesh.ProcessRing, turns: int):
     """A jitted program that passes every shard on by ``turns`` ranks."""
     pairs = [(source, (source + turns) % ring.size) for source in range(ring.size)]
     spec = jax.sharding.PartitionSpec(mesh.AXIS)
@@ -26,7 +26,7 @@ def rotation(ring: mesh.Ring, turns: int):
     )
 
 
-def run(ring: mesh.Ring, local: torch.Tensor) -> torch.Tensor:
+def run(ring: mesh.ProcessRing, local: torch.Tensor) -> torch.Tensor:
     """The shard that arrives from the previous ring rank."""
     runtime.start(ring, device=local.device)
     with runtime.watch(ring, "forward"):
@@ -51,15 +51,15 @@ def check_refusals(rank: int, device_mesh: DeviceMesh) -> None:
     pair = dist.new_group([0, 2])
     half = DeviceMesh("cpu", [1, 2])
     if rank in (0, 2):
-        assert mesh.resolve(pair) == mesh.Ring((0, 2), rank // 2)
+        assert mesh.resolve(pair) == mesh.ProcessRing((0, 2), rank // 2)
     else:
         assert f"global rank {rank}) is not a member" in refused(pair)
     if rank in (1, 2):
         assert mesh.resolve(half).ranks == (1, 2)
     else:
         assert f"global rank {rank}) is not in the mesh of ranks [1, 2]" in refused(half)
-    assert mesh.resolve("local") == mesh.Ring((rank,), 0)
-    assert mesh.resolve(init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "cp")), "cp") == mesh.Ring((rank,), 0)
+    assert mesh.resolve("local") == mesh.ProcessRing((rank,), 0)
+    assert mesh.resolve(init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "cp")), "cp") == mesh.ProcessRing((rank,), 0)
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ from torch_bridge.backends import shared_memory, torch_tpu
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.operation import Form, Request, forms_of
 from torch_bridge.call.programs import renamed
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import tensors_per_sequence
 
-ALONE = Ring((0,), 0)
+ALONE = ProcessRing((0,), 0)
 LOCAL = ("local", None)
 
 
@@ -95,7 +95,7 @@ def test_what_is_empty(batch, queries, keys, empty):
 
 
 def test_how_many_tensors_make_a_sequence():
-    assert tensors_per_sequence(Ring((0, 1, 2), 1)) == 3
+    assert tensors_per_sequence(ProcessRing((0, 1, 2), 1)) == 3
     assert tensors_per_sequence(SimpleNamespace(size=4, held=range(4))) == 1
 
 

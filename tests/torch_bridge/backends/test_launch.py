@@ -12,7 +12,7 @@ import torch
 import ring_attn
 from torch_bridge.backends import compiled, dlpack, launch
 from torch_bridge.backends.launch import Compiled, Form
-from torch_bridge.job.mesh import AXIS, Ring
+from torch_bridge.job.mesh import AXIS, ProcessRing
 
 CPU = torch.device("cpu")
 
@@ -355,7 +355,7 @@ def test_a_program_takes_the_memory_of_its_results(size, monkeypatch):
         return [x + y, x - y, (x * y).sum(1)]
 
     forms = Form((4, 2), torch.float32), Form((4, 2), torch.float32), Form((4,), torch.float32)
-    program = compiled._on_ring(Ring(tuple(range(size)), 0), "cpu", True, function, 3, forms)
+    program = compiled._on_ring(ProcessRing(tuple(range(size)), 0), "cpu", True, function, 3, forms)
     x, y, *homes = (jax.device_put(jnp.full((4 * size, *form.shape[1:]), 3.0), rows) for form in (*forms[:2], *forms))
     assert program.lower(x, None, y, *homes).as_text().count("tf.aliasing_output") == 3
     memory = {pointer for home in homes for pointer in pointers(home)}

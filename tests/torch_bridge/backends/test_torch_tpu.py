@@ -25,11 +25,11 @@ from jax_core.options import Options
 from torch_bridge.attention.operation import OPERANDS, Attention
 from torch_bridge.backends import torch_tpu as tpu
 from torch_bridge.backends.operation import Form, Request
-from torch_bridge.job.mesh import AXIS, Ring
+from torch_bridge.job.mesh import AXIS, ProcessRing
 
 WORLD, RANK = 8, 3
 GRIDS = [pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 4, 1), (2, 2, 2)]
-ALONE = Ring((RANK,), 0)
+ALONE = ProcessRing((RANK,), 0)
 QKV = ("query", "key", "value")
 OF_DYNAMO = "ignore:.*should not be instantiated:DeprecationWarning"  # its own, of every autograd.Function
 needs_torch_tpu = pytest.mark.skipif(find_spec("torch_tpu") is None, reason="needs torch-tpu: make test-torch-tpu")
@@ -133,7 +133,7 @@ def test_jax_that_was_told_nothing_keeps_to_the_cpu(platforms):
     ("ranks", "grid"), [(range(8), (1, 8, 1)), (range(4, 8), (2, 4, 1)), ((1, 5), (1, 2, 4)), ((4, 6), (2, 2, 2)), ((3,), None)]
 )
 def test_rings_that_tile_the_world(world, ranks, grid):
-    assert tpu.tile_world(Ring(tuple(ranks), 0)) == grid
+    assert tpu.tile_world(ProcessRing(tuple(ranks), 0)) == grid
 
 
 @pytest.mark.parametrize("ranks", [(1, 0), (0, 1, 3), range(3), range(1, 5), (2, 4), range(7, -1, -1)])
@@ -141,7 +141,7 @@ def test_rings_that_do_not(world, ranks):
     with pytest.raises(
         NotImplementedError, match=r"8 processes, which equal rings .* must tile; got a ring of .*; take a dimension"
     ):
-        tpu.tile_world(Ring(tuple(ranks), 0))
+        tpu.tile_world(ProcessRing(tuple(ranks), 0))
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -244,7 +244,7 @@ def made_for(grid, *tensors, further=None, **options):
     _, size, after = grid
     rank = RANK // after % size
     first = RANK - rank * after
-    ring = Ring(tuple(first + after * place for place in range(size)), rank)
+    ring = ProcessRing(tuple(first + after * place for place in range(size)), rank)
     made = request_of(*tensors[:3], ring=ring, further=further, **options)
     assert tpu.tile_world(ring) == grid
     return tpu.operators(made)

@@ -6,9 +6,9 @@ import torch.utils.checkpoint
 
 import ring_attn
 from torch_bridge.job import error_propagation, peers
-from torch_bridge.job.mesh import Ring
+from torch_bridge.job.mesh import ProcessRing
 
-RING = Ring((0, 1), 0)
+RING = ProcessRing((0, 1), 0)
 
 
 @pytest.fixture

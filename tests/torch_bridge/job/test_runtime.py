@@ -18,7 +18,7 @@ import torch.distributed as dist
 from launch import WORKERS, environment, processes
 
 from torch_bridge.job import coordinator, jax_memory, mesh, peers, runtime, watchdog
-from torch_bridge.job.mesh import Ring, jax_mesh, resolve, to_global, to_local
+from torch_bridge.job.mesh import ProcessRing, jax_mesh, resolve, to_global, to_local
 from torch_bridge.job.network import open_relay
 from torch_bridge.runtime import EXIT_PEER_FAILURE
 
@@ -179,7 +179,7 @@ def test_only_meshes_groups_and_local_are_places(where):
 @pytest.mark.parametrize("where", [None, "local"])
 def test_without_torch_distributed_there_is_a_ring_of_one(where):
     ring = resolve(where)
-    assert (ring, ring.size, ring.group) == (Ring((0,), 0), 1, None)
+    assert (ring, ring.size, ring.group) == (ProcessRing((0,), 0), 1, None)
     local = jnp.ones((2, 3))
     assert to_global(ring, local) is local
     assert to_local(local).unsafe_buffer_pointer() == local.unsafe_buffer_pointer()
@@ -216,11 +216,11 @@ def test_global_arrays_after_the_first_are_like_it(wrap, monkeypatch):
 
 def test_a_ring_whose_processes_jax_does_not_see_is_refused():
     with pytest.raises(RuntimeError, match=r"has none of ranks \[1\]; call torch_bridge.runtime.start"):
-        jax_mesh(Ring((0, 1), 0))
+        jax_mesh(ProcessRing((0, 1), 0))
 
 
 def test_one_process_needs_no_torch_distributed():
-    ring = Ring((0,), 0)
+    ring = ProcessRing((0,), 0)
     runtime.start(ring)
     runtime.start()
     with runtime.watch(ring, "forward") as call:
@@ -290,7 +290,7 @@ def test_jax_takes_no_memory_ahead_and_has_cudas_own_pool(monkeypatch):
 
 @pytest.mark.usefixtures("fresh")
 def test_errors_of_the_program_pass_through_a_watch():
-    with pytest.raises(ValueError, match="shapes"), runtime.watch(Ring((0, 1), 0), "forward"):
+    with pytest.raises(ValueError, match="shapes"), runtime.watch(ProcessRing((0, 1), 0), "forward"):
         raise ValueError("shapes do not fit")
 
 
@@ -314,7 +314,7 @@ def fresh(monkeypatch):
 @pytest.mark.usefixtures("fresh")
 def test_a_launched_call_is_watched_until_its_stream_is_past_it():
     event = Event()
-    with runtime.watch(Ring((0, 1), 0), "backward") as call:
+    with runtime.watch(ProcessRing((0, 1), 0), "backward") as call:
         call.event = event
     assert peers._unfinished() == [call]
     event.complete = True
@@ -330,7 +330,7 @@ class BrokenEvent:
 
 
 def test_a_broken_device_stops_neither_the_listener_nor_the_watchdog(fresh, monkeypatch):
-    with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
+    with runtime.watch(ProcessRing((0, 1), 0), "forward", "q") as call:
         call.event = BrokenEvent()
     here, coordinators = socket.socketpair()
     monkeypatch.setattr(fresh, "connection", here)
@@ -363,11 +363,11 @@ def test_a_listener_that_fails_leaves_nobody_waiting_for_news(fresh, monkeypatch
         listener.join(10)
     assert fresh.cut_off
     with pytest.raises(runtime.PeerFailure, match="the connection to the coordinator process beside global rank 0 has ended"):
-        watchdog.compare(Ring((0, 1), 0), "q")
+        watchdog.compare(ProcessRing((0, 1), 0), "q")
 
 
 def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(fresh):
-    call = runtime.watch(Ring((0, 1), 0), "backward")
+    call = runtime.watch(ProcessRing((0, 1), 0), "backward")
     fresh.gone[7] = False
     assert not call.overdue()
     fresh.gone[1] = False
@@ -377,7 +377,7 @@ def test_a_call_is_overdue_only_when_a_member_of_its_ring_has_died(fresh):
 
 
 def test_after_a_good_end_of_a_peer_gloo_decides_and_nccl_has_more_time(fresh):
-    call = runtime.watch(Ring((0, 1), 0), "backward")
+    call = runtime.watch(ProcessRing((0, 1), 0), "backward")
     fresh.gone[1] = True
     assert call._grace() == pytest.approx(0.24)
     peers.collectives_report_ends()
@@ -388,8 +388,8 @@ def test_after_a_good_end_of_a_peer_gloo_decides_and_nccl_has_more_time(fresh):
 def test_a_new_step_of_a_ring_that_lost_a_member_fails_at_once(fresh):
     fresh.gone[3] = True
     with pytest.raises(runtime.PeerFailure, match=r"ranks \[2, 3\] .* forward step 1, on global rank 2: global rank 3 \(ended\)"):
-        runtime.watch(Ring((2, 3), 0), "forward").__enter__()
-    with runtime.watch(Ring((0, 1), 0), "forward"):
+        runtime.watch(ProcessRing((2, 3), 0), "forward").__enter__()
+    with runtime.watch(ProcessRing((0, 1), 0), "forward"):
         pass
 
 
@@ -433,7 +433,7 @@ def test_the_relay_passes_on_what_is_said_and_hides_the_end_of_the_service():
 
 
 def test_who_has_lost_the_coordinator_names_the_ranks_of_its_host(fresh):
-    call = runtime.watch(Ring((1, 3), 0), "forward")
+    call = runtime.watch(ProcessRing((1, 3), 0), "forward")
     fresh.cut_off, fresh.hosts = True, ["a", "b", "a", "b"]
     with pytest.raises(runtime.PeerFailure, match=r"has ended: it has died, or its whole host a \(global ranks 0, 2\) has died or"):
         call.__enter__()
@@ -448,9 +448,9 @@ def test_an_error_inside_a_call_is_told_once_and_is_no_call_of_the_ring_any_more
     sent: list[dict] = []
     monkeypatch.setattr(peers, "send", sent.append)
     error = MemoryError("no room")
-    with pytest.raises(MemoryError), runtime.watch(Ring((0, 1), 0), "forward", "q"):
+    with pytest.raises(MemoryError), runtime.watch(ProcessRing((0, 1), 0), "forward", "q"):
         raise error
-    watchdog.tell_failure(Ring((0, 1), 0), error)  # as around the whole call
+    watchdog.tell_failure(ProcessRing((0, 1), 0), error)  # as around the whole call
     assert sent == [{"failed": {"ring": (0, 1), "number": 1, "error": "MemoryError: no room"}}]
     assert not fresh.calls[0, 1].recent
 
@@ -472,28 +472,28 @@ def compared(fresh, monkeypatch):
 def test_a_call_that_failed_elsewhere_fails_here_and_the_next_one_is_compared_once(fresh, compared):
     fresh.failed[(0, 1), 1] = "global rank 1 (ValueError: no)"
     with pytest.raises(ValueError, match=r"failed on global rank 1 \(ValueError: no\); here: forward step 1: q; every rank"):
-        runtime.watch(Ring((0, 1), 0), "forward", "q").__enter__()
+        runtime.watch(ProcessRing((0, 1), 0), "forward", "q").__enter__()
     for number in (3, 4):
-        with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
+        with runtime.watch(ProcessRing((0, 1), 0), "forward", "q") as call:
             assert call.number == number
     assert compared == ["forward of q, after call 1, which failed"]
     assert not fresh.failed
 
 
 def test_a_rank_whose_own_call_failed_compares_the_next_one(fresh, compared):
-    watchdog.tell_failure(Ring((0, 1), 0), ValueError("no"))
+    watchdog.tell_failure(ProcessRing((0, 1), 0), ValueError("no"))
     fresh.failed[(0, 1), 7] = fresh.failed[(2, 3), 1] = "another one"  # a later call, and another ring's
-    watchdog.compare(Ring((0, 1), 0), "q")
+    watchdog.compare(ProcessRing((0, 1), 0), "q")
     assert compared == ["q, after call 1, which failed", "q"]
     assert set(fresh.failed) == {((0, 1), 7), ((2, 3), 1)}
 
 
 def test_a_rank_whose_device_is_in_a_call_that_failed_elsewhere_does_not_go_on(fresh, compared):
     event = Event()
-    with runtime.watch(Ring((0, 1), 0), "forward", "q") as call:
+    with runtime.watch(ProcessRing((0, 1), 0), "forward", "q") as call:
         call.event = event
     fresh.failed[(0, 1), call.number] = "global rank 1 (ValueError: no)"
-    next_call = threading.Thread(target=watchdog.compare, args=(Ring((0, 1), 0), "the next"), daemon=True)
+    next_call = threading.Thread(target=watchdog.compare, args=(ProcessRing((0, 1), 0), "the next"), daemon=True)
     next_call.start()
     assert not call.overdue()
     next_call.join(0.1)
@@ -505,7 +505,7 @@ def test_a_rank_whose_device_is_in_a_call_that_failed_elsewhere_does_not_go_on(f
 
 def test_a_device_that_has_more_calls_to_make_after_one_that_failed_elsewhere_ends(fresh):
     for _ in range(2):
-        with runtime.watch(Ring((0, 1), 0), "forward") as call:
+        with runtime.watch(ProcessRing((0, 1), 0), "forward") as call:
             call.event = Event()
     fresh.failed[(0, 1), 1] = "global rank 1 (ValueError: no)"
     assert not call.overdue()
@@ -514,7 +514,7 @@ def test_a_device_that_has_more_calls_to_make_after_one_that_failed_elsewhere_en
 
 
 def test_a_device_that_waits_for_a_call_that_failed_elsewhere_ends(fresh):
-    with runtime.watch(Ring((0, 1), 0), "forward") as call:
+    with runtime.watch(ProcessRing((0, 1), 0), "forward") as call:
         call.event = Event()
     fresh.failed[(0, 1), call.number] = "global rank 1 (ValueError: no)"
     assert not call.overdue()  # a program without transfers ends by itself
@@ -525,7 +525,7 @@ def test_a_device_that_waits_for_a_call_that_failed_elsewhere_ends(fresh):
 
 def test_a_report_says_what_this_process_does(fresh):
     fresh.left = time.monotonic() - 5
-    ring = Ring((0, 1), 0)
+    ring = ProcessRing((0, 1), 0)
     idle = peers._report()
     assert 5 <= idle.idle < 6 and not idle.rings
     assert re.search(r"in no ring call for 5 s, now at .*peers.py:\d+ in _place", idle.place)
@@ -533,9 +533,9 @@ def test_a_report_says_what_this_process_does(fresh):
         busy = peers._report()
     assert (busy.idle, busy.rings[0, 1].number, busy.rings[0, 1].last) == (0, 1, "forward step 1: q")
     assert (busy.rings[0, 1].waits or 0) > 0
-    key = peers.prepare()
+    key = peers.mark_busy()
     assert peers._report().idle == 0
-    peers.prepared(key)
+    peers.mark_idle(key)
     assert 0 < peers._report().idle < 1
     assert peers._report().rings[0, 1].waits is None
 

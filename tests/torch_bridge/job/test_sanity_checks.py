@@ -68,7 +68,7 @@ def test_a_fingerprint_tells_values_and_ignores_what_is_the_same_everywhere():
 
 
 def test_different_batches_are_certain_where_none_is_in_common(monkeypatch):
-    ring = mesh.Ring((0, 1), 0)
+    ring = mesh.ProcessRing((0, 1), 0)
     own = sanity_checks.Holding(layout="zigzag", sharded=["striped"], values="", batches=[[1, 2]])
 
     def check(*batches, layout=""):

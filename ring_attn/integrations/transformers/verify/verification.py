@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.batch.sharding import MARK
 from ring_attn.integrations.transformers.sequence import IGNORED
+from ring_attn.integrations.transformers.verify.documents import documents_of_batch
 from ring_attn.integrations.transformers.verify.reached import reach_features
-from ring_attn.integrations.transformers.verify.told import told_documents
 from ring_attn.ring import Ring
 from ring_attn.training.loss import total_loss
 from ring_attn.verification.modules import first_that_differs, watched
 from ring_attn.verification.ranks import everywhere, known_cause, largest_of_all
 from ring_attn.verification.verdict import ROUNDING, TOLERANCE, Verdict, largest, relative
-from torch_bridge.job.mesh import Ring as ProcessRing
+from torch_bridge.job.mesh import ProcessRing
 
 LARGEST = 2**31  # bytes of float32 parameters of which a process holds a copy
 _EARLY = 0.1  # times the tolerance: a forward that is off by more is not called right
@@ -49,7 +49,7 @@ def verify(context: Any, batch: Mapping[str, Any], loss: LossOf | None, make: Ca
     twin, tried = _twin(context, batch)
     run = partial(twin, use_cache=False) if context.plan.takes("use_cache") else twin
     whole = _in_one_process(twin, run, batch)
-    documents = told_documents(batch)
+    documents = documents_of_batch(batch)
     documents = None if documents is None or documents.shape != labels.shape else documents
     joined = documents is not None and _joins(run, batch, documents, whole.logits)
     alone = _each_alone(run, batch, documents, whole.logits) if joined and documents is not None else None
@@ -202,8 +202,8 @@ def _moved_by_the_first(logits: Callable[[Mapping[str, Any]], Tensor], batch: Ma
         return None
     changed = tokens.clone()
     for row, real in enumerate(_real(batch, tokens)):
-        own = tokens[row][real]
-        others = own[own != own[:1]]
+        real_tokens = tokens[row][real]
+        others = real_tokens[real_tokens != real_tokens[:1]]
         if len(others):
             changed[row, real.nonzero()[0]] = others[0]
     before, after = logits(batch), logits({**batch, "input_ids": changed})
@@ -233,8 +233,8 @@ def _verdict(
     if not by_itself:  # the loss and its gradients are of documents that see each other
         errors["loss"] = relative(ring.loss, whole.loss)
         for name, expected in whole.gradients.items():
-            found = ring.gradients.get(name, torch.zeros_like(expected))
-            errors[f"the gradient of {name}"] = largest(found - expected) / max(largest(expected), 1e-3 * most)
+            gradient = ring.gradients.get(name, torch.zeros_like(expected))
+            errors[f"the gradient of {name}"] = largest(gradient - expected) / max(largest(expected), 1e-3 * most)
     device = whole.logits.device
     errors = dict(zip(errors, largest_of_all(list(errors.values()), processes, device), strict=True))
     leaks = not everywhere(not leaks, processes, device)
@@ -280,8 +280,8 @@ def _about_gradients(
 ) -> str:
     worst = max(names, key=errors.__getitem__)
     pairs = [(ring.gradients.get(name, torch.zeros_like(x)), x) for name, x in whole.gradients.items()]
-    found, expected = (torch.cat([x.flatten() for x in side]) for side in zip(*pairs, strict=True))
-    known = known_cause(found, expected, processes, TOLERANCE)
+    actual, expected = (torch.cat([x.flatten() for x in side]) for side in zip(*pairs, strict=True))
+    known = known_cause(actual, expected, processes, TOLERANCE)
     if known:
         return known
     few = ", ".join(sorted(name.removeprefix("the gradient of ") for name in names)[:3])

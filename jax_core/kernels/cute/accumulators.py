@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.kernels.cute import pairs
+from jax_core.kernels.cute import rectangles
 from jax_core.kernels.cute.calls import Shaped, call
 from jax_core.kernels.cute.settings import ConvertSettings
 from jax_core.kernels.cute.tiles import BackwardTile
@@ -17,7 +17,7 @@ from jax_core.varying import vary, varying_axes
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tile", "of", "packed"])
 @dataclass(frozen=True)
-class Sums:
+class Accumulator:
     """``values``: ``[batch, heads, rows * padded dim]``, or, if ``packed``, ``[heads, all rows * padded dim]``, in which each
     sequence begins with a tile. ``of``: whose gradient, "query" or "key" (or value)."""
 
@@ -43,10 +43,12 @@ class Joined:
     """A gradient in two parts: ``own``, like its operand and with its factor, of a rank's own documents; and sums of all others."""
 
     own: Array
-    others: Sums
+    others: Accumulator
 
 
-def zeros(x: Array, of: str, tile: BackwardTile, sequences: int, after: Sums | None = None, zero: float = 0.0) -> Sums:
+def zeros(
+    x: Array, of: str, tile: BackwardTile, sequences: int, after: Accumulator | None = None, zero: float = 0.0
+) -> Accumulator:
     """For the gradient of ``x [batch, length, heads, dim]``; filled when ``after`` has its values, or XLA would fill those of all
     steps of a ring at once. ``sequences``: how many lie in it, if it is packed."""
     batch, length, heads, dim = x.shape
@@ -57,19 +59,21 @@ def zeros(x: Array, of: str, tile: BackwardTile, sequences: int, after: Sums | N
     if after is not None:
         fill, _ = lax.optimization_barrier((fill, after.values))
     values = jnp.full(shape if packed else (batch, *shape), fill)
-    return Sums(vary(values, varying_axes(x)), tile, of, packed)
+    return Accumulator(vary(values, varying_axes(x)), tile, of, packed)
 
 
-def converted(sums: Sums, operand: Array, factor: float, where: tuple[Array | None, Array | None] | None = None) -> Array:
+def converted(
+    accumulator: Accumulator, operand: Array, factor: float, where: tuple[Array | None, Array | None] | None = None
+) -> Array:
     """The gradient of ``operand``: ``factor`` times the sums, in its dtype. ``where``: offsets and lengths of the sequences of
     packed sums, if they are not the batch entries; other rows may hold anything."""
     batch, length, _, dim = operand.shape
-    settings = ConvertSettings(sums.of, str(operand.dtype), dim, factor, sums.tile)
-    offsets, lengths = where or (pairs.offsets(batch, length) if sums.packed else None, None)
+    settings = ConvertSettings(accumulator.of, str(operand.dtype), dim, factor, accumulator.tile)
+    offsets, lengths = where or (rectangles.offsets(batch, length) if accumulator.packed else None, None)
     places = tuple(None if x is None else Shaped(x, (1,)) for x in (offsets, lengths))
-    result = rows_of(jax.ShapeDtypeStruct(operand.shape, operand.dtype), 1, sums.packed)
-    (made,) = call("convert", settings, [sums.shaped(sums.packed, 1), places], [], [result])
-    return made.reshape(operand.shape)
+    result = rows_of(jax.ShapeDtypeStruct(operand.shape, operand.dtype), 1, accumulator.packed)
+    (gradient,) = call("convert", settings, [accumulator.shaped(accumulator.packed, 1), places], [], [result])
+    return gradient.reshape(operand.shape)
 
 
 def _tile_rows(tile: BackwardTile, of: str) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def told_documents(batch: Mapping[str, Any]) -> Tensor | None:
+def documents_of_batch(batch: Mapping[str, Any]) -> Tensor | None:
     """Ids ``[batch, seq]`` of each token's document; None where nothing tells more than one."""
     tokens = batch.get("input_ids")
     if not isinstance(tokens, Tensor):
@@ -17,20 +17,20 @@ def told_documents(batch: Mapping[str, Any]) -> Tensor | None:
     real = mask != 0 if isinstance(mask, Tensor) and mask.shape == shape else torch.ones(shape, dtype=torch.bool)
     real = real.to(tokens.device)
     numbered = isinstance(mask, Tensor) and mask.shape == shape and mask.dtype != torch.bool and bool((mask > 1).any())
-    found: Any
+    ids: Any
     if numbered:
-        found = mask
+        ids = mask
     elif batch.get("seq_idx") is not None:
-        found = batch["seq_idx"].expand(shape)
+        ids = batch["seq_idx"].expand(shape)
     elif isinstance(ends, Tensor):
-        found = sum((torch.arange(shape[1]) >= end).long() for end in ends.tolist()[1:-1]) + torch.zeros(shape, dtype=torch.long)
+        ids = sum((torch.arange(shape[1]) >= end).long() for end in ends.tolist()[1:-1]) + torch.zeros(shape, dtype=torch.long)
     elif isinstance(positions, Tensor):
-        found = _restarts(positions, real).cumsum(-1).expand(shape)
+        ids = _restarts(positions, real).cumsum(-1).expand(shape)
     else:
         return None
-    found = found.to(tokens.device).long().masked_fill(~real, -1)
-    several = [len(row[row >= 0].unique()) > 1 for row in found]
-    return found if any(several) else None
+    ids = ids.to(tokens.device).long().masked_fill(~real, -1)
+    several = [len(row[row >= 0].unique()) > 1 for row in ids]
+    return ids if any(several) else None
 
 
 def _restarts(positions: Tensor, real: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ class ExperimentalWarning(UserWarning):
 
 
 @cache
-def say_experimental(name: str, tried: str) -> None:
+def warn_experimental(name: str, tried: str) -> None:
     """``tried``: what was checked, and what was not."""
     warnings.warn(
         f'{name} is experimental: {tried}. Compare its results with platform="xla" on a small case first; '

@@ -1,6 +1,6 @@
 """What a Triton kernel is compiled for: everything static about a launch, as one constant.
 
-The kernels read it as ``plan.name``; its fields are numbers, strings, None or frozen dataclasses of them.
+The kernels read it as ``const.name``; its fields are numbers, strings, None or frozen dataclasses of them.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class LaunchConstants:
     fused: bool = False
 
 
-def make_plan(pair: Pair, blocks: tuple[int, int], /, **more: Any) -> LaunchConstants:
+def make_constants(pair: Pair, blocks: tuple[int, int], /, **more: Any) -> LaunchConstants:
     """``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
     (q, k, v), scores, extras = pair.shards, pair.scores, pair.extras
     bias, rows = extras.bias, (lambda x: 0 if x is None else x.shape[0])

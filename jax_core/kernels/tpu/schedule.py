@@ -20,7 +20,7 @@ FIRST, LAST, RUNS, MASKED = 1, 2, 4, 8  # flags: the pair is first in its row, l
 _FLAGS = 16
 
 
-class Visits(NamedTuple):
+class BlockSchedule(NamedTuple):
     """``words [batch|1 * length]``: a list of block pairs for each batch entry, as ``16 * (row * columns + column) + flags``.
     ``longest``: the length of the longest list; ``size``: the number of lists and the space for each."""
 
@@ -48,7 +48,7 @@ def flags_of(pairs: BlockSparsity) -> Array:
     return jnp.where(pairs.visible, RUNS, 0) | jnp.where(pairs.whole, 0, MASKED)
 
 
-def list_visits(pairs: BlockSparsity, by_columns: bool = False) -> Visits:
+def make_schedule(pairs: BlockSparsity, by_columns: bool = False) -> BlockSchedule:
     """The pairs by rows of query blocks, or by columns of key blocks. A row without a visible pair gets one visit that computes
     nothing, so that its result is written."""
     visible, whole = (jnp.swapaxes(x, 1, 2) if by_columns else x for x in pairs)
@@ -60,14 +60,14 @@ def list_visits(pairs: BlockSparsity, by_columns: bool = False) -> Visits:
     at = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)
     if by_columns:
         at = jnp.arange(columns) * rows + jnp.arange(rows)[:, None]
-    words, kept = (at * _FLAGS + flags).reshape(batch, -1), visits.reshape(batch, -1)
-    count = kept.sum(-1)
-    order = jax.vmap(lambda row: jnp.nonzero(row, size=row.shape[0], fill_value=0)[0])(kept)
+    words, visited = (at * _FLAGS + flags).reshape(batch, -1), visits.reshape(batch, -1)
+    count = visited.sum(-1)
+    order = jax.vmap(lambda row: jnp.nonzero(row, size=row.shape[0], fill_value=0)[0])(visited)
     listed = jnp.take_along_axis(words, order, 1)
     # A list shorter than the longest repeats its last pair, with flags that compute nothing.
     last = jnp.take_along_axis(listed, count[:, None] - 1, 1) // _FLAGS * _FLAGS
     listed = jnp.where(jnp.arange(rows * columns) < count[:, None], listed, last)
-    return Visits(listed.reshape(-1).astype(jnp.int32), count.max().astype(jnp.int32), (batch, rows * columns))
+    return BlockSchedule(listed.reshape(-1).astype(jnp.int32), count.max().astype(jnp.int32), (batch, rows * columns))
 
 
 def visit(const: TileConstants, size: tuple[int, int], words: Ref, batch: Array, number: Array) -> tuple[Array, Array, Array]:

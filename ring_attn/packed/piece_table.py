@@ -1,18 +1,18 @@
-"""A placement as kernels are told of it."""
+"""The table of a placement's pieces, as kernels take it."""
 
 import torch
 
-from ring_attn.documents import table
+from ring_attn.documents.table import Documents as Table
 from ring_attn.packed.documents import Documents
 from ring_attn.packed.placement import Placement
 from ring_attn.sharding.marks import ranks_of
-from torch_bridge.job.ring import Ring
+from torch_bridge.job.ring import AnyRing
 
 
-def told(placement: Placement, documents: Documents, total: int, ring: Ring, device: torch.device) -> table.Documents | None:
+def piece_table(placement: Placement, documents: Documents, total: int, ring: AnyRing, device: torch.device) -> Table | None:
     """The table of its pieces, where one says all, over ``total`` places. Only on CPUs: on GPUs kernels go by the ids, until all of
     tests/gpu has run with tables of pieces."""
     pieces = placement.table if device.type == "cpu" and documents.in_one_piece else None
     if pieces is None:
         return None
-    return table.Documents(torch.from_numpy(pieces).to(device), len(documents.tokens) < total, ranks_of(ring))
+    return Table(torch.from_numpy(pieces).to(device), len(documents.tokens) < total, ranks_of(ring))

@@ -25,7 +25,7 @@ from jax_core.masks.static import Mask
 QUERY_BLOCK = 128  # of the lists; the kernels' own query tiles divide it
 
 
-class Lists(NamedTuple):
+class BlockSparse(NamedTuple):
     """``blocks``: counts and lists of the partly, then of the fully visible blocks; ``arrays``: what ``listed`` names."""
 
     blocks: tuple[Shaped, ...]
@@ -33,7 +33,7 @@ class Lists(NamedTuple):
     listed: Listed
 
 
-def make_lists(pair: Pair, key_block: int, of_queries: bool) -> Lists:
+def make_block_sparse(pair: Pair, key_block: int, of_queries: bool) -> BlockSparse:
     """``of_queries``: lists of query blocks, one for each key block, else of key blocks, one for each query block."""
     q, k = block_layout(pair.q_runs, QUERY_BLOCK), block_layout(pair.k_runs, key_block)
     visible, whole = (table[:, None] for table in block_sparsity(q, k, pair))
@@ -56,7 +56,7 @@ def make_lists(pair: Pair, key_block: int, of_queries: bool) -> Lists:
         bits_heads=_rows(arrays, "bits", 1),
     )
     blocks = (*_ordered(visible & ~whole), *_ordered(whole))
-    return Lists(tuple(map(_shaped, blocks)), tuple(map(_shaped, arrays.values())), listed)
+    return BlockSparse(tuple(map(_shaped, blocks)), tuple(map(_shaped, arrays.values())), listed)
 
 
 def _ordered(chosen: Array) -> tuple[Array, Array]:
