@@ -66,7 +66,7 @@ def test_a_mask_functions_arrays_are_further_operands():
 
 
 def test_a_mask_function_without_arrays_has_its_place():
-    options, _ = gather(shared_memory, LOCAL, Operands(**tensors()), None, Options(mask_mod=lambda b, h, q, k: q >= k))
+    options, arrays = gather(shared_memory, LOCAL, Operands(**tensors()), None, Options(mask_mod=lambda b, h, q, k: q >= k))
     built = ((torch.zeros(1),),)
     assert request(predicates=options.predicates).operation.named(arrays, built).predicate_arrays == ((), *built)
     assert request().operation.named(arrays, built).predicate_arrays == built
