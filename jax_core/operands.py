@@ -55,6 +55,27 @@ class Operands(NamedTuple, Generic[A]):
     def keys(self) -> Keys[A]:
         return Keys(self.key, self.value, self.kv_segment_ids, self.kv_position_ids)
 
+    @property
+    def qkv(self) -> tuple[A, A, A]:
+        return self.query, self.key, self.value
+
+    @property
+    def given(self) -> tuple[A | None, ...]:
+        """What callers give, in this order: all but the rank and the arrays of predicates."""
+        arrays: Any = self
+        return tuple(arrays[:GIVEN])
+
+    def replaced(self, **arrays: A | None) -> "Operands[A]":
+        others: Any = arrays
+        return self._replace(**others)
+
+    def with_qkv(self, query: A, key: A, value: A) -> "Operands[A]":
+        others: Any = self[3:]
+        return Operands(query, key, value, *others)
+
+
+GIVEN = Operands._fields.index("rank")
+
 
 def is_placed(documents: Any) -> bool:
     """Whether documents, which may be None, lie by a table of pieces."""

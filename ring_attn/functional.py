@@ -1,6 +1,6 @@
 """``ring_attention`` for torch tensors: this rank's shards in, this rank's shard out."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, Unpack, overload
 
 import torch
@@ -8,10 +8,12 @@ from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import Layout
-from ring_attn.arguments.checks import check_integers, check_numbers, check_settings, check_tensors, plain
-from ring_attn.arguments.documents import Packing, as_documents, with_documents, with_positions
+from jax_core.operands import Operands
+from jax_core.options import Options
+from ring_attn.arguments.checks import check_options, check_tensors, plain, plain_options
+from ring_attn.arguments.documents import Packing, Where, as_documents, with_documents, with_positions
 from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
-from ring_attn.arguments.head_groups import Group, grouped, joined
+from ring_attn.arguments.head_groups import grouped, joined
 from ring_attn.arguments.names import OF_FUNCTION
 from ring_attn.arguments.shards import check_shards
 from ring_attn.sharding.padding import check_padding
@@ -34,9 +36,6 @@ NAMES = {
     "dropout_prob": "dropout_p",
     "jax_core.RingAttentionConfig": "ring_attn.RingAttentionConfig",
 }
-
-
-_IDS = (("q_segment_ids", "kv_segment_ids"), ("q_position_ids", "kv_position_ids"))
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -218,30 +217,26 @@ def ring_attention(
             strategy cannot compute this.
         torch_bridge.runtime.PeerFailure: another process of the ring died, stopped, or called something else.
     """
-    out, lse = attention(
-        NAMES,
-        (mesh, mesh_dim),
-        dict(query=q, key=k, value=v),
-        dict(
-            bias=bias,
-            mask=mask,
-            softmax_aux=sinks,
-            alibi_slopes=alibi_slopes,
-            q_segment_ids=q_segment_ids,
-            kv_segment_ids=kv_segment_ids,
-            q_position_ids=q_position_ids,
-            kv_position_ids=kv_position_ids,
-        ),
-        dropout_seed=dropout_seed,
-        qkv_format=qkv_format,
-        packing=_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    operands = Operands(
+        q,
+        k,
+        v,
+        softmax_aux=sinks,
+        bias=bias,
+        mask=mask,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_position_ids=q_position_ids,
+        kv_position_ids=kv_position_ids,
+        alibi_slopes=alibi_slopes,
+    )
+    options = Options(
         causal=causal,
         bottom_right=bottom_right,
         sliding_window=sliding_window,
         chunk_size=chunk_size,
         logits_soft_cap=softcap,
         softmax_scale=scale,
-        dropout_prob=dropout_p,
         layout=layout,
         mask_mod=mask_mod,
         mask_builder=mask_builder,
@@ -249,81 +244,93 @@ def ring_attention(
         strategy=strategy,
         cfg=cfg,
         fused_backward=fused_backward,
-        padding=padding,
-        head_groups=head_groups,
         deterministic=deterministic,
+        dropout_prob=dropout_p,
+        padding=padding,
         lse_gradient=return_lse,
+    )
+    out, lse = attention(
+        NAMES,
+        (mesh, mesh_dim),
+        operands,
+        options,
+        dropout_seed=dropout_seed,
+        qkv_format=qkv_format,
+        packing=_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        head_groups=head_groups,
     )
     return (out, lse) if return_lse else out
 
 
 def attention(
-    names: dict[str, str],
-    where: tuple[MeshLike, MeshDim],
-    qkv: dict[str, Tensor],
-    others: dict[str, Tensor | None],
+    names: Mapping[str, str],
+    where: Where,
+    operands: Operands[Tensor],
+    options: Options,
     *,
     dropout_seed: int | Tensor | None,
     qkv_format: str = "bshd",
     packing: Packing | None = None,
-    padding: bool = True,
     head_groups: int = 1,
-    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``, with the core's argument names. ``names``: the caller's names for them, where they differ, used in errors."""
-    options["padding"] = padding
+    """``(out, lse)``. ``names``: the caller's names of operands and options, where they differ from the core's; used in errors."""
     if head_groups != 1:
-        groups = grouped(head_groups, names, qkv, others, qkv_format, options)
-
-        def of_group(group: Group) -> tuple[Tensor, Tensor]:
-            own = {**options, "mask_mod": group.mask_mod}
-            return attention(
-                names, where, group.qkv, group.others, dropout_seed=None, qkv_format=qkv_format, packing=packing, **own
-            )
-
-        return joined(map(of_group, groups), qkv_format)
-    key, told = None, packing is not None and packing.given
-    if not told:
-        check_padding(qkv, others, qkv_format, options)
+        of_group = [
+            attention(names, where, part, option, dropout_seed=None, qkv_format=qkv_format, packing=packing)
+            for part, option in grouped(head_groups, names, operands, qkv_format, options)
+        ]
+        return joined(of_group, qkv_format)
+    key, packed = None, packing is not None and packing.given
+    if not packed:
+        check_padding(operands, qkv_format, options)
     if not torch.compiler.is_compiling():
-        check_shards(where, names, qkv, others, qkv_format, packing, options)
-    if not told:
-        others, options = as_documents(where, others, options)
+        check_shards(where, names, operands, qkv_format, packing, options)
+    if not packed:
+        operands, options = as_documents(where, operands, options)
     if not torch.compiler.is_compiling():
-        key = _key(where, qkv, others, dropout_seed, qkv_format, packing, options)
+        key = _key(where, operands, dropout_seed, qkv_format, packing, options)
         repeat = call_cache.lookup(key)
         if repeat is not None:
-            qkv = _autocast({name: batch_first(x, qkv_format) for name, x in qkv.items()}, qkv["query"].device.type)
-            out, lse = repeat({**qkv, **others})
+            out, lse = repeat(_autocast(batch_first(operands, qkv_format)).given)
             return as_given(out, lse, qkv_format)
+    return _first(key, names, where, operands, options, dropout_seed, qkv_format, packing if packed else None)
+
+
+def _first(
+    key: Hashable,
+    names: Mapping[str, str],
+    where: Where,
+    operands: Operands[Tensor],
+    options: Options,
+    dropout_seed: int | Tensor | None,
+    qkv_format: str,
+    packing: Packing | None,
+) -> tuple[Tensor, Tensor]:
+    """The call with all its checks, remembered by its ``key``, if it has one."""
     check_format(qkv_format)
-    check_tensors({**qkv, **others}, qkv["query"], names, dims_of(qkv_format))
-    options = {name: plain(value) for name, value in options.items()}
-    options["deterministic"] = options["deterministic"] or torch.are_deterministic_algorithms_enabled()
-    check_integers({name: options[name] for name in ("sliding_window", "chunk_size")})
-    check_numbers({name: options[name] for name in ("softmax_scale", "logits_soft_cap", "dropout_prob")}, names)
-    check_settings(options["cfg"], options["mask_builder"])
-    qkv = {name: batch_first(x, qkv_format) for name, x in qkv.items()}
+    check_tensors(operands, names, dims_of(qkv_format))
+    options = plain_options(options, deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled())
+    check_options(options, names)
+    operands = batch_first(operands, qkv_format)
     if qkv_format != "thd":
-        suspect_swapped_dims(qkv["query"], qkv["key"], qkv_format)
+        suspect_swapped_dims(operands.query, operands.key, qkv_format)
     whole = None
-    if any(map(is_dtensor, qkv.values())):
+    if any(map(is_dtensor, operands.qkv)):
         from ring_attn.arguments.dtensor import local_parts
 
-        where, qkv, others, whole = local_parts(where, names, qkv, others, options)
-    if packing is not None and told:
-        others, options = with_documents(where, packing, qkv_format, qkv, others, options)
-    elif options.get("bottom_right"):
-        others, options = with_positions(where, qkv, others, options)
+        where, operands, whole = local_parts(where, names, operands, options)
+    if packing is not None:
+        operands, options = with_documents(where, packing, qkv_format, operands, options)
+    elif options.bottom_right:
+        operands, options = with_positions(where, operands, options)
     # Imported here so that importing ring_attn does not load JAX.
     from torch_bridge.attention.functional import differentiable_attention, repetition
 
-    seed = _seed(options["dropout_prob"], dropout_seed)
-    qkv = _autocast(qkv, qkv["query"].device.type)
-    tensors, called = {**qkv, **others}, tuple(names.items())
-    out, lse = differentiable_attention(where, tensors, seed, called, **options)
+    seed = _seed(options.dropout_prob, dropout_seed)
+    operands, renamed = _autocast(operands), tuple(names.items())
+    out, lse = differentiable_attention(where, operands, seed, options, renamed)
     if key is not None:
-        call_cache.store(key, repetition(where, tensors, called, options))
+        call_cache.store(key, repetition(where, operands, options, renamed))
     return as_given(*(whole(out, lse) if whole else (out, lse)), qkv_format)
 
 
@@ -332,41 +339,43 @@ def _packing(*given: Any) -> Packing | None:
 
 
 def _key(
-    where: tuple[MeshLike, MeshDim],
-    qkv: dict[str, Tensor],
-    others: dict[str, Tensor | None],
+    where: Where,
+    operands: Operands[Tensor],
     dropout_seed: int | Tensor | None,
     qkv_format: str,
     packing: Packing | None,
-    options: dict[str, Any],
+    options: Options,
 ) -> Hashable:
     """All that the checks of this call look at, by which it is found again, whoever makes it; None where they look at values, or
     where the operands are made anew in each call."""
-    functions, dropout = options["mask_mod"] is not None or options["mask_builder"] is not None, options["dropout_prob"]
-    if functions or options.get("bottom_right") or dropout_seed is not None or packing is not None:
+    functions, dropout = options.mask_mod is not None or options.mask_builder is not None, options.dropout_prob
+    if functions or options.bottom_right or dropout_seed is not None or packing is not None:
         return None
-    if type(dropout) not in (float, int) or dropout or not _ids_as_they_are(others):
+    if type(dropout) not in (float, int) or dropout or not _ids_as_they_are(operands):
         return None
-    values, window = tuple(options.values()), options["sliding_window"]
+    values, window = tuple(vars(options).values()), options.sliding_window
     kinds = *map(type, values), *(map(type, window) if isinstance(window, tuple) else ())  # 4.0 equals 4, and is checked
-    return call_cache.key(where, (*qkv.values(), *others.values()), qkv_format, values, kinds, *options, *others)
+    return call_cache.key(where, operands.given, qkv_format, values, kinds)
 
 
-def _ids_as_they_are(others: dict[str, Tensor | None]) -> bool:
+def _ids_as_they_are(operands: Operands[Tensor]) -> bool:
     """Whether ids are operands as they came: int32, which has nothing to check, and for both sides or none."""
-    pairs = [[getattr(others.get(name), "dtype", None) for name in names] for names in _IDS]
-    return all(pair in ([None, None], [torch.int32, torch.int32]) for pair in pairs)
+    sides = (operands.q_segment_ids, operands.kv_segment_ids), (operands.q_position_ids, operands.kv_position_ids)
+    return all([getattr(x, "dtype", None) for x in pair] in ([None, None], [torch.int32, torch.int32]) for pair in sides)
 
 
-def _autocast(qkv: dict[str, Tensor], device_type: str) -> dict[str, Tensor]:
-    """Cast as torch casts the inputs of its own attention under ``torch.autocast``: all floats but float64."""
+def _autocast(operands: Operands[Tensor]) -> Operands[Tensor]:
+    """Queries, keys and values cast as torch casts the inputs of its own attention under ``torch.autocast``: all floats but
+    float64."""
+    kind = operands.query.device.type
     # Asked last, because torch.compile of torch 2.11 cannot trace the question.
-    known = device_type in ("cpu", "cuda", "xla") or torch.amp.is_autocast_available(device_type)
-    if not (known and torch.is_autocast_enabled(device_type)):
-        return qkv
-    dtype = torch.get_autocast_dtype(device_type)
+    known = kind in ("cpu", "cuda", "xla") or torch.amp.is_autocast_available(kind)
+    if not (known and torch.is_autocast_enabled(kind)):
+        return operands
+    dtype = torch.get_autocast_dtype(kind)
     cast = {torch.float16, torch.bfloat16, torch.float32}
-    return {name: x.to(dtype) if x.dtype in cast else x for name, x in qkv.items()}
+    q, k, v = (x.to(dtype) if x.dtype in cast else x for x in operands.qkv)
+    return operands.with_qkv(q, k, v)
 
 
 def _seed(dropout_prob: float, seed: int | Tensor | None) -> int | Tensor | None:

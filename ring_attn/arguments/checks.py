@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from jax_core.config import RingAttentionConfig
+from jax_core.operands import Operands
+from jax_core.options import Options
 
 
 def check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float, sinks: int) -> None:
@@ -36,8 +38,9 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, features: tuple[int,
         )
 
 
-def check_tensors(tensors: Mapping[str, object], query: Tensor, names: dict[str, str], dims: int = 4) -> None:
-    for argument, x in tensors.items():
+def check_tensors(operands: Operands[Tensor], names: Mapping[str, str], dims: int = 4) -> None:
+    query = operands.query
+    for argument, x in zip(Operands._fields, operands.given, strict=False):
         if x is None:
             continue
         name, q = names.get(argument, argument), names.get("query", "query")
@@ -62,29 +65,40 @@ def check_dense(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; call .to_dense()")
 
 
-def check_numbers(numbers: Mapping[str, object], names: dict[str, str]) -> None:
-    for argument, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise ValueError(
-                f"{names.get(argument, argument)} must be a number, which is compiled in and has no gradient; got "
-                f"{type(value).__name__}; take .item() of a tensor, or multiply the queries by one that is learned"
-            )
+def check_options(options: Options, names: Mapping[str, str]) -> None:
+    """Checked here as well, before programs are looked up by them: that asks for a hash, and 4.0 equals 4."""
+    _check_integers("sliding_window", options.sliding_window)
+    _check_integers("chunk_size", options.chunk_size)
+    for name in ("softmax_scale", "logits_soft_cap", "dropout_prob"):
+        _check_number(names.get(name, name), getattr(options, name))
+    _check_settings(options.cfg, options.mask_builder)
 
 
-def check_settings(cfg: object, mask_builder: object) -> None:
-    """Checked before programs are looked up by them, which asks for a hash."""
+def _check_number(name: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise ValueError(
+            f"{name} must be a number, which is compiled in and has no gradient; got {type(value).__name__}; take .item() of a "
+            "tensor, or multiply the queries by one that is learned"
+        )
+
+
+def _check_settings(cfg: object, mask_builder: object) -> None:
     if cfg is not None and not isinstance(cfg, RingAttentionConfig):
         raise ValueError(f"cfg must be a ring_attn.RingAttentionConfig or None, got {type(cfg).__name__}")
     if mask_builder is not None and not isinstance(mask_builder, Hashable):
         raise ValueError(f"mask_builder must be hashable, as functions are, got {type(mask_builder).__name__}; each compiles anew")
 
 
-def check_integers(numbers: Mapping[str, object]) -> None:
-    """Checked here as well, because programs are looked up by their options, and 4.0 equals 4."""
-    for name, value in numbers.items():
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-                raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
+def _check_integers(name: str, value: object) -> None:
+    for number in value if isinstance(value, tuple) else (value,):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise ValueError(f"{name} must hold ints, or None for no bound; got {value!r}")
+
+
+def plain_options(options: Options, **changes: object) -> Options:
+    """The options in plain Python (:func:`plain`), with these changes."""
+    values = {name: plain(getattr(options, name)) for name in Options.__dataclass_fields__}
+    return Options(**(values | changes))  # type: ignore[arg-type]
 
 
 def plain(value: object) -> object:

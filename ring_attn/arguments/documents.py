@@ -1,12 +1,13 @@
 """Documents given by ``cu_seqlens``, and queries counted from the last key, as segment and position ids of this rank's shards."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, runs
+from jax_core.operands import Operands
+from jax_core.options import Options
 from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding, require
 from ring_attn.documents.table import Documents, of_cumulative
@@ -16,8 +17,7 @@ from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
 
 Where = tuple[MeshLike, MeshDim]
-Tensors = dict[str, Tensor]
-Others = dict[str, Tensor | None]
+Given = tuple[Operands[Tensor], Options]
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 
 
@@ -37,20 +37,18 @@ class Packing:
         return any(value is not None for value in values)
 
 
-def with_documents(
-    where: Where, packing: Packing, qkv_format: str, qkv: Tensors, others: Others, options: dict[str, Any]
-) -> tuple[Others, dict[str, Any]]:
-    """The arrays and options of a call with the documents as a table of them, or as ids. Where queries and keys have the same
+def with_documents(where: Where, packing: Packing, qkv_format: str, operands: Operands[Tensor], options: Options) -> Given:
+    """The operands and options of a call with the documents as a table of them, or as ids. Where queries and keys have the same
     documents their positions stay those of the layout, which need no arrays, unless something goes by the distance from a
     document's start."""
     cu_q, cu_k = packing.cu_seqlens_q, packing.cu_seqlens_k
-    twice = [name for name in _IDS if others[name] is not None]
+    twice = [name for name in _IDS if getattr(operands, name) is not None]
     if qkv_format != "thd" or cu_q is None or twice:
         raise ValueError(
             'cu_seqlens_q (and cu_seqlens_k, max_seqlen_q, max_seqlen_k) say where the documents of qkv_format="thd" are, instead '
             f"of ids; got qkv_format={qkv_format!r}, cu_seqlens_q={'none' if cu_q is None else 'given'} and ids {twice or 'none'}"
         )
-    query, key, bottom_right = qkv["query"], qkv["key"], options["bottom_right"]
+    query, key, bottom_right = operands.query, operands.key, options.bottom_right
     same = cu_k is None or cu_k is cu_q
     if same and query.shape[1] != key.shape[1]:
         raise ValueError(
@@ -61,66 +59,69 @@ def with_documents(
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length, got {list(cu_q.shape)} and {list(cu_k.shape)}")
     per_sequence = tensors_per_sequence_of(where, query.device)
     longest = packing.max_seqlen_q, packing.max_seqlen_q if same and packing.max_seqlen_k is None else packing.max_seqlen_k
-    padding = options["padding"]
+    padding = options.padding
     check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0], padding)
     if not same or longest[0] != longest[1]:
         check_cumulative("cu_seqlens_k", cu_k, key.shape[1] * per_sequence, query.device, longest[1], padding)
     doubt_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
-    options, relative = {**options, "bottom_right": False}, options["chunk_size"] is not None or options["mask_mod"] is not None
+    options, relative = replace(options, bottom_right=False), options.chunk_size is not None or options.mask_mod is not None
     if same and not relative and (table := of_cumulative(cu_q)) is not None:
-        return {**others, "documents": table}, options
-    q_index = index_of(where, options["layout"], query)
+        return operands.replaced(documents=table), options
+    q_index = index_of(where, options.layout, query)
     q_document = documents_of(q_index, cu_q)
     ids = dict(q_segment_ids=or_padding(q_document, cu_q))
     if same and not relative:
-        return {**others, **ids}, options  # which serve both sides
-    k_index = index_of(where, options["layout"], key)
+        return operands.replaced(**ids), options  # which serve both sides
+    k_index = index_of(where, options.layout, key)
     k_document = documents_of(k_index, cu_k)
     shift = (cu_k - cu_q).roll(-1) if bottom_right else cu_k - cu_q
     starts = cu_k if relative else torch.zeros_like(cu_k)
     ids["kv_segment_ids"] = or_padding(k_document, cu_k)
     ids["q_position_ids"] = q_index + (shift - starts)[q_document]
     ids["kv_position_ids"] = k_index - starts[k_document]
-    return {**others, **ids}, options
+    return operands.replaced(**ids), options
 
 
-def as_documents(where: Where, others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
+def as_documents(where: Where, operands: Operands[Tensor], options: Options) -> Given:
     """With the documents in place of the segment ids, where those are known to be documents' and lie as this call's layout says:
     a table of documents goes by places, ids by rows. Raises ValueError for padding where there is to be none."""
-    ids = others["q_segment_ids"], others["kv_segment_ids"]
-    if not options["padding"]:
+    ids = operands.q_segment_ids, operands.kv_segment_ids
+    if not options.padding:
         for name, numbers in zip(_IDS, ids, strict=False):
             if numbers is not None:
                 require((numbers >= 0).all(), f"{name} must not be negative where padding=False says that all are in documents")
     documents = bounds_of(*ids)
-    if documents is None or ids[0] is None or not _lie_as(documents, ids[0], where, others, options["layout"]):
-        return others, options
-    told = dict.fromkeys(_IDS if documents.placed else _IDS[:2])
-    return {**others, **told, "documents": documents.table}, {**options, "padding": options["padding"] and documents.padding}
+    if documents is None or ids[0] is None or not _lie_as(documents, ids[0], where, operands, options.layout):
+        return operands, options
+    replaced = dict.fromkeys(_IDS if documents.placed else _IDS[:2])
+    if options.padding and not documents.padding:
+        options = replace(options, padding=False)
+    return operands.replaced(**replaced, documents=documents.table), options
 
 
-def _lie_as(documents: Documents, ids: Tensor, where: Where, others: Others, layout: Layout) -> bool:
+def _lie_as(documents: Documents, ids: Tensor, where: Where, operands: Operands[Tensor], layout: Layout) -> bool:
     """Whether ids are the shards of the call's ring, in the call's layout, or with the positions of the placement; of a ring of one
     there is nothing to shard."""
     shard, ranks = shard_of(ids), _ranks(where, ids.device)
     if documents.placed:
-        positions = bounds_of(others["q_position_ids"], others["kv_position_ids"])
+        positions = bounds_of(operands.q_position_ids, operands.kv_position_ids)
         return ranks == documents.ring and positions is not None and positions.table is documents.table
     return ranks == () if shard is None else ranks == shard.ring and (not ranks or shard.layout == str(layout))
 
 
-def with_positions(where: Where, qkv: Tensors, others: Others, options: dict[str, Any]) -> tuple[Others, dict[str, Any]]:
+def with_positions(where: Where, operands: Operands[Tensor], options: Options) -> Given:
     """The same for queries counted from the last key, where a static mask cannot say it."""
-    if options["chunk_size"] is None and options["mask_mod"] is None and others["alibi_slopes"] is None:
-        return others, options
-    if others["q_position_ids"] is not None or others["kv_position_ids"] is not None:
+    if options.chunk_size is None and options.mask_mod is None and operands.alibi_slopes is None:
+        return operands, options
+    if operands.q_position_ids is not None or operands.kv_position_ids is not None:
         raise ValueError("bottom_right says where the queries are, and so do position ids; give one of the two")
-    query, key = qkv["query"], qkv["key"]
+    query, key = operands.query, operands.key
     by = (key.shape[1] - query.shape[1]) * tensors_per_sequence_of(where, query.device)
+    options = replace(options, bottom_right=False)
     if not by:
-        return others, {**options, "bottom_right": False}
-    q_index, k_index = (index_of(where, options["layout"], x) for x in (query, key))
-    return {**others, "q_position_ids": q_index + by, "kv_position_ids": k_index}, {**options, "bottom_right": False}
+        return operands, options
+    q_index, k_index = (index_of(where, options.layout, x) for x in (query, key))
+    return operands.replaced(q_position_ids=q_index + by, kv_position_ids=k_index), options
 
 
 def ids_by_document(layout: str, cu_seqlens: Tensor, length: int, group: MeshLike) -> dict[str, Tensor]:

@@ -2,9 +2,9 @@
 the ring; over one that heads or batch are sharded over nothing is sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from jax_core.operands import Operands
+from jax_core.options import Options
 from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
 
 Whole = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -51,37 +53,37 @@ class Split(NamedTuple):
 
 
 def local_parts(
-    where: Where, names: dict[str, str], qkv: dict[str, Tensor], others: dict[str, Tensor | None], options: dict[str, Any]
-) -> tuple[Where, dict[str, Tensor], dict[str, Tensor | None], Whole]:
-    """The ring, and this process's parts of the tensors of a call with DTensors; and what makes DTensors of its results.
+    where: Where, names: Mapping[str, str], operands: Operands[Tensor], options: Options
+) -> tuple[Where, Operands[Tensor], Whole]:
+    """The ring, and this process's parts of the operands of a call with DTensors; and what makes DTensors of its results.
 
     The placements of the query decide. Keys and values have the same; where they are replicated, and heads or batch of the query
     are not, this process's part is taken. So are the other operands, by the dimensions that they have; a plain tensor is taken for
     replicated, but for its queries or keys, which are this process's. Raises ValueError for placements that do not fit, and for
     shards of different sizes, NotImplementedError for a mask builder over sharded heads.
     """
-    for name, x in qkv.items():
+    words = [names.get(name, name) for name in Operands._fields]
+    for word, x in zip(words, operands.qkv, strict=False):
         if not isinstance(x, DTensor):
-            listed = ", ".join(names.get(name, name) for name in qkv)
-            raise ValueError(f"{listed} must all be DTensors or none; {names.get(name, name)} is none: DTensor.from_local")
-    query = qkv["query"]
+            raise ValueError(f"{', '.join(words[:3])} must all be DTensors or none; {word} is none: DTensor.from_local")
+    query = operands.query
     assert isinstance(query, DTensor)
-    split = Split(query.device_mesh, _roles(query, names.get("query", "query")), query.shape[2], query.shape[0])
-    if options["mask_builder"] is not None and _HEADS in split.roles:
+    split = Split(query.device_mesh, _roles(query, words[0]), query.shape[2], query.shape[0])
+    if options.mask_builder is not None and _HEADS in split.roles:
         raise NotImplementedError("mask_builder is called for all heads, which are sharded here; use mask_mod, mask or bias")
-    local = {name: _part(split, name, names.get(name, name), x) for name, x in qkv.items()}
-    parts = {name: x if x is None else _part(split, name, names.get(name, name), x) for name, x in others.items()}
-    parts["softmax_aux"] = _for_each_head(split, parts["softmax_aux"], others["softmax_aux"])
-    if (options["dropout_prob"] or options["mask_mod"] is not None) and {_BATCH, _HEADS} & {*split.roles}:
+    named = zip(Operands._fields, words, operands.given, strict=False)
+    parts = operands.replaced(**{name: _part(split, name, word, x) for name, word, x in named if x is not None})
+    parts = parts.replaced(softmax_aux=_for_each_head(split, parts.softmax_aux, operands.softmax_aux))
+    if (options.dropout_prob or options.mask_mod is not None) and {_BATCH, _HEADS} & {*split.roles}:
         first = [split.first(_BATCH, query.shape[0]), split.first(_HEADS, query.shape[2])]
-        parts["origin"] = torch.tensor(first, dtype=torch.int32, device=query.device)
+        parts = parts.replaced(origin=torch.tensor(first, dtype=torch.int32, device=query.device))
     batch, length, heads, _ = query.shape
-    out_shape, lse_shape = (batch, length, heads, qkv["value"].shape[-1]), (batch, heads, length)
+    out_shape, lse_shape = (batch, length, heads, operands.value.shape[-1]), (batch, heads, length)
 
     def whole(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return _whole(split, out, out_shape, _ROLES[:3]), _whole(split, lse, lse_shape, (_BATCH, _HEADS, _SEQUENCE))
 
-    return _ring(where, split), local, parts, whole
+    return _ring(where, split), parts, whole
 
 
 def where_sharded(query: DTensor, dim: int) -> Where:

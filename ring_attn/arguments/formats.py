@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from jax_core.operands import Operands
+
 _SWAPPED = {"bhsd": (1, 2), "sbhd": (0, 1)}
 _FORMATS = ("bshd", *_SWAPPED, "thd")
 
@@ -15,11 +17,15 @@ def dims_of(qkv_format: str) -> int:
     return len(qkv_format)
 
 
-def batch_first(x: Tensor, qkv_format: str) -> Tensor:
-    """``[batch, seq, heads, dim]``; packed tokens are a batch of one."""
+def batch_first(operands: Operands[Tensor], qkv_format: str) -> Operands[Tensor]:
+    """With queries, keys and values ``[batch, seq, heads, dim]``; packed tokens are a batch of one."""
+    q, k, v = operands.qkv
     if qkv_format == "thd":
-        return x.unsqueeze(0)
-    return x.transpose(*_SWAPPED[qkv_format]) if qkv_format in _SWAPPED else x
+        return operands.with_qkv(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
+    if qkv_format not in _SWAPPED:
+        return operands
+    swapped = _SWAPPED[qkv_format]
+    return operands.with_qkv(q.transpose(*swapped), k.transpose(*swapped), v.transpose(*swapped))
 
 
 def as_given(out: Tensor, lse: Tensor, qkv_format: str) -> tuple[Tensor, Tensor]:

@@ -1,24 +1,16 @@
 """A call whose heads are computed a group at a time: the memory that a call needs is then that of a group."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from jax_core.operands import GIVEN, Operands
+from jax_core.options import MaskMod, Options
 from ring_attn.arguments.checks import check_tensors
 from ring_attn.arguments.formats import check_format, dims_of
-
-MaskMod = Callable[..., object]
-
-
-class Group(NamedTuple):
-    """The tensors of some heads, by the core's names, and options that count heads from the first of these."""
-
-    qkv: dict[str, Tensor]
-    others: dict[str, Tensor | None]
-    mask_mod: MaskMod | None
 
 
 @dataclass(frozen=True)
@@ -40,37 +32,31 @@ def check_head_groups(groups: object) -> None:
 
 
 def grouped(
-    groups: int,
-    names: dict[str, str],
-    qkv: dict[str, Tensor],
-    others: dict[str, Tensor | None],
-    qkv_format: str,
-    options: dict[str, Any],
-) -> Iterator[Group]:
-    """ValueError where the K/V heads do not divide, NotImplementedError for what counts heads and cannot be told of the first."""
+    groups: int, names: Mapping[str, str], operands: Operands[Tensor], qkv_format: str, options: Options
+) -> Iterator[tuple[Operands[Tensor], Options]]:
+    """The operands of each group of heads, and options that count heads from its first. ValueError where the K/V heads do not
+    divide, NotImplementedError for what counts heads and cannot be told of the first."""
     check_head_groups(groups)
     check_format(qkv_format)
-    check_tensors({**qkv, **others}, qkv["query"], names, dims_of(qkv_format))
+    check_tensors(operands, names, dims_of(qkv_format))
     dim = qkv_format.index("h")
-    heads, kv_heads = qkv["query"].shape[dim], qkv["key"].shape[dim]
+    heads, kv_heads = operands.query.shape[dim], operands.key.shape[dim]
     if kv_heads % groups or heads % kv_heads:
         raise ValueError(f"head_groups must divide the K/V heads, {kv_heads} of {heads} heads here; got {groups}")
     for name in ("dropout_prob", "mask_builder"):
-        if options[name]:
+        if getattr(options, name):
             raise NotImplementedError(
                 f"{names.get(name, name)} with head_groups: what it makes depends on the number of a head; leave one of them out"
             )
-    if any(hasattr(x, "full_tensor") for x in qkv.values()):
+    if any(hasattr(x, "full_tensor") for x in operands.qkv):
         raise NotImplementedError("head_groups of DTensors, whose heads may be split: give local tensors, x.to_local()")
-    parts = {name: x.tensor_split(groups, dim) for name, x in qkv.items()}
-    tensors = {name: _split(name, x, groups, heads) for name, x in others.items()}
-    for number in range(groups):
-        mask_mod: MaskMod | None = options["mask_mod"]
-        if mask_mod is not None and number:
-            mask_mod = _FromHead(mask_mod, number * heads // groups)
-        yield Group(
-            {name: each[number] for name, each in parts.items()}, {name: each[number] for name, each in tensors.items()}, mask_mod
-        )
+    parts: list[tuple[Tensor | None, ...]] = [x.tensor_split(groups, dim) for x in operands.qkv]
+    parts += [_split(name, x, groups, heads) for name, x in zip(Operands._fields[3:GIVEN], operands.given[3:], strict=True)]
+    for number, tensors in enumerate(zip(*parts, strict=True)):
+        of_group = options
+        if options.mask_mod is not None and number:
+            of_group = replace(options, mask_mod=_FromHead(options.mask_mod, number * heads // groups))
+        yield Operands(*tensors), of_group
 
 
 def _split(name: str, x: Tensor | None, groups: int, heads: int) -> tuple[Tensor | None, ...]:
@@ -85,7 +71,7 @@ def _split(name: str, x: Tensor | None, groups: int, heads: int) -> tuple[Tensor
     return x.tensor_split(groups, dim)
 
 
-def joined(results: Iterable[tuple[Tensor, Tensor]], qkv_format: str) -> tuple[Tensor, Tensor]:
+def joined(results: Sequence[tuple[Tensor, Tensor]], qkv_format: str) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of all heads; the LSE is ``[batch, heads, seq]``, of packed tokens ``[heads, tokens]``."""
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, qkv_format.index("h")), torch.cat(lses, -2)

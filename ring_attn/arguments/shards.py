@@ -1,13 +1,15 @@
 """What an attention call got, compared with what this library sharded."""
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ring_attn.arguments.documents import Packing
+from jax_core.operands import Operands
+from jax_core.options import Options
+from ring_attn.arguments.documents import Packing, Where
 from ring_attn.sharding.marks import refuse_other_layout, shard_of
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.mesh import MeshDim, MeshLike
 
 _DIMS = {"bshd": 1, "bhsd": 2, "sbhd": 0, "thd": 0}  # of the sequence
 _MOST_CALLS = 64
@@ -26,26 +28,25 @@ _calls: set[Called] = set()  # since the last loss
 
 
 def check_shards(
-    where: tuple[MeshLike, MeshDim],
-    names: dict[str, str],
-    qkv: dict[str, Tensor],
-    others: dict[str, Tensor | None],
+    where: Where,
+    names: Mapping[str, str],
+    operands: Operands[Tensor],
     qkv_format: str,
     packing: Packing | None,
-    options: dict[str, Any],
+    options: Options,
 ) -> None:
     """ValueError where queries, keys or values are shards of the call's ring along another dimension, or in another layout that
     matters: what was computed from shards, or copied, is not known to be one."""
-    query = qkv["query"]
+    query = operands.query
     if not isinstance(query, Tensor):
         return
     dim = _DIMS.get(qkv_format, 1)
-    layout = options["layout"] if _places_matter(others, packing, options) else None
+    layout = options.layout if _places_matter(operands, packing, options) else None
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
-    told = _by_place(others, packing, options) or others.get("q_segment_ids") is not None or options["mask_mod"] is not None
+    told = _by_place(operands, packing, options) or operands.q_segment_ids is not None or options.mask_mod is not None
     _calls.add(Called(layout if type(layout) is str else None, query.shape[dim] if dim < query.ndim else 0, told))
-    for name, x in qkv.items():
+    for name, x in zip(Operands._fields, operands.qkv, strict=False):
         if shard_of(x) is not None:
             refuse_other_layout(x, names.get(name, name), backend_of(x.device).resolve(*where), dim, layout)
 
@@ -57,18 +58,17 @@ def called_since(length: int) -> set[Called]:
     return found
 
 
-def _by_place(others: dict[str, Tensor | None], packing: Packing | None, options: dict[str, Any]) -> bool:
+def _by_place(operands: Operands[Tensor], packing: Packing | None, options: Options) -> bool:
     """Whether something says of each place of the sequence what it sees."""
-    given = others.get
-    return given("bias") is not None or given("mask") is not None or options["mask_builder"] is not None or packing is not None
+    arrays = operands.bias is not None or operands.mask is not None
+    return arrays or options.mask_builder is not None or packing is not None
 
 
-def _places_matter(others: dict[str, Tensor | None], packing: Packing | None, options: dict[str, Any]) -> bool:
+def _places_matter(operands: Operands[Tensor], packing: Packing | None, options: Options) -> bool:
     """Whether the call goes by the positions that the layout says."""
-    given = others.get
-    if _by_place(others, packing, options):
+    if _by_place(operands, packing, options):
         return True
-    if given("q_position_ids") is not None:
+    if operands.q_position_ids is not None:
         return False
-    static = options["causal"] or options["sliding_window"] is not None or options["chunk_size"] is not None
-    return bool(static or options["mask_mod"] is not None or given("alibi_slopes") is not None)
+    static = options.causal or options.sliding_window is not None or options.chunk_size is not None
+    return bool(static or options.mask_mod is not None or operands.alibi_slopes is not None)

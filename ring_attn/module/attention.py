@@ -13,6 +13,8 @@ from jax_core.config import RingAttentionConfig
 from jax_core.keywords import explains
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import make_mask
+from jax_core.operands import Operands
+from jax_core.options import Options
 from ring_attn.arguments.checks import check_dense, check_inputs, check_sizes
 from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.arguments.names import OF_FORWARD, OF_MODULE
@@ -344,12 +346,8 @@ class RingAttention(nn.MultiheadAttention):
         # Drawn on the CPU, where torch.manual_seed and checkpointing restore the generator; nothing is drawn without dropout.
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout_p > 0 else None
         sinks = self._all_sinks()
-        out, lse = attention(
-            _NAMES,
-            (self.mesh, self.mesh_dim),
-            dict(query=q, key=k, value=v),
-            {**tensors, "softmax_aux": sinks, "alibi_slopes": self.alibi_slopes},
-            dropout_seed=seed,
+        operands = Operands(q, k, v).replaced(softmax_aux=sinks, alibi_slopes=self.alibi_slopes, **tensors)
+        options = Options(
             causal=causal,
             sliding_window=self.sliding_window,
             chunk_size=self.chunk_size,
@@ -363,10 +361,11 @@ class RingAttention(nn.MultiheadAttention):
             strategy=self.strategy,
             cfg=self.cfg,
             fused_backward=self.fused_backward,
-            head_groups=self.head_groups,
             deterministic=self.deterministic,
             lse_gradient=self.bias_k is not None,
         )
+        where = self.mesh, self.mesh_dim
+        out, lse = attention(_NAMES, where, operands, options, dropout_seed=seed, head_groups=self.head_groups)
         if self.bias_k is None:
             return out
         lse = of_padding(lse, sinks, tensors)

@@ -1,11 +1,10 @@
 """What ``pad`` padded, for the attention calls that would see it."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from jax_core.operands import Operands
+from jax_core.options import Options
 from torch_bridge.job.sanity_checks import warn_once
 
 # By the length of a shard: the last sequence of such shards that was padded, its length before and after.
@@ -35,19 +34,19 @@ def carry_padding(padded: Tensor, shard: Tensor, dim: int) -> None:
         shard.ring_attn_padded = padded.ring_attn_padded  # type: ignore[attr-defined]
 
 
-def check_padding(qkv: Mapping[str, Tensor], others: Mapping[str, Any], qkv_format: str, options: Mapping[str, Any]) -> None:
+def check_padding(operands: Operands[Tensor], qkv_format: str, options: Options) -> None:
     """ValueError where keys or values are padded, and nothing hides that from the queries; a doubt where a sequence of their length
     was padded. A causal mask hides it, segment ids do, and what else could is taken at its word."""
-    if torch.compiler.is_compiling() or _hidden(others, options):
+    if torch.compiler.is_compiling() or _hidden(operands, options):
         return
     dim = max(qkv_format.find("s"), 0)
-    if not all(isinstance(x, Tensor) for x in qkv.values()):
+    if not all(isinstance(x, Tensor) for x in operands.qkv):
         return  # which is told by what checks them
-    for name in ("key", "value"):
-        at, length = getattr(qkv[name], "ring_attn_padded", (None, 0))
+    for name, x in (("key", operands.key), ("value", operands.value)):
+        at, length = getattr(x, "ring_attn_padded", (None, 0))
         if at == dim:
             raise ValueError(f"the {name} was padded from {length} positions, which {_SEEN}")
-    if qkv["key"].ndim > dim and (lengths := _padded.get(qkv["key"].shape[dim])):
+    if operands.key.ndim > dim and (lengths := _padded.get(operands.key.shape[dim])):
         warn_once(f"a sequence of {lengths[0]} positions was padded to {lengths[1]}; if these are its keys, the padding {_SEEN}")
 
 
@@ -57,11 +56,9 @@ _SEEN = (
 )
 
 
-def _hidden(others: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    window = options["sliding_window"]
+def _hidden(operands: Operands[Tensor], options: Options) -> bool:
+    window = options.sliding_window
     ahead = isinstance(window, (tuple, list)) and len(window) == 2 and window[1] == 0
-    masks = ("q_segment_ids", "kv_segment_ids", "mask", "bias")
-    functions = options["chunk_size"], options["mask_mod"], options["mask_builder"]
-    if any(others.get(x) is not None for x in masks):
-        return True
-    return bool(options["causal"]) or ahead or any(x is not None for x in functions)
+    arrays = operands.q_segment_ids, operands.kv_segment_ids, operands.mask, operands.bias
+    functions = options.chunk_size, options.mask_mod, options.mask_builder
+    return bool(options.causal) or ahead or any(x is not None for x in (*arrays, *functions))

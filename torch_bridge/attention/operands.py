@@ -1,7 +1,7 @@
 """Arranges the tensors of a call as operands in one fixed order, the same for every backend: completes the ids of both sides,
 turns the dropout seed into words, traces mask functions, and lifts out the arrays that they close over."""
 
-from typing import Any
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -9,36 +9,33 @@ import torch
 
 from jax_core.masks.functions import from_mask_mod
 from jax_core.operands import Operands
+from jax_core.options import Options
 from jax_core.request.spec import broadcast_ids
-from torch_bridge.attention.operation import OPERANDS
 from torch_bridge.backends.dlpack import narrow_ids, to_torch
 from torch_bridge.backends.interface import Backend
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import Tensors
 
 Where = tuple[MeshLike, MeshDim]  # mesh and mesh dimension
+_IDS = [name for name in Operands._fields if name.endswith("_ids")]
 
 
 def gather(
     backend: Backend,
     where: Where,
-    tensors: dict[str, torch.Tensor | None],
+    operands: Operands[torch.Tensor],
     dropout_seed: int | torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[dict[str, Any], Tensors]:
+    options: Options,
+) -> tuple[Options, Tensors]:
     """Returns the options without ``mask_mod``, and the operands in the order of a request's forms."""
-    query = tensors["query"]
-    assert query is not None
-    backend.check(query)
-    ids = {name: _ids(x, name) for name, x in tensors.items() if name.endswith("_ids") and x is not None}
-    seed = _seed_words(dropout_seed, query.device)
-    named: dict[str, Any] = {**tensors, **ids, "dropout_seed": seed}
-    operands = broadcast_ids(Operands(**named))
-    arrays = tuple(getattr(operands, name) for name in OPERANDS)
-    return (options, arrays) if options["mask_mod"] is None else _lift_mask_mod(backend, where, options, arrays)
+    backend.check(operands.query)
+    ids = {name: _narrow(x, name) for name in _IDS if (x := getattr(operands, name)) is not None}
+    seed = _seed_words(dropout_seed, operands.query.device)
+    arrays = broadcast_ids(operands.replaced(**ids, dropout_seed=seed)).given
+    return (options, arrays) if options.mask_mod is None else _lift_mask_mod(backend, where, options, arrays)
 
 
-def _ids(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """In 32 bits, but in torch-xla's graphs, which take them as they are."""
     return tensor if tensor.device.type == "xla" else narrow_ids(tensor, name)
 
@@ -60,14 +57,14 @@ def _seed_words(seed: int | torch.Tensor | None, device: torch.device) -> torch.
     return words.to(device)
 
 
-def _lift_mask_mod(backend: Backend, where: Where, options: dict[str, Any], arrays: Tensors) -> tuple[dict[str, Any], Tensors]:
+def _lift_mask_mod(backend: Backend, where: Where, options: Options, arrays: Tensors) -> tuple[Options, Tensors]:
     """Traces the mask function in its current state and appends the arrays that it closes over to the operands."""
     query = arrays[0]
-    assert query is not None
+    assert query is not None and options.mask_mod is not None
     with backend.tracing(backend.resolve(*where), query):
-        predicate, constants = from_mask_mod(options["mask_mod"])
+        predicate, constants = from_mask_mod(options.mask_mod)
         further = [_constant(array, query.device) for array in constants]
-    return {**options, "mask_mod": None, "predicates": (predicate,)}, (*arrays, *further)
+    return replace(options, mask_mod=None, predicates=(predicate,)), (*arrays, *further)
 
 
 def _constant(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:

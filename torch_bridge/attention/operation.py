@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jax.sharding import AbstractMesh
 
-from jax_core.operands import Operands
+from jax_core.operands import GIVEN, Operands
 from jax_core.options import Options, Placement
 from jax_core.request.checks import check_operands
 from jax_core.request.dispatch import SHARED_QUERIES
@@ -23,7 +23,7 @@ from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import AnyRing, Tensors, tensors_per_sequence
 from torch_bridge.job.sanity_checks import check_same_queries, check_shards
 
-OPERANDS = Operands._fields[: Operands._fields.index("rank")]  # those that torch passes, in this order
+OPERANDS = Operands._fields[:GIVEN]
 QKV = (0, 1, 2)
 VALUE, SINKS, ORIGIN = (OPERANDS.index(name) for name in ("value", "softmax_aux", "origin"))
 

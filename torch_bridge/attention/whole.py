@@ -10,7 +10,7 @@ import torch
 from jax.sharding import AbstractMesh
 
 from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_sequence
-from jax_core.operands import Operands
+from jax_core.operands import GIVEN, Operands
 from jax_core.options import Options
 from torch_bridge.backends.operation import Form, Whole
 
@@ -18,7 +18,7 @@ from torch_bridge.backends.operation import Form, Whole
 def whole_attention(options: Options, forms: Sequence[Form | None], mesh: AbstractMesh | None, dim: int, platform: str) -> Whole:
     """Raises ValueError for 64-bit position ids together with a mask function, NotImplementedError for what torch-xla's graphs do
     not have."""
-    names = Operands._fields[: Operands._fields.index("rank")]
+    names = Operands._fields[:GIVEN]
     _check_positions(options, dict(zip(names, forms, strict=False)))
     structs: list[Any] = [None if form is None else _struct(form) for form in forms[: len(names)]]
     operands = Operands(*structs)

@@ -57,20 +57,19 @@ def _distinct(operands: Tensors) -> Tensors:
     return tuple(x.view_as(x) if x is not None and again else x for x, again in zip(operands, twice, strict=True))
 
 
-def repetition(key: str, tensors: dict[str, torch.Tensor | None]) -> Repeat:
-    """A call that has been made, as a function of other tensors of the same forms, by the names of operands."""
-    names = call_of(key).operation.operands
-    program = program_of(key, [tensors.get(name) for name in names])
-    given = names[: 1 + max(number for number, name in enumerate(names) if tensors.get(name) is not None)]
-    absent = (None,) * (len(names) - len(given))  # each further argument of an autograd function takes time, also a None
+def repetition(key: str, operands: Tensors) -> Repeat:
+    """A call that has been made, as a function of other operands of the same forms."""
+    program = program_of(key, operands)
+    count = 1 + max(number for number, x in enumerate(operands) if x is not None)
+    absent = (None,) * (len(operands) - count)  # each further argument of an autograd function takes time, also a None
     again = program, absent
 
-    def repeat(tensors: dict[str, torch.Tensor | None]) -> Results:
-        operands = tuple(map(tensors.get, given))
+    def repeat(operands: Tensors) -> Results:
+        given = operands[:count]
         if torch.is_grad_enabled() or _in_forward_mode():
-            return _Call.apply(key, again, *operands)
-        operands += absent
-        return results_of(key, operands, partial(program.forward, operands))  # nothing is to be saved, so torch need not know
+            return _Call.apply(key, again, *given)
+        whole = (*given, *absent)
+        return results_of(key, whole, partial(program.forward, whole))  # nothing is to be saved, so torch need not know
 
     return repeat
 

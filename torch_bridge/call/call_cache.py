@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch_bridge.job.mesh import started_by_a_launcher
 from torch_bridge.job.trial import current
 
-Repeat = Callable[[dict[str, torch.Tensor | None]], tuple[Any, ...]]
+Repeat = Callable[[tuple[torch.Tensor | None, ...]], tuple[Any, ...]]  # of the operands, in the order of the operation
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 MOST = 4096  # calls: of one program there may be many, as with a mesh made anew each time

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from jax_core.operands import Operands
 from jax_core.options import Options
 from torch_bridge.attention.operands import gather
 from torch_bridge.attention.operation import OPERANDS, Attention
@@ -38,8 +39,8 @@ def test_the_device_chooses_the_backend():
 def test_operands_come_in_one_order_and_ids_for_both_sides():
     ids = torch.arange(4).expand(2, 4)
     given = tensors(kv_segment_ids=ids, softmax_aux=torch.zeros(2))
-    options, arrays = gather(shared_memory, LOCAL, given, 3, {"mask_mod": None, "causal": True})
-    assert options == {"mask_mod": None, "causal": True}
+    options, arrays = gather(shared_memory, LOCAL, Operands(**given), 3, Options(causal=True))
+    assert options == Options(causal=True)
     found = dict(zip(OPERANDS, arrays, strict=True))
     assert found["query"] is given["query"] and found["softmax_aux"] is given["softmax_aux"]
     assert found["q_segment_ids"] is found["kv_segment_ids"] and found["q_segment_ids"].dtype == torch.int32
@@ -56,18 +57,18 @@ def test_a_mask_functions_arrays_are_further_operands():
     def seen(batch, head, q_pos, k_pos):
         return (table[q_pos] <= k_pos) & (k_pos < number)
 
-    options, arrays = gather(shared_memory, LOCAL, tensors(), None, {"mask_mod": seen})
-    assert options["mask_mod"] is None and len(options["predicates"]) == 1
+    options, arrays = gather(shared_memory, LOCAL, Operands(**tensors()), None, Options(mask_mod=seen))
+    assert options.mask_mod is None and len(options.predicates) == 1
     further = arrays[len(OPERANDS) :]
     assert sorted(x.tolist() for x in further) == [[0, 1, 2, 3, 4, 5], [3]]
-    lifted = request(forms=forms_of(arrays), predicates=options["predicates"]).operation.named(arrays)
+    lifted = request(forms=forms_of(arrays), predicates=options.predicates).operation.named(arrays)
     assert lifted.predicate_arrays == (further,) and lifted.query is arrays[0]
 
 
 def test_a_mask_function_without_arrays_has_its_place():
-    options, arrays = gather(shared_memory, LOCAL, tensors(), None, {"mask_mod": lambda b, h, q, k: q >= k})
+    options, arrays = gather(shared_memory, LOCAL, Operands(**tensors()), None, Options(mask_mod=lambda b, h, q, k: q >= k))
     built = ((torch.zeros(1),),)
-    assert request(predicates=options["predicates"]).operation.named(arrays, built).predicate_arrays == ((), *built)
+    assert request(predicates=options.predicates).operation.named(arrays, built).predicate_arrays == ((), *built)
     assert request().operation.named(arrays, built).predicate_arrays == built
 
 
