@@ -217,19 +217,8 @@ def ring_attention(
             strategy cannot compute this.
         torch_bridge.runtime.PeerFailure: another process of the ring died, stopped, or called something else.
     """
-    operands = Operands(
-        q,
-        k,
-        v,
-        softmax_aux=sinks,
-        bias=bias,
-        mask=mask,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        q_position_ids=q_position_ids,
-        kv_position_ids=kv_position_ids,
-        alibi_slopes=alibi_slopes,
-    )
+    ids = q_segment_ids, kv_segment_ids, q_position_ids, kv_position_ids
+    operands = Operands(q, k, v, sinks, bias, mask, *ids, alibi_slopes)
     options = Options(
         causal=causal,
         bottom_right=bottom_right,
