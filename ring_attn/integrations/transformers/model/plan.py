@@ -240,7 +240,7 @@ def _check_kind(model: Any, encoder_decoder: bool, states: bool) -> None:
     kind, source = type(model).__name__, model.main_input_name
     if getattr(model, "_is_stateful", False) and not states:
         raise NotImplementedError(
-            f"{kind} is recurrent: it carries a state along the sequence, and how its layers do so is not known here, as it is of "
+            f"{kind} is recurrent: it carries a state along the sequence, and how its layers do so is not known here; known are "
             f"{', '.join(sorted(FAMILIES))}. Use one of these, or shard the batch instead of the sequence"
         )
     if source != "input_ids" and not encoder_decoder:
