@@ -2,7 +2,7 @@
 
 For a token ``S_t = a_t S_{t-1} + k_t u_t^T`` and ``y_t = q_t^T S_t``, with ``a_t = exp(g_t)`` a number or a diagonal for each
 head. Linear attention has ``u_t = v_t``; the delta rule ``u_t = beta_t (v_t - (a_t S_{t-1})^T k_t)``. With ``G`` the sum of ``g``
-from the chunk's start, ``S_0`` the state there, and ``i >= j`` in one document:
+from the start of the chunk, or of the document in it, ``S_0`` the state there, and ``i >= j`` in one document:
 
     S_i = exp(G_i) S_0 + sum_j exp(G_i - G_j) k_j u_j^T
     (I + A) U = beta (V - K exp(G) S_0),   A_ij = beta_i k_i^T exp(G_i - G_j) k_j  for j < i     so  U = U_0 - W S_0
@@ -53,7 +53,8 @@ def chunked(inputs: Inputs, resets: Array | None, size: int) -> Chunks:
     document = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
     before = (document[..., :, None] == document[..., None, :]) & jnp.tri(size, dtype=bool)
     first, last = (document == 0)[..., None], (document == document[..., -1:])[..., None]
-    total = jnp.cumsum(g, axis=-2)
+    # Of each document by itself: what is before it would be rounded away from it, and not to the bit.
+    total = jnp.cumsum(g, axis=-2) if resets is None else product(before.astype(g.dtype), g)
     through = decay(total, first)  # of the state that enters, what is left at each token
     to_end = transposed(k * decay(total[..., -1:, :] - total, last))
     reads, decayed, values = q * through, through[..., -1, :], v
@@ -113,7 +114,10 @@ def _weighed_rows(q: Array, k: Array, total: Array, mask: Array, start: int) -> 
     if not start:
         return row
     middle = total[..., start : start + 1, :]
-    on, until = q[..., here, :] * jnp.exp(total[..., here, :] - middle), k[..., left, :] * jnp.exp(middle - total[..., left, :])
+    # Only tokens of its document are decayed to or from the middle, which the mask need not say of itself.
+    after, earlier = mask[..., here, start : start + 1].at[..., 0, 0].set(True), transposed(mask[..., start : start + 1, left])
+    on = q[..., here, :] * decay(total[..., here, :] - middle, after)
+    until = k[..., left, :] * decay(middle - total[..., left, :], earlier)
     return row.at[..., left].set(jnp.where(mask[..., here, left], product(on, transposed(until)), 0))
 
 

@@ -473,7 +473,7 @@ REFUSED = {
     "a recurrent model": (
         lambda: transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)),
         NotImplementedError,
-        "Mamba.* a state along the sequence, which the ring does not pass from rank to rank yet",
+        "Mamba.* a state along the sequence, and how its layers do so is not known here",
     ),
     "a head that chooses positions": (
         lambda: transformers.LlamaForQuestionAnswering(llama().config),

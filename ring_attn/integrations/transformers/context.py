@@ -65,6 +65,7 @@ class ContextParallel:
         check_head_groups(levers.head_groups)
         self.model, self.ring, self.levers, self.overlap = pretrained_model(model), ring, levers, overlap
         self.plan = plan_of(self.model)
+        self.plan.check_layout(ring)
         if isinstance(ring, PlacingRing):
             self.plan.check_order()
         self._head = None if levers.loss_chunk is None else Head(self.plan, levers.loss_chunk)

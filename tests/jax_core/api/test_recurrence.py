@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import quick_compiles
 from jax.sharding import Mesh, PartitionSpec
-from state_cases import CASES, CHUNK, LENGTH, ONE_OF_EACH, Case, cotangents, expected, ids_of, inputs
+from state_cases import BATCH, CASES, CHUNK, LENGTH, ONE_OF_EACH, Case, cotangents, expected, ids_of, inputs
 
 import jax_core
 from jax_core.masks.layout import inverse_permutation, permutation
@@ -73,6 +73,26 @@ def test_alone(name):
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, "conv-over-pieces"])
 def test_on_a_ring(name, size, layout, documents):
     compare(name, size, layout, documents)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_another_document_moves_no_bit(name):
+    """Of results and gradients, though both begin in one chunk: a sum that goes on over a document's start is rounded."""
+    case, begin = CASES[name], 20
+    ids = np.broadcast_to(np.arange(LENGTH) >= begin, (BATCH, LENGTH)).astype(np.int32)
+    operands, state, given = jax.tree.map(lambda x: x.astype(np.float32), (*inputs(case), cotangents(case)))
+    before = jax.tree.map(lambda x: np.arange(LENGTH).reshape(1, -1, *(1,) * (x.ndim - 2)) < begin, operands)
+    others = jax.tree.map(lambda x, first: np.where(first, 1.5 * x, x) if _along(x) else x, operands, before)
+    settings = {"chunk_size": 48} if case.chunked else {}
+    with quick_compiles():
+        one, other = (on_ring(case, x, state, given, 1, "contiguous", ids, **settings) for x in (operands, others))
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        if _along(a):
+            assert np.array_equal(a[:, begin:], b[:, begin:]) and not np.array_equal(a, b)
+
+
+def _along(x) -> bool:
+    return x.ndim > 1 and x.shape[1] == LENGTH
 
 
 def test_cu_seqlens_are_ids():

@@ -145,7 +145,7 @@ def _positions(sequence: Sequence, positions: Tensor | None) -> Tensor:
 
 def _others(plan: Plan, sequence: Sequence, given: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that are no sequence of tokens; ValueError or NotImplementedError for one that cannot be honoured."""
-    own: dict[str, Any] = {"use_cache": False} if plan.takes("use_cache") else {}
+    own: dict[str, Any] = {"use_cache": False} if plan.takes_use_cache else {}
     for name, value in given.items():
         if name in TOKEN_TYPES:
             # Masks read them at any position, embeddings at this rank's.

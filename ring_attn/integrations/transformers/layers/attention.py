@@ -115,12 +115,17 @@ def _call_of(asked: str) -> Call:
             f"{asked} of a context-parallel model is asked for outside its forward: call the model that context_parallel was "
             "given, or its base model (model.base_model), not another part of it"
         )
+    check_sharded(call)
+    return call
+
+
+def check_sharded(call: Call) -> None:
+    """ValueError for whole inputs on a ring of several ranks."""
     if call.sharded is None and call.ring.size > 1:
         raise ValueError(
             f"the batch was not sharded over the ring of {call.ring.size} ranks: call batch = cp.shard(batch), then "
             "model(**batch); or cp(**batch). To generate, use model.generate with the whole prompt"
         )
-    return call
 
 
 def _ring_mask(call: Call, rule: Rule, arguments: dict[str, Any]) -> RingMask:

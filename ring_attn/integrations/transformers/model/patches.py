@@ -1,4 +1,5 @@
-"""What is changed in a model, and undone: configurations, layers with a bias of positions, rotary embeddings, ``generate``."""
+"""What is changed in a model, and undone: configurations, layers with a bias of positions, rotary embeddings, layers with a
+state, ``generate``."""
 
 import copy
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from ring_attn.integrations.transformers.layers.positions import (
     relative_bias,
     sees_the_longest,
 )
+from ring_attn.integrations.transformers.layers.states import on_the_ring
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.versions import PretrainedConfig
 from ring_attn.ring import Ring
@@ -41,6 +43,8 @@ class Patches:
                     self._assign(module, name, function)
             if has_relative_bias(module):
                 self._assign(module, "compute_bias", relative_bias(module, ring, lambda: owner.off))
+            if module in plan.states:
+                self._assign(module, "forward", on_the_ring(module, lambda: owner.off))
             self._hooks += sees_the_longest(module)
         if plan.encoder_decoder:
             self._follow(plan)

@@ -1,11 +1,12 @@
 """What has to be known of a model before it is sharded, and what cannot be."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.layers.positions import (
@@ -14,7 +15,8 @@ from ring_attn.integrations.transformers.layers.positions import (
     has_relative_bias,
     knows_its_bias,
 )
-from ring_attn.integrations.transformers.model.table import check_layer_types
+from ring_attn.integrations.transformers.layers.states import FAMILIES, FIRST_RELEASE, family_of, layers_with_a_state
+from ring_attn.integrations.transformers.model.table import BOTH, OPTIONS, STATES, check_layer_types, types_of
 from ring_attn.integrations.transformers.versions import (
     counts_within_documents,
     in_modelling_file,
@@ -22,6 +24,7 @@ from ring_attn.integrations.transformers.versions import (
     pretrained_in,
     uses_the_interface,
 )
+from ring_attn.ring import Ring
 
 # Heads by the names of their classes, and whether a token's label is the token after it.
 _HEADS = {
@@ -47,7 +50,8 @@ _OTHER_HEADS = {
 @dataclass(frozen=True)
 class Plan:
     """``base``: the model without its head, which losses in chunks call, or the model itself where it holds no such part.
-    ``whole_encoder``: the name of the encoder's input where that is no sequence of tokens: every rank encodes all of it."""
+    ``whole_encoder``: the name of the encoder's input where that is no sequence of tokens: every rank encodes all of it.
+    ``states``: the layers with a state, and the operators that each looks up."""
 
     model: Any
     base: Any
@@ -57,6 +61,7 @@ class Plan:
     whole_encoder: str | None
     parameters: frozenset[str]
     layers: dict[str, int]
+    states: dict[nn.Module, frozenset[str]] = field(default_factory=dict)
     counts_within_documents: bool = counts_within_documents
 
     @property
@@ -84,6 +89,13 @@ class Plan:
     def axes(self) -> int:
         """Of the coordinates in position ids ``[axes (+ 1), batch, seq]``, if it takes any: HunYuan's may have four."""
         return len((getattr(self.config, "rope_parameters", None) or {}).get("mrope_section") or ()) or 3
+
+    @property
+    def takes_use_cache(self) -> bool:
+        """Also where the model passes it on to its base model, among others (Granite 4)."""
+        signatures = [inspect.signature(module.forward).parameters for module in (self.model, self.base)]
+        passes_on = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in signatures[0].values())
+        return "use_cache" in signatures[0] or (passes_on and "use_cache" in signatures[1])
 
     def takes(self, name: str) -> bool:
         return name in self.parameters
@@ -114,8 +126,21 @@ class Plan:
                 raise ValueError(f"{name} counts positions by the tokens it sees, which are one rank's; give position_ids too")
         return None
 
+    def check_layout(self, ring: Ring) -> None:
+        """NotImplementedError where layers with a state would have a piece of the sequence at each token."""
+        if self.states and ring.layout == "striped":
+            raise NotImplementedError(
+                f"{type(self.model).__name__} carries a state along the sequence, from each token to the next, and "
+                'layout="striped" gives a rank every n-th token; use layout="zigzag", "contiguous" or a plan of balance'
+            )
+
     def check_order(self) -> None:
         """NotImplementedError unless tokens may lie in any order, each told its position."""
+        if self.states:
+            raise NotImplementedError(
+                f"place_documents=True cuts documents where it likes, and {type(self.model).__name__} carries a state along the "
+                "sequence, in the pieces of a layout; leave it out"
+            )
         if self.encoder_decoder or not self.takes_positions or any(has_relative_bias(module) for module in self.model.modules()):
             raise NotImplementedError(
                 f"place_documents=True is for decoders that take position_ids, not for {type(self.model).__name__}; leave it out"
@@ -156,9 +181,10 @@ def plan_of(model: Any) -> Plan:
     """NotImplementedError, by name of what stands in the way."""
     kind, config = type(model).__name__, model.config.get_text_config()
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    check_layer_types(config)
-    _check_kind(model, encoder_decoder)
-    if not uses_the_interface(model):
+    states = _states(model, config)
+    check_layer_types(config, bool(states))
+    _check_kind(model, encoder_decoder, bool(states))
+    if not (_only_states(config, states) or uses_the_interface(model)):
         raise NotImplementedError(
             f"the layers of {kind} do not look their attention up in the AttentionInterface of this version of transformers, so "
             "they cannot be given another; a newer version may have it"
@@ -167,10 +193,37 @@ def plan_of(model: Any) -> Plan:
     parameters = frozenset(inspect.signature(model.forward).parameters)
     source = model.get_encoder().main_input_name if encoder_decoder else "input_ids"
     _check_layers(model, config)
-    _check_parameters(model, parameters, encoder_decoder)
+    if not _only_states(config, states):
+        _check_parameters(model, parameters, encoder_decoder)
     whole_encoder = None if source == "input_ids" else source
-    layers = _layers(config, encoder_decoder, whole_encoder)
-    return Plan(model, _base(model), config, head, encoder_decoder, whole_encoder, parameters, layers)
+    layers = {"decoder": _attending(config)} if states else _layers(config, encoder_decoder, whole_encoder)
+    return Plan(model, _base(model), config, head, encoder_decoder, whole_encoder, parameters, layers, states)
+
+
+def _states(model: Any, config: Any) -> dict[nn.Module, frozenset[str]]:
+    """The layers with a state, where all of them are known, or none. NotImplementedError where a newer transformers has them so."""
+    expected = sum(kind in (*STATES, *BOTH) for kind in types_of(config))
+    if not (expected or getattr(model, "_is_stateful", False)):
+        return {}
+    found = layers_with_a_state(model)
+    if expected == len(found) and {family_of(module) for module in found} <= FAMILIES:
+        return found
+    family = next((kind.__module__.split(".")[-2] for kind in type(model).__mro__ if ".modeling_" in kind.__module__), "")
+    if family in FAMILIES and not found:
+        raise NotImplementedError(
+            f"{type(model).__name__} carries a state along the sequence, which needs transformers {FIRST_RELEASE} or newer, "
+            f"whose layers look their operators up at the call; {transformers.__version__} is installed"
+        )
+    return {}
+
+
+def _attending(config: Any) -> int:
+    """How many layers of a family with states attend."""
+    return sum(kind in (*OPTIONS, *BOTH) for kind in types_of(config))
+
+
+def _only_states(config: Any, states: dict[nn.Module, frozenset[str]]) -> bool:
+    return bool(states) and not _attending(config)
 
 
 def _layers(config: Any, encoder_decoder: bool, whole_encoder: str | None) -> dict[str, int]:
@@ -183,12 +236,12 @@ def _layers(config: Any, encoder_decoder: bool, whole_encoder: str | None) -> di
     return {"decoder": decoder} if whole_encoder else {"encoder": own, "decoder": decoder}
 
 
-def _check_kind(model: Any, encoder_decoder: bool) -> None:
+def _check_kind(model: Any, encoder_decoder: bool, states: bool) -> None:
     kind, source = type(model).__name__, model.main_input_name
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not states:
         raise NotImplementedError(
-            f"{kind} is recurrent: it carries a state along the sequence, which the ring does not pass from rank to rank yet. "
-            "Use a model whose layers all attend, or shard the batch instead of the sequence"
+            f"{kind} is recurrent: it carries a state along the sequence, and how its layers do so is not known here; known are "
+            f"{', '.join(sorted(FAMILIES))}. Use one of these, or shard the batch instead of the sequence"
         )
     if source != "input_ids" and not encoder_decoder:
         raise NotImplementedError(

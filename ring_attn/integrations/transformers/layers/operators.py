@@ -1,0 +1,93 @@
+"""The operators of layers with a state, as transformers calls them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ring_attn.recurrence import causal_conv1d, gated_delta_rule, kda, ssd
+
+
+def _without(name: str, **given: Any) -> None:
+    """States of a cache and documents in transformers' words, which a sharded batch has none of."""
+    for argument, value in given.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{argument} was given to {name} of a layer on the ring: leave it out of the batch")
+
+
+def _convolution(
+    along: dict[str, Any],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Any = None,
+    **others: Any,
+) -> Tensor:
+    """``hidden_states [batch, channels, seq]``."""
+    _without("causal_conv1d_fn", seq_idx=seq_idx)
+    y: Any = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation, **along)
+    return y.transpose(1, 2)
+
+
+def _delta_rule(function: Callable[..., Any]) -> Callable[..., Any]:
+    def delta_rule(
+        along: dict[str, Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        given = dict(initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+        _without(function.__name__, **given)
+        settings = dict(qk_l2norm=use_qk_l2norm_in_kernel, chunk_size=chunk_size)
+        return function(query, key, value, g, beta, **settings, **along), None
+
+    return delta_rule
+
+
+def _state_space(
+    along: dict[str, Any],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Tensor | None = None,
+    seq_idx: Any = None,
+    **others: Any,
+) -> Any:
+    """Time steps are float32 at least, as in mamba_ssm."""
+    given = dict(initial_states=initial_states, return_final_states=return_final_states, z=z, seq_idx=seq_idx)
+    _without("mamba2_chunk_scan", **given)
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = functional.softplus(dt) if dt_softplus else dt
+    return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, chunk_size=chunk_size, **along)
+
+
+# Each takes first what the operators of a ring take beside their own operands.
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule(gated_delta_rule),
+    "chunk_kimi_delta_attention": _delta_rule(kda),
+    "mamba2_chunk_scan": _state_space,
+}
+# All of a layer at once, which has no way to the ring; layers go on with the operators if it returns None.
+FUSED = ("mamba2_split_conv1d_scan_combined",)

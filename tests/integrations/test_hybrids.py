@@ -1,0 +1,174 @@
+"""transformers' hybrid models on a ring: families against one process, what is refused, and what stays as it was.
+
+Where a model runs on a ring of one here, the ring is "local"; rings of two and four are processes under torchrun.
+"""
+
+import copy
+import sys
+
+import pytest
+import tiny_hybrids
+import tiny_transformers as tiny
+import torch
+import transformers
+from launch import PYTHONPATH, ROOT, torchrun
+
+from ring_attn import Ring
+from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers.layers import operators
+from ring_attn.integrations.transformers.layers.states import FIRST_RELEASE
+
+RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+pytestmark = pytest.mark.skipif(tuple(map(int, FIRST_RELEASE.split("."))) > RELEASE, reason="refused in older versions")
+TOLERANCE = 2e-6
+
+
+def hybrid(name):
+    torch.manual_seed(0)
+    return {**tiny_hybrids.FAMILIES, **tiny_hybrids.OTHERS}[name]().train()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 4])
+def test_families_over_a_ring(size):
+    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
+    torchrun("hybrids_worker.py", size, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=880)
+
+
+def files_of(model):
+    """The names in the file that defines a model's class."""
+    return vars(sys.modules[type(model).__module__])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layout": "striped"}, r'BambaForCausalLM carries a state.* layout="striped" gives a rank every n-th token; use'),
+        ({"place_documents": True}, "place_documents=True cuts documents where it likes, and BambaForCausalLM carries a state"),
+    ],
+    ids=["striped", "placed"],
+)
+def test_orders_of_tokens_that_are_refused(options, words):
+    with pytest.raises(NotImplementedError, match=words):
+        context_parallel(hybrid("bamba"), "local", **options)
+
+
+def test_versions_whose_layers_look_nothing_up_are_refused(monkeypatch):
+    model = hybrid("qwen 3.5")
+    monkeypatch.delitem(files_of(model), "create_recurrent_attention_mask")
+    with pytest.raises(NotImplementedError, match=rf"Qwen3_5ForCausalLM carries .* needs transformers {FIRST_RELEASE} or newer"):
+        context_parallel(model, "local")
+
+
+def test_families_that_are_not_known_are_refused_by_name():
+    """Their layers look up an operator of ours, and another one."""
+    sizes = dict(vocab_size=97, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
+    config = transformers.JambaConfig(**sizes, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2)
+    with pytest.raises(NotImplementedError, match=r"JambaConfig is of type 'linear_attention'.* how its layers do so is not known"):
+        context_parallel(transformers.JambaForCausalLM(config), "local")
+
+
+def test_a_layer_whose_forward_another_took_is_told():
+    """As kernels of the hub that compute a whole layer do."""
+    model = hybrid("qwen 3.5")
+    model.model.layers[0].linear_attn.forward = lambda hidden_states, attention_mask=None, **_: hidden_states
+    cp = context_parallel(model, "local")
+    with pytest.raises(NotImplementedError, match=r"Qwen3_5GatedDeltaNet of layer 0 did not call causal_conv1d_fn, torch_chunk_g"):
+        cp(**tiny.batch())
+
+
+def test_a_batch_that_was_not_sharded_is_refused_on_a_ring(monkeypatch):
+    """Also by a model without attention, which would run on each rank by itself."""
+    model = hybrid("mamba 2")
+    context_parallel(model, "local")
+    monkeypatch.setattr(Ring, "size", 2)
+    with pytest.raises(ValueError, match=r"not sharded over the ring of 2 ranks: call batch = cp\.shard"):
+        model(**tiny.batch())
+
+
+def test_a_layer_by_itself_is_told():
+    model = hybrid("qwen 3.5")
+    context_parallel(model, "local")
+    with pytest.raises(
+        NotImplementedError, match=r"Qwen3_5GatedDeltaNet of layer 0 got no mask from transformers' create_recurrent"
+    ):
+        model.model.layers[0].linear_attn(torch.randn(1, 8, 32))
+
+
+def test_fused_kernels_are_out_of_the_way_on_the_ring_alone(monkeypatch):
+    """With mamba_ssm they compute a layer at once, of this rank's tokens. Outside of the ring they are called as before."""
+    called = []
+
+    def fused(*arguments, **options):
+        called.append(len(arguments))
+
+    model = hybrid("mamba 2")
+    monkeypatch.setitem(files_of(model), "mamba2_split_conv1d_scan_combined", fused)
+    expected = copy.deepcopy(model)
+    cp = context_parallel(model, "local")
+    batch = tiny.batch("left")
+    torch.testing.assert_close(cp(**batch).loss, expected(**batch, use_cache=False).loss, atol=TOLERANCE, rtol=0)
+    assert len(called) == 2, "by the model that is on no ring, in each of its layers"
+
+
+def test_decays_stay_in_float32_under_autocast(monkeypatch):
+    given = {}
+
+    def noting(name, function):
+        def call(along, *arguments, **options):
+            named = {"g": options.get("g"), "A": arguments[2] if name == "mamba2_chunk_scan" else None}
+            given.update({f"{name} {key}": x.dtype for key, x in named.items() if x is not None})
+            return function(along, *arguments, **options)
+
+        return call
+
+    def ssd(x, dt, A, B, C, D, **options):
+        given["dt"] = dt.dtype
+        return of_ring(x, dt, A, B, C, D, **options)
+
+    of_ring = operators.ssd
+    monkeypatch.setattr(operators, "ssd", ssd)
+    for name, function in list(operators.OPERATORS.items()):
+        monkeypatch.setitem(operators.OPERATORS, name, noting(name, function))
+    for family in ("qwen 3.5", "bamba"):
+        model = hybrid(family)
+        expected = copy.deepcopy(model)
+        cp, batch = context_parallel(model, "local"), tiny.batch("left")
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, other = cp(**batch).loss, expected(**batch, use_cache=False).loss
+        torch.testing.assert_close(loss.float(), other.float(), atol=2e-2, rtol=0)
+        loss.backward()
+        assert all(x.grad.dtype == torch.float32 for x in model.parameters() if x.grad is not None)
+    wanted = ("torch_chunk_gated_delta_rule g", "mamba2_chunk_scan A", "dt")
+    assert {name: given[name] for name in wanted} == dict.fromkeys(wanted, torch.float32)
+
+
+def test_padding_is_as_if_it_were_not_there():
+    """Also where projections have a bias, which transformers puts into the state of what follows."""
+    model = hybrid("mamba 2, biased projections")
+    for layer in model.backbone.layers:
+        torch.nn.init.normal_(layer.mixer.in_proj.bias)
+    expected, batch = copy.deepcopy(model), tiny.batch("left")
+    logits = context_parallel(model, "local")(**batch).logits[1, 6:27]
+    alone = expected(batch["input_ids"][1:, 6:], use_cache=False).logits[0]
+    torch.testing.assert_close(logits, alone, atol=TOLERANCE, rtol=0)
+    assert (expected(**batch, use_cache=False).logits[1, 6:27] - alone).abs().max() > 1e-4
+
+
+def test_whole_prompts_and_models_that_are_off_the_ring_are_as_before():
+    model = hybrid("qwen 3.5").eval()
+    expected, prompt = copy.deepcopy(model), tiny.tokens()
+    settings = dict(max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        logits = expected(prompt).logits
+        cp = context_parallel(model, "local")
+        assert torch.equal(model(prompt).logits, logits)
+        assert torch.equal(model.generate(prompt, **settings), expected.generate(prompt, **settings))
+        cp.remove()
+        assert torch.equal(model(prompt).logits, logits) and "forward" not in vars(model.model.layers[0].linear_attn)
+
+
+def test_verify_takes_the_documents_one_by_one():
+    verdict = context_parallel(hybrid("lfm2"), "local").verify(tiny.packed(10, 5, 12))
+    assert verdict.ok, verdict
