@@ -75,7 +75,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "lfm2": {"layer_types": ["conv", "full_attention"]},  # as its checkpoints have them
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"head_dim": 16},
+    "mamba2": {"head_dim": 16, "num_heads": 4, "hidden_size": 32, "n_groups": 2},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -167,6 +167,7 @@ class RingParallelism(ParallelismConfig):
         if self.cp_size > 1:
             accelerator.pad_across_processes = reject_sharded(accelerator.pad_across_processes)
             accelerator.prepare_data_loader = _whole_on_each_rank(accelerator)
+            accelerator.gather_for_metrics = _from_rings(accelerator, self.cp_size)
         kind = accelerator.distributed_type
         untried = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
         if kind in untried or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
@@ -198,3 +199,23 @@ def _whole_on_each_rank(accelerator: Accelerator) -> Callable[..., Any]:
         return prepare(*arguments, **options)
 
     return prepared
+
+
+def _from_rings(accelerator: Accelerator, size: int) -> Callable[..., Any]:
+    """``gather_for_metrics`` where each sample comes from all ``size`` ranks of a ring. By itself it keeps as many entries of the
+    last batch as that has samples, so that an evaluation's mean would weigh the batch too little."""
+    gather = accelerator.gather_for_metrics
+
+    @wraps(gather)
+    def gathered(*arguments: Any, **options: Any) -> Any:
+        loader: Any = accelerator.gradient_state.active_dataloader
+        samples = getattr(loader, "remainder", -1)
+        if samples <= 0:
+            return gather(*arguments, **options)
+        loader.remainder = samples * size
+        try:
+            return gather(*arguments, **options)
+        finally:
+            loader.remainder = samples
+
+    return gathered

@@ -12,7 +12,7 @@ from launch import WORKERS, environment, torchrun
 # One process of pytest starts all that the tests here compare.
 pytestmark = pytest.mark.xdist_group("trainer")
 WORKER = "trainer_worker.py"
-CASES = ("trained", "packed", "looped", "streamed")
+CASES = ("trained", "packed", "hybrid", "looped", "streamed")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,10 @@ def test_the_trainer(runs, ranks: int):
 
 def test_trl_with_packing(runs):
     assert_same(runs[2]["packed"], runs[1]["packed"])
+
+
+def test_layers_with_a_state(runs):
+    assert_same(runs[2]["hybrid"], runs[1]["hybrid"])
 
 
 def test_a_loop_with_accelerate(runs):

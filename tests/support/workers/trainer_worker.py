@@ -24,6 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -101,7 +103,7 @@ def measured(trainer: Trainer) -> dict[str, Any]:
 def trained(folder: str) -> dict[str, Any]:
     """Padded batches of 3, and what is saved of the model at the end."""
     model = tiny_mistral()
-    more = dict(per_device_train_batch_size=3, gradient_accumulation_steps=ACCUMULATED, per_device_eval_batch_size=2)
+    more = dict(per_device_train_batch_size=3, gradient_accumulation_steps=ACCUMULATED, per_device_eval_batch_size=4)
     levers: dict[str, Any] = dict(loss_chunk=7, mlp_tile=5, head_groups=2) if RING > 1 else {}
     parallel = RingParallelism(model, RING, dp_shard_size=RANKS // RING, **levers)
     args = TrainingArguments(**arguments(folder, **more), parallelism_config=parallel)
@@ -123,6 +125,22 @@ def packed(folder: str) -> dict[str, Any]:
     args = SFTConfig(**arguments(folder, **more), parallelism_config=RingParallelism(model, place_documents=RING > 1))
     data = dict(train_dataset=documents(80), eval_dataset=documents(10, seed=2))
     return measured(SFTTrainer(model, args, processing_class=tokenizer(), **data))
+
+
+def hybrid(folder: str) -> dict[str, Any]:
+    """Layers with a state, computed again in the backward."""
+    torch.manual_seed(0)
+    heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=8)
+    model = OlmoHybridForCausalLM(
+        OlmoHybridConfig(
+            vocab_size=VOCABULARY, pad_token_id=0, layer_types=["linear_attention", "full_attention"], **heads, **SIZES
+        )
+    )
+    args = TrainingArguments(
+        **arguments(folder, per_device_train_batch_size=3, gradient_checkpointing=True), parallelism_config=RingParallelism(model)
+    )
+    data = dict(train_dataset=documents(STEPS * 3), eval_dataset=documents(10, seed=2))
+    return measured(Trainer(model, args, data_collator=collator(), **data))
 
 
 class Stream(IterableDataset):
@@ -201,7 +219,7 @@ def streamed(folder: str) -> dict[str, Any]:
     return looped(folder, Stream)
 
 
-CASES = {"trained": trained, "packed": packed, "looped": looped, "streamed": streamed, "refusals": refusals}
+CASES = {"trained": trained, "packed": packed, "hybrid": hybrid, "looped": looped, "streamed": streamed, "refusals": refusals}
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""The operators of layers with a state, as transformers calls them."""
+"""The operators of layers with a state, as transformers calls them. Layers hand all keyword arguments of their model on to them, as
+``num_items_in_batch`` of its loss: those not named here mean nothing to the operators of transformers either."""
 
 from collections.abc import Callable
 from typing import Any
