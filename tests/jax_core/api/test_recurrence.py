@@ -107,20 +107,21 @@ def test_cu_seqlens_are_ids():
     np.testing.assert_array_equal(run(**operands, cu_seqlens=ends), run(**operands, segment_ids=ids[:, order]))
 
 
-def test_padding_may_hold_anything():
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_padding_may_hold_anything(name):
     """Also cotangents there; its gradients are 0."""
-    for name in ONE_OF_EACH:
-        case, ids = CASES[name], ids_of("padding")
-        operands, state = inputs(case, dtype=np.float32)
-        given = tuple(x.astype(np.float32) for x in cotangents(case))
-        spoilt = {name: spoil(x, ids) for name, x in operands.items()}
-        with quick_compiles():
-            clean = on_ring(case, operands, state, given, 2, "zigzag", ids)
-            dirty = on_ring(case, spoilt, state, (spoil(given[0], ids), given[1]), 2, "zigzag", ids)
-        jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-        (y, _), (gradients, _) = clean
-        assert not y[ids < 0].any()
-        assert all(not x[ids < 0].any() for x in gradients.values() if x.shape[:2] == ids.shape)
+    case, ids = CASES[name], ids_of("padding")
+    operands, state = inputs(case, dtype=np.float32)
+    given = tuple(x.astype(np.float32) for x in cotangents(case))
+    spoilt = {name: spoil(x, ids) for name, x in operands.items()}
+    with quick_compiles():
+        clean = on_ring(case, operands, state, given, 2, "zigzag", ids)
+        dirty = on_ring(case, spoilt, state, (spoil(given[0], ids), given[1]), 2, "zigzag", ids)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    (y, _), (gradients, _) = clean
+    assert not y[ids < 0].any()
+    assert all(not x[ids < 0].any() for x in gradients.values() if x.shape[:2] == ids.shape)
 
 
 def spoil(x, ids):
@@ -130,6 +131,7 @@ def spoil(x, ids):
     return x
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_the_same_numbers_at_every_ring_size(name):
     """Where cuts are on multiples of the chunk, in float32."""

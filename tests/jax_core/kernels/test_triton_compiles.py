@@ -79,10 +79,15 @@ ON_HOPPER = [
 ]
 ON_HOPPER += [Case(64, 64, "bfloat16", everything=True, each_step=True)]
 CASES = [(capability, case) for capability in SHARED_MEMORY for case in EVERYWHERE] + [(90, case) for case in ON_HOPPER]
+# Those with everything take half a minute each.
+COSTLY = {True: [pytest.mark.costly], False: []}
+PARAMETERS = [
+    pytest.param(capability, case, id=f"sm_{capability}-{case}", marks=COSTLY[case.everything]) for capability, case in CASES
+]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("capability", "case"), CASES, ids=[f"sm_{capability}-{case}" for capability, case in CASES])
+@pytest.mark.parametrize(("capability", "case"), PARAMETERS)
 def test_kernels_compile_and_fit(capability, case, tmp_path):
     asked = launches(case, capability, fused=False)
     found = asked + launches(case, capability, fused=True) if case.each_step else {each.kernel: each for each in asked}.values()
