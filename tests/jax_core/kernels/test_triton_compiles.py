@@ -79,10 +79,15 @@ ON_HOPPER = [
 ]
 ON_HOPPER += [Case(64, 64, "bfloat16", everything=True, each_step=True)]
 CASES = [(capability, case) for capability in SHARED_MEMORY for case in EVERYWHERE] + [(90, case) for case in ON_HOPPER]
-# Those with everything take half a minute each.
-COSTLY = {True: [pytest.mark.costly], False: []}
+
+
+def _marks(capability: int, case: Case) -> list[pytest.MarkDecorator]:
+    """Half a minute each, and more with everything; sm_90 is what GPU tests run on."""
+    return [pytest.mark.costly] if capability != 90 or case.everything else []
+
+
 PARAMETERS = [
-    pytest.param(capability, case, id=f"sm_{capability}-{case}", marks=COSTLY[case.everything]) for capability, case in CASES
+    pytest.param(capability, case, id=f"sm_{capability}-{case}", marks=_marks(capability, case)) for capability, case in CASES
 ]
 
 
