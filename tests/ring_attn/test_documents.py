@@ -241,13 +241,13 @@ def test_whether_there_is_padding_is_told_with_the_documents(monkeypatch, padded
     seen = []
     describe = functional._described
     monkeypatch.setattr(
-        functional, "_described", lambda where, settings, *rest: seen.append(settings) or describe(where, settings, *rest)
+        functional, "_described", lambda where, options, *rest: seen.append(options) or describe(where, options, *rest)
     )
     ids = torch.tensor([[0, 0, 1, 1, 1, 1, 2, -1 if padded else 2]])
     batch = shard_batch(ids.clamp_min(0), segment_ids=ids, mesh="local")
     q = torch.randn(1, 8, 2, 24)
     ring_attention(q, q, q, causal=True, mesh="local", q_segment_ids=batch.segment_ids)
-    assert dict(seen[-1])["padding"] == padded
+    assert seen[-1].padding == padded
 
 
 def test_no_padding_is_checked():
