@@ -78,7 +78,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, **OF_EVERY_WORKER, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
-def processes(world_size: int, script: str, *arguments: str, timeout: float = 90.0, forked: bool = True) -> list[Ended]:
+def processes(world_size: int, script: str, *arguments: str, timeout: float = 180.0, forked: bool = True) -> list[Ended]:
     """The script as every rank of a world, without torchrun, which would itself end the survivors of a death. ``forked`` False:
     each in a Python of its own, for what depends on how an interpreter starts or ends."""
     start = world if forked else fresh_world
