@@ -11,7 +11,7 @@ from jax_core.masks.layout import Layout
 from jax_core.operands import Operands
 from jax_core.options import Options
 from ring_attn.arguments.checks import check_options, check_tensors, plain, plain_options
-from ring_attn.arguments.documents import Packing, Where, as_documents, with_documents, with_positions
+from ring_attn.arguments.documents import Packing, as_documents, with_documents, with_positions
 from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
 from ring_attn.arguments.head_groups import grouped, joined
 from ring_attn.arguments.names import OF_FUNCTION
@@ -19,7 +19,7 @@ from ring_attn.arguments.shards import check_shards
 from ring_attn.sharding.padding import check_padding
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import MeshDim, MeshLike, Where
 from torch_bridge.job.sanity_checks import suspect_swapped_dims
 
 if TYPE_CHECKING:

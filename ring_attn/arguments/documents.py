@@ -13,10 +13,9 @@ from ring_attn.documents.cumulative import check_cumulative, documents_of, or_pa
 from ring_attn.documents.table import Documents, of_cumulative
 from ring_attn.sharding.marks import bounds_of, ranks_of, shard_of
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import MeshLike, Where
 from torch_bridge.job.ring import tensors_per_sequence
 
-Where = tuple[MeshLike, MeshDim]
 Given = tuple[Operands[Tensor], Options]
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 

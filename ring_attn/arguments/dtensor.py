@@ -15,10 +15,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from jax_core.operands import Operands
 from jax_core.options import Options
-from torch_bridge.job.mesh import MeshDim, MeshLike, resolve
+from torch_bridge.job.mesh import Where, resolve
 
 Whole = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Where = tuple[MeshLike, MeshDim]
 _BATCH, _SEQUENCE, _HEADS = "batch", "sequence", "heads"
 _ROLES = (_BATCH, _SEQUENCE, _HEADS, "head dim")  # of the dimensions of query, key and value
 Roles = tuple[str | None, ...]  # what each mesh dimension splits; None: nothing

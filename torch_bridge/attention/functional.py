@@ -7,12 +7,13 @@ import torch
 from jax_core.masks.plan import Plan, named
 from jax_core.operands import Operands
 from jax_core.options import Options
-from torch_bridge.attention.operands import Where, gather
+from torch_bridge.attention.operands import gather
 from torch_bridge.attention.operation import Attention
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.call import autograd
 from torch_bridge.call.call_cache import Repeat
 from torch_bridge.call.programs import Names, describe
+from torch_bridge.job.mesh import Where
 
 Settings = tuple[tuple[str, Any], ...]  # the fields of Options
 

@@ -13,10 +13,9 @@ from jax_core.options import Options
 from jax_core.request.spec import broadcast_ids
 from torch_bridge.backends.dlpack import narrow_ids, to_torch
 from torch_bridge.backends.interface import Backend
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import Where
 from torch_bridge.job.ring import Tensors
 
-Where = tuple[MeshLike, MeshDim]  # mesh and mesh dimension
 _IDS = [name for name in Operands._fields if name.endswith("_ids")]
 
 

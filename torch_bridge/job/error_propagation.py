@@ -3,21 +3,20 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
 
 from jax_core.keywords import NO_OTHERS, Others, explained
 from torch_bridge.job import peers
-from torch_bridge.job.mesh import MeshDim, ProcessRing, resolve
+from torch_bridge.job.mesh import ProcessRing, Where, resolve
 from torch_bridge.job.ring import AnyRing
 from torch_bridge.job.runtime import refused, start
 from torch_bridge.job.watchdog import PeerFailure, tell_failure
 
 # Activation checkpointing stops a recomputation by an exception as soon as it has what it needs: after the ring call has ended.
 _NO_FAILURES = (PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure))
-Where = tuple[Any, MeshDim]  # mesh and mesh dimension, as torch_bridge.job.mesh.resolve takes them
 P = ParamSpec("P")
 R = TypeVar("R")
 

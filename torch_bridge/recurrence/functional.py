@@ -11,10 +11,9 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.call import autograd
 from torch_bridge.call.programs import describe
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import Where
 from torch_bridge.recurrence.operation import LayerWithState, pieces_of_a_rank
 
-Where = tuple[MeshLike, MeshDim]
 Settings = tuple[tuple[str, Any], ...]  # the fields of a layer and the layout
 
 
