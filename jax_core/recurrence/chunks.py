@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jax_core.recurrence.prefix import Affine, product, transposed
+from jax_core.recurrence.triangular import solve_unit_lower
 
 ROWS = 16  # of a block in which the exponents of a diagonal decay are taken pair by pair
 
@@ -64,8 +65,7 @@ def chunked(inputs: Inputs, resets: Array | None, size: int) -> Chunks:
     else:
         inner = beta * weighed(k, k, total, before & ~jnp.eye(size, dtype=bool))
         both = beta * jnp.concatenate([v, k * through], axis=-1)
-        both = lax.linalg.triangular_solve(inner, both, left_side=True, lower=True, unit_diagonal=True)
-        values, w = jnp.split(both, [v.shape[-1]], axis=-1)
+        values, w = jnp.split(solve_unit_lower(inner, both), [v.shape[-1]], axis=-1)
         m = decayed[..., None] * jnp.eye(k.shape[-1], dtype=k.dtype) - product(to_end, w)
         reads = reads - product(scores, w)
     y = product(scores, values)

@@ -31,7 +31,7 @@ def run(*arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, 
     kept = {name: value for name, value in os.environ.items() if name not in OF_CONFTEST}
     if VISIBLE is not None:
         kept["CUDA_VISIBLE_DEVICES"] = VISIBLE
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

@@ -2,6 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/models_worker.py [--models ...] [--tokens ...] [--ways ...]
 
+"levers" is all at once that saves memory: attention and the inputs of layers kept in host memory, heads in groups, the MLP in tiles
+and the loss in chunks.
+
 Packed documents are compared with the same documents one by one, whatever a model's own mask makes of them; but transformers counts
 Llama 4's chunks along the row, so there with the row. Errors are root mean squares, relative to float32's; exit status 1 where one
 is larger than twice that of "eager" in bfloat16. Experts are chosen by bfloat16's rounding on both sides, so a few tokens go
@@ -44,6 +47,7 @@ MLA = dict(
     head_dim=32, num_key_value_heads=8, q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64
 )
 CHUNKS = dict(attention_chunk_size=WINDOW, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"])
+STATES = dict(head_dim=None, layer_types=["linear_attention", "full_attention"])
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("", {}),
     "Mistral": ("", dict(sliding_window=WINDOW)),
@@ -52,8 +56,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama4": ("Text", dict(**CHUNKS, intermediate_size_mlp=512, num_local_experts=2)),
     "DeepseekV3": ("", dict(**MLA, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=128)),
     "Qwen3Moe": ("", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)),
+    "OlmoHybrid": (
+        "",
+        dict(**STATES, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64, linear_value_head_dim=64),
+    ),
+    "Bamba": ("", dict(head_dim=None, attn_layer_indices=[1], mamba_n_heads=16, mamba_d_head=64, mamba_d_state=64)),
 }
-WAYS = ("plain", "left", "packed", "fsdp2")
+HYBRIDS = ("OlmoHybrid", "Bamba")
+WAYS = ("plain", "left", "packed", "fsdp2", "levers")
+LEVERS = dict(checkpoint="offload", offload_inputs=True, head_groups=2, mlp_tile=300, loss_chunk=300)
 
 
 class Found(NamedTuple):
@@ -75,6 +86,8 @@ def main() -> int:
     for name in options.models:
         for tokens in options.tokens:
             for way in options.ways:
+                if way == "levers" and name not in ("Llama", "Qwen3Moe"):
+                    continue
                 wrong += not compare(team, name, tokens, way)
                 tidy()
     team.close()
@@ -99,7 +112,8 @@ def made(name: str, device: torch.device) -> Any:
     """With "eager" attention, the same on every rank."""
     kind, settings = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}{kind}Config")(**{**SIZES, **settings}, attn_implementation="eager")
+    given = {name: value for name, value in {**SIZES, **settings}.items() if value is not None}
+    config = getattr(transformers, f"{name}{kind}Config")(**given, attn_implementation="eager")
     return getattr(transformers, f"{name}ForCausalLM")(config).to(device).train()
 
 
@@ -142,16 +156,23 @@ def predicted(labels: Tensor) -> int:
 
 def on_the_ring(model: Any, batch: dict[str, Tensor], way: str) -> Found:
     ring = Ring(layout="zigzag")
-    cp = context_parallel(model, layout=ring.layout)
+    if way == "levers":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    cp = context_parallel(model, layout=ring.layout, **(LEVERS if way == "levers" else {}))
     if way == "fsdp2":
         mesh = init_device_mesh(batch["input_ids"].device.type, (ring.size,))
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=mesh)
-    outputs = model(**cp.shard(batch))
+    shard = cp.shard(batch)
+    outputs = model(**shard)
     (outputs.loss * (ring.size if way == "fsdp2" else 1)).backward()  # FSDP takes the mean over the ranks
     if way != "fsdp2":
         cp.reduce_gradients()
-    return found(model, cp.ring.unshard(outputs.logits.detach(), length=batch["input_ids"].shape[1]), batch)
+    logits = outputs.logits
+    if logits is None:  # they never were, as a whole
+        with torch.no_grad():
+            logits = model(**{name: x for name, x in shard.items() if "labels" not in name}).logits
+    return found(model, cp.ring.unshard(logits.detach(), length=batch["input_ids"].shape[1]), batch)
 
 
 def found(model: Any, logits: Tensor, batch: dict[str, Tensor]) -> Found:

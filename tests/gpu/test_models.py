@@ -5,7 +5,7 @@ import pytest
 from tests.gpu.jobs import GPUS, need, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
-MODELS = ("Llama", "Mistral", "Gemma3", "GptOss", "Llama4", "DeepseekV3", "Qwen3Moe")
+MODELS = ("Llama", "Mistral", "Gemma3", "GptOss", "Llama4", "DeepseekV3", "Qwen3Moe", "OlmoHybrid", "Bamba")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -31,6 +31,13 @@ def test_every_feature_over_several_rings():
     assert fine, said
 
 
+def test_layers_with_a_state():
+    """Each operator in float64, all gradients, against one GPU, which has the oracle's by the tests on CPUs."""
+    need(2)
+    fine, said = torchrun(GPUS, f"{WORKERS}/states_worker.py", "cuda", **OF_WORKERS)
+    assert fine, said
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The oracle's results, which a CPU computes in float64."""

@@ -1,5 +1,6 @@
 """Layers with a state by torch's face: a case's tensors, results and gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ import ring_attn
 from ring_attn import Ring
 
 
-def tensors(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, tuple[torch.Tensor, ...]]:
+def tensors(case: Case, device: str = "cpu") -> tuple[dict[str, torch.Tensor], torch.Tensor, tuple[torch.Tensor, ...]]:
     """Operands, the state that enters, and the cotangents of the results; float64."""
     operands, state = inputs(case)
-    given = tuple(map(torch.from_numpy, cotangents(case)))
-    return {name: torch.from_numpy(x) for name, x in operands.items()}, torch.from_numpy(state), given
+    moved = partial(torch.tensor, device=device)
+    return {name: moved(x) for name, x in operands.items()}, moved(state), tuple(map(moved, cotangents(case)))
 
 
 def sharded(x: torch.Tensor, ring: Ring) -> torch.Tensor:

@@ -75,6 +75,20 @@ def test_on_a_ring(name, size, layout, documents):
     compare(name, size, layout, documents)
 
 
+@pytest.mark.timeout(120)
+def test_many_chunks_on_few_cores():
+    """A triangular solve of jaxlib's stood still here: its threads waited for each other."""
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(rng.random(shape) / 8, jnp.float32) for shape in [(2, 512, 8, 64)] * 3 + [(2, 512, 8)] * 2]
+
+    @jax.jit
+    def gradients(q, k, v, g, beta):
+        return jax.grad(lambda q, k, v: jax_core.gated_delta_rule(q, k, v, -g, beta).sum(), argnums=(0, 1, 2))(q, k, v)
+
+    for _ in range(5):
+        jax.block_until_ready(gradients(*operands))
+
+
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_another_document_moves_no_bit(name):
     """Of results and gradients, though both begin in one chunk: a sum that goes on over a document's start is rounded."""

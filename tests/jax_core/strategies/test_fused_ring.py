@@ -263,10 +263,10 @@ def test_every_feature_compiles(dtype: str):
     assert text.count('custom_call_target="tpu_custom_call"') == 2
 
 
-def test_auto_fuses_on_a_ring_of_tpus():
+def test_auto_leaves_it_to_its_name_on_tpus():
     text = compiled("v5e:2x4", "auto", 256, heads=2, kv_heads=1).as_text()
     assert "tpu_custom_call" in text
-    assert "collective-permute" not in text
+    assert "collective-permute" in text
 
 
 def test_what_a_tpu_sends_into_is_in_hbm():

@@ -1,4 +1,8 @@
-"""Layers with a state on a ring, beside one process; run by test_recurrence.py of ring_attn."""
+"""Layers with a state on a ring, beside one process; run by test_recurrence.py of ring_attn, and with "cuda" by
+test_rings.py of GPUs."""
+
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -8,7 +12,11 @@ from state_torch import gradients_of, sharded, tensors
 import ring_attn
 from ring_attn import Ring
 
-dist.init_process_group("gloo")
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+if DEVICE == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.set_default_device(DEVICE)
+dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
 ring_attn.start()
 rank, size = dist.get_rank(), dist.get_world_size()
 layouts = ["contiguous", "zigzag", ring_attn.balance(LENGTH, size, causal=True, piece=LENGTH // (3 * size))]
@@ -17,8 +25,8 @@ layouts = ["contiguous", "zigzag", ring_attn.balance(LENGTH, size, causal=True, 
 def compare(name, layout, documents):
     """Results, the gradients of shards, and the sums over ranks of those that all ranks hold."""
     case, ring, ids = CASES[name], Ring(layout=layout), ids_of(documents)
-    operands, state, given = tensors(case)
-    ids = None if ids is None else torch.from_numpy(ids)
+    operands, state, given = tensors(case, DEVICE)
+    ids = None if ids is None else torch.tensor(ids)
     (y, last), exact = gradients_of(case, operands, state, given, ids, mesh="local")
     shards = {name: sharded(x, ring) for name, x in operands.items()}
     # All ranks hold the final state: each makes its part of the loss.
@@ -58,7 +66,7 @@ else:
 ends = torch.tensor([0, 5, 12])
 places = ring_attn.positions(16, layout="zigzag") if size == 2 else None
 if places is not None:
-    ids = torch.where(places < 12, (places >= 5).int(), -1)[None]
+    ids = torch.where(places < 12, (places >= 5).int(), -1)[None].to(DEVICE)
     a = ring_attn.causal_conv1d(x, weight, layout="zigzag", cu_seqlens=ends)
     b = ring_attn.causal_conv1d(x, weight, layout="zigzag", segment_ids=ids)
     assert torch.equal(a, b)
