@@ -51,8 +51,8 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(config, items):
-    """On a machine with few cores a third of the cases of the wide tables are tried, and all that have everything in them, and half
-    of the costly tests; asked for by name, any."""
+    """On a machine with few cores a third of the cases of the wide tables are tried, and all that have everything in them, and a
+    third of the costly tests; asked for by name, any."""
     if ALL or config.option.keyword or any("::" in argument for argument in config.args):
         return
     left = [item for item in items if _is_left_out(item)]
@@ -61,5 +61,5 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_left_out(item):
-    wide = item.get_closest_marker("wide") and "everything" not in item.nodeid and of_the_day(item.nodeid, 3) != 0
-    return bool(wide or (item.get_closest_marker("costly") and of_the_day(item.nodeid, 2) != 0))
+    wide = item.get_closest_marker("wide") and "everything" not in item.nodeid
+    return bool((wide or item.get_closest_marker("costly")) and of_the_day(item.nodeid, 3) != 0)

@@ -87,7 +87,7 @@ def test_cute_documents_as_rectangles(name, dims):
     bounds = np.asarray(packed.bounds)
     ends = np.where((bounds > 0) & (bounds < packed.ring * packed.length), 5, 0)  # most tiles have rows of two documents
     packed = packed._replace(bounds=16 * bounds + ends, length=16 * packed.length, dim=dims)
-    names, real = ("out", "lse", "dq", "dk", "dv"), packed.ids[:, packed.order] >= 0
+    names, real = ("out", "lse", "dq", "dk", "dv"), packed.piece_table[1]["q_segment_ids"] >= 0
     found, wanted = packed_rows.computed(packed, "cute", "bfloat16"), packed_rows.computed(packed, "xla", "float32")
     for what, x, y in zip(names, found, wanted, strict=True):
         x, y = (np.asarray(each, np.float32) for each in (x, y))

@@ -15,7 +15,6 @@ from torch_bridge.backends.dlpack import keeping_device, precision_scope
 from torch_bridge.backends.executable import Compilation, Executable
 from torch_bridge.backends.launch import Compiled, Join, Launcher, jax_device, launcher
 from torch_bridge.backends.operation import Form, Local, Request, Results
-from torch_bridge.job.compilation_cache import shares_compiling
 from torch_bridge.job.mesh import ProcessRing, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.job.ring import Tensors
 from torch_bridge.job.runtime import start
@@ -61,8 +60,6 @@ class Program:
     def _expect_backward(self, operands: Tensors) -> None:
         """Have a backward compiled while the first forward is, and runs: of those operands that need gradients now, for a cotangent
         of the first result. Any other is compiled when it is called."""
-        if not shares_compiling():
-            return
         needed = {number for number, x in enumerate(operands) if x is not None and x.requires_grad}
         if needed:
             wanted = tuple(sorted(needed.union(self.request.operation.differentiated)))

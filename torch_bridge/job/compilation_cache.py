@@ -69,6 +69,6 @@ def _write_whole_files(folder: Path) -> None:
 
 
 def shares_compiling() -> bool:
-    """Whether processes of a host share what they compile, and backwards are compiled ahead: not yet on machines with GPUs, where
-    not all of tests/gpu has run with it."""
+    """Whether processes of a host share what they compile: not yet on machines with GPUs, where it has not run, as tests keep no
+    programs."""
     return not torch.cuda.is_available()

@@ -43,6 +43,8 @@ from jax_core.strategies.fused_ring.constants import route
 from jax_core.strategies.fused_ring.rotation import RemoteTransfer
 from jax_core.testing.oracle import reference_attention
 
+pytestmark = pytest.mark.costly  # interpreted, most of it
+
 
 def race_detector(**settings):
     """Runs kernels in the interpreter that prints ``RACE DETECTED`` when it sees one."""

@@ -61,6 +61,7 @@ xla.{of} = wrong
 """
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "result", "launcher", "told"),

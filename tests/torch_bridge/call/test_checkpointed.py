@@ -40,6 +40,7 @@ def tensors_in_circles():
     return [type(x).__name__ for x in gc.garbage if isinstance(x, torch.Tensor)]
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_leaves_no_tensor_to_the_garbage_collection(reentrant: bool):
@@ -54,6 +55,7 @@ def test_a_checkpoint_leaves_no_tensor_to_the_garbage_collection(reentrant: bool
     assert tensors_in_circles() == []
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("wrong", [{"sliding_window": -7}, {"is_causal_": True}], ids=["value", "name"])
 def test_an_error_leaves_no_tensor_to_the_garbage_collection(wrong):
