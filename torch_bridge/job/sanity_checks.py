@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import FrameType
 from typing import Any, TypedDict
@@ -88,20 +89,36 @@ def different_batches(ranks: list[Holding]) -> str | None:
 
 
 def check_same_queries(ring: ProcessRing, query: torch.Tensor) -> None:
-    """Raises ValueError on all ranks of a ring unless they hold the same queries. A ring call, as :func:`check_shards`.
-
-    Processes may have rounded differently, so a few values are compared, not bits."""
-    flat = query.detach().float().flatten()
-    some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu()
-    answers = exchange(ring, "the queries that all ranks share", json.dumps(some.tolist()))
-    ranks = torch.tensor([json.loads(text) for text in answers]) if answers else some[None]
-    apart = (ranks - ranks[0]).abs().amax(1) > _ROUNDING * ranks.abs().max()
-    if bool(apart.any()):
+    """Raises ValueError on all ranks of a ring unless they hold the same queries. A ring call, as :func:`check_shards`."""
+    for _, ranks in _apart(ring, {"queries": query}):
         with known_to_all():
             raise ValueError(
                 f"the queries must be the same on all ranks of the {ring}, as the new tokens that all of them decode; those of "
-                f"ring ranks {apart.nonzero().flatten().tolist()} differ from rank 0's: let one rank choose the tokens for all"
+                f"ring ranks {ranks} differ from rank 0's: let one rank choose the tokens for all"
             )
+
+
+def check_shared(ring: ProcessRing, function: str, operands: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError on all ranks of a ring unless they hold the same ``operands``. A ring call, as :func:`check_shards`."""
+    for name, ranks in _apart(ring, operands):
+        with known_to_all():
+            raise ValueError(
+                f"{name} of {function} must be the same on all ranks of the {ring}; those of ring ranks {ranks} differ from rank "
+                "0's: load or broadcast the same values, and let all ranks take the same optimizer steps"
+            )
+
+
+def _apart(ring: ProcessRing, shared: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[int]]]:
+    """What the ranks do not share, and which ranks hold something else than the first. Processes may have rounded differently, so
+    a few values are compared, not bits."""
+    flat = {name: x.detach().float().flatten() for name, x in shared.items()}
+    some = {name: x[:: max(1, x.numel() // _SAMPLES)].tolist() for name, x in flat.items()}
+    answers = exchange(ring, f"what all ranks share: {', '.join(shared)}", json.dumps(some)) or ()
+    for name in shared if answers else ():
+        ranks = torch.tensor([json.loads(text)[name] for text in answers])
+        apart = (ranks - ranks[:1]).abs().amax(1) > _ROUNDING * ranks.abs().max()
+        if bool(apart.any()):
+            yield name, apart.nonzero().flatten().tolist()
 
 
 def shapes_only() -> bool:

@@ -10,12 +10,12 @@ import torch
 
 from jax_core.masks.layout import Layout
 from jax_core.options import Placement
-from jax_core.recurrence.layer import Layer
+from jax_core.recurrence.layer import Layer, Operand
 from jax_core.recurrence.pieces import Pieces, pieces_of
 from torch_bridge.backends.operation import Form, Operation, Request, Results
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import AnyRing, Tensors
-from torch_bridge.job.sanity_checks import check_shards
+from torch_bridge.job.sanity_checks import check_shards, check_shared
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,12 @@ class LayerWithState(Operation):
         return Empty(request.results, request.device, len(self.operands) - 2) if nothing else None
 
     def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
-        like = self._like(operands)
-        check_shards(ring, str(self.layout), like)
+        check_shards(ring, str(self.layout), self._like(operands))
+        *inputs, state, _ = operands
+        whole = {each.name: x for each, x in zip(self.layer.signature, inputs, strict=True) if _has_no_tokens(each, x)}
+        shared = {name: x for name, x in {**whole, "initial_state": state}.items() if x is not None and x.numel()}
+        if shared:
+            check_shared(ring, self.name, shared)
 
     def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
         return tuple(None if form is None else (form.shape[2:], form.dtype) for form in forms)
@@ -128,6 +132,11 @@ class Empty:
         if self.state in gradients and cotangents[1] is not None:
             gradients[self.state] += cotangents[1]
         return list(gradients.values())
+
+
+def _has_no_tokens(operand: Operand, x: torch.Tensor | None) -> bool:
+    """Whether an operand is the same on all ranks: none of its dimensions is the sequence."""
+    return x is not None and all("t" not in dims for dims in operand.dims if len(dims) == x.ndim)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:

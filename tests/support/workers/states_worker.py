@@ -54,9 +54,13 @@ for number, name in enumerate(ONE_OF_EACH):
     compare(name, layouts[number % 3], "padding")
 
 x, weight = torch.randn(1, 8, 2), torch.randn(2, 4)
+dist.broadcast(weight, 0)
 refused("striped", ring_attn.causal_conv1d, x, weight, layout="striped")
 refused("causal_conv1d must be called with shards of the same shapes", ring_attn.causal_conv1d, x[:, : 8 - 2 * rank], weight)
 refused("weight must be", ring_attn.causal_conv1d, x, weight if rank else weight[0])  # one rank's error is all ranks'
+refused("weight of causal_conv1d must be the same on all ranks", ring_attn.causal_conv1d, x[:, :6], weight + rank)
+q, state = torch.randn(1, 8, 2, 4), torch.full((1, 2, 4, 4), float(rank))
+refused("those of ring ranks", ring_attn.linear_attention, q, q, q, initial_state=state)
 try:
     ring_attn.causal_conv1d(x, weight, layout="contiguous" if rank else "zigzag")
 except ValueError as error:
