@@ -1,5 +1,6 @@
 """Rings of all GPUs that there are: every feature, every strategy, and the kernels for 16 bits, in processes of their own."""
 
+import re
 from itertools import product
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def test_every_feature_over_several_rings():
     need(4)
     fine, said = torchrun(EVEN, f"{WORKERS}/attention_worker.py", "cuda", str(EVEN // 2), "float32", **OF_WORKERS)
     assert fine, said
+
+
+def test_of_two_ranks_one_compiles(tmp_path):
+    """Each program, and a second job none, with the same gradients: what is off on GPUs until this has passed there."""
+    need(2)
+    worker, of_job = f"{WORKERS}/programs_of_ranks.py", {**OF_WORKERS, "RING_ATTN_CACHE": str(tmp_path)}
+    (fine, first), (fine_again, second) = (torchrun(2, worker, "cuda", **of_job) for _ in range(2))
+    assert fine and fine_again, first + second
+    compiled = sum(map(int, re.findall(r"compiled (\d+)", first)))
+    assert compiled == len(list(tmp_path.rglob("*-program"))) >= 2, first
+    assert re.findall(r"compiled (\d+)", second) == ["0", "0"], second
+    assert len(set(re.findall("gradients .*", first + second))) == 2, first + second
 
 
 def test_layers_with_a_state():
