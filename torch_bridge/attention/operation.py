@@ -83,6 +83,10 @@ class Attention(Operation):
         nothing = any(form is not None and 0 in form.shape[:2] for form in request.forms[: len(QKV)])
         return Empty(request.results, request.device, SINKS) if nothing else None
 
+    @property
+    def has_one_cotangent(self) -> bool:
+        return not self.options.lse_gradient
+
     def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
         query, value = operands[0], operands[VALUE]
         assert query is not None and value is not None

@@ -58,10 +58,10 @@ class Program:
         return self._run("backward", compiled, (*operands, *results, *cotangents))
 
     def _expect_backward(self, operands: Tensors) -> None:
-        """Have a backward compiled while the first forward is, and runs: of those operands that need gradients now, for a cotangent
-        of the first result. Any other is compiled when it is called."""
+        """Have a backward compiled while the first forward is, and runs: of those operands that need gradients now. Where it is not
+        known which results will have a cotangent, it is compiled when it is called."""
         needed = {number for number, x in enumerate(operands) if x is not None and x.requires_grad}
-        if needed:
+        if needed and self.request.operation.has_one_cotangent:
             wanted = tuple(sorted(needed.union(self.request.operation.differentiated)))
             self.executables[0].meanwhile = partial(self._compile_backward, wanted)
 

@@ -90,6 +90,11 @@ class Operation:
     differentiated: tuple[int, ...]
 
     @property
+    def has_one_cotangent(self) -> bool:
+        """Whether none but the first result can have a cotangent."""
+        return False
+
+    @property
     def of_this_process(self) -> bool:
         """Whether it holds functions, which may differ under one name in another process."""
         return False

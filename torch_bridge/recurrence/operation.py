@@ -44,6 +44,10 @@ class LayerWithState(Operation):
         """The one whose gradient needs all that is sent in a backward."""
         return (self.operands.index(self.layer.like),)
 
+    @property
+    def has_one_cotangent(self) -> bool:
+        return not self.layer.final_state
+
     def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
         *inputs, state, ids = operands
         length = self.layer.sizes(inputs, state, ids)["t"]

@@ -177,3 +177,12 @@ def test_the_calls_of_a_block_say_what_was_compiled():
     with Explaining(run=False) as inquiry:
         ring_attention(*torch.zeros(3, 1, 3, 2, 8), softcap=1.875)
     assert "compiled" not in str(inquiry)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_backward_is_compiled_ahead_if_its_cotangents_are_known(return_lse, monkeypatch):
+    begun = []
+    monkeypatch.setattr(Executable, "compile_ahead", lambda *_: begun.append("backward"))
+    q = torch.ones(1, 7, 1, 3, requires_grad=True)
+    ring_attention(q, q, q, mesh="local", return_lse=return_lse)
+    assert begun == ([] if return_lse else ["backward"])
