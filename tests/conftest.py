@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from effort import ALL, SALT, of_the_day
+from effort import ALL, SALT, SHARE, of_the_day
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -47,12 +47,12 @@ def nothing_padded_before():
 
 
 def pytest_report_header():
-    return "wide tables: all cases" if ALL else f"wide tables: a part, chosen by SALT={SALT}; FULL=1 tries all"
+    return "wide tables: all cases" if ALL else f"wide tables: a part, chosen by SALT={SALT} SHARE={SHARE}; FULL=1 tries all"
 
 
 def pytest_collection_modifyitems(config, items):
-    """On a machine with few cores a third of the cases of the wide tables are tried, and all that have everything in them, and a
-    third of the costly tests; asked for by name, any."""
+    """On a machine with few cores a quarter of the costly tests and of the cases of the wide tables are tried, and all that have
+    everything in them; of all others one in ``SHARE``. Asked for by name, any."""
     if ALL or config.option.keyword or any("::" in argument for argument in config.args):
         return
     left = [item for item in items if _is_left_out(item)]
@@ -61,5 +61,5 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_left_out(item):
-    wide = item.get_closest_marker("wide") and "everything" not in item.nodeid
-    return bool((wide or item.get_closest_marker("costly")) and of_the_day(item.nodeid, 3) != 0)
+    often = "everything" in item.nodeid or not any(map(item.get_closest_marker, ("wide", "costly")))
+    return of_the_day(item.nodeid, SHARE if often else 4 * SHARE) != 0

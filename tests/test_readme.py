@@ -91,6 +91,7 @@ BARE = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("command", BARE)
 def test_an_example_that_lacks_something_says_how_to_start_it(command: str):
     """In one line, and it does not pass for done."""

@@ -216,6 +216,7 @@ PAIRS = [(place, "MAML") for place in PLACES]
 PAIRS += [("alone", "penalty"), ("on a mesh", "penalty"), ("alone", "vjp of vjp"), ("two layers on a mesh", "vjp of vjp")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("place", "road"), PAIRS)
 def test_every_road(x64: None, place: str, road: str):
     attend, oracle = PLACES[place]

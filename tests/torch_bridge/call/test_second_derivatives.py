@@ -229,6 +229,7 @@ TWICE = "does not currently support double backward|appears to not have been use
 THROUGH_FUNCTIONAL = ("hessian", "hvp", "vhp", "jvp", "jacobian")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("road", SECOND)
 def test_a_compiled_loss(road: str):
     with pytest.raises(NotImplementedError, match=ONCE):
@@ -237,6 +238,7 @@ def test_a_compiled_loss(road: str):
         SECOND[road](compiled(energy(attention), "aot_eager", fullgraph=True))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("road", THROUGH_FUNCTIONAL)
 def test_functional_of_a_compiled_loss(road: str, backend: str):
@@ -259,6 +261,7 @@ def test_functional_of_what_is_compiled_and_differentiated_once():
     torch.testing.assert_close(found, torch.diag(6 * Q[0, 0, 0] * attention(Q).sum()))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("road", ["dual numbers", "dual numbers under no_grad"])
 def test_dual_numbers_in_a_compiled_loss(backend: str, road: str):
