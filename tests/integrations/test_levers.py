@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 CASES = ("head_groups", "offload", "offload_inputs", "again", "loss_chunk", "mlp_tile", "all")
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.costly)])
 def test_every_lever_over_a_ring_with_fsdp(size):
     printed = torchrun("levers_worker.py", size, PYTHONWARNINGS="ignore")
     for name in CASES:

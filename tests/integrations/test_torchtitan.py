@@ -19,6 +19,7 @@ def runs(tmp_path_factory):
     return torch.load(whole) | torch.load(rings)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", STEPS)
 def test_its_steps_are_those_of_one_process(runs, name):
     expected, found = (torch.tensor(runs[each], dtype=torch.float64) for each in ("one process", name))
