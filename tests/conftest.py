@@ -51,8 +51,8 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(config, items):
-    """On a machine with few cores a quarter of the costly tests and of the cases of the wide tables are tried, and all that have
-    everything in them; of all others one in ``SHARE``. Asked for by name, any."""
+    """On a machine with few cores a quarter of the costly tests and of the cases of the wide tables are tried, and all of these
+    that have everything in them; of all others one in ``SHARE``. Asked for by name, any."""
     if ALL or config.option.keyword or any("::" in argument for argument in config.args):
         return
     left = [item for item in items if _is_left_out(item)]
@@ -61,5 +61,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_left_out(item):
-    often = "everything" in item.nodeid or not any(map(item.get_closest_marker, ("wide", "costly")))
-    return of_the_day(item.nodeid, SHARE if often else 4 * SHARE) != 0
+    wide = item.get_closest_marker("wide") and "everything" not in item.nodeid
+    seldom = wide or item.get_closest_marker("costly")
+    return of_the_day(item.nodeid, 4 * SHARE if seldom else SHARE) != 0
