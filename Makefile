@@ -78,8 +78,8 @@ test-tpu: $(TPU_COMPILER)/.installed
 		tests/jax_core/strategies/test_tpu_program.py tests/jax_core/strategies/test_fused_ring.py -k "tpu or compiles" $(PYTEST_FLAGS)
 
 # On a machine with GPUs and its own PyTorch, JAX and jax-triton; PYTHON names the interpreter that has them. All GPUs take part, and
-# what is left out (for too few of them, or a kernel that cannot be called) is said at the end. In four parts, each within nine minutes on
-# two H100: make test-gpu PART=1/4 and so on; but for the second, which counts memory, GPU_JOBS=4 runs four tests at a time.
+# what is left out (for too few of them, or a kernel that cannot be called) is said at the end. In four parts:
+# make test-gpu PART=1/4 and so on; but for the second, which counts memory, GPU_JOBS=4 runs four tests at a time.
 test-gpu:
 	JAX_PLATFORMS=cuda,cpu $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu -ra tests/gpu $(if $(PART),--part $(PART)) \
 		$(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_FLAGS)

@@ -1,8 +1,7 @@
 """Triangular systems by matrix products alone.
 
 ``lax.linalg.triangular_solve`` would do, but on CPU (jaxlib 0.10.2) it divides a batch among the threads that XLA computes with and
-waits for them on one of them: with two such calls at a time on two cores, none is left, and the process stands still. On GPUs it is
-a library's kernel for each system.
+waits for them on one of them: with two such calls at a time on two cores, none is left, and the process stands still.
 """
 
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""``make test-gpu`` on a machine without a GPU says so, test by test. ``--part 2/4``: of four parts the second, each within nine
-minutes on two H100."""
+"""``make test-gpu`` on a machine without a GPU says so, test by test. ``--part 2/4``: of four parts the second."""
 
 import os
 

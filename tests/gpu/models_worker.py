@@ -62,8 +62,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Bamba": ("", dict(head_dim=None, attn_layer_indices=[1], mamba_n_heads=16, mamba_d_head=64, mamba_d_state=64)),
 }
-HYBRIDS = ("OlmoHybrid", "Bamba")
 WAYS = ("plain", "left", "packed", "fsdp2", "levers")
+WITH_LEVERS = ("Llama", "Qwen3Moe")
 LEVERS = dict(checkpoint="offload", offload_inputs=True, head_groups=2, mlp_tile=300, loss_chunk=300)
 
 
@@ -86,7 +86,7 @@ def main() -> int:
     for name in options.models:
         for tokens in options.tokens:
             for way in options.ways:
-                if way == "levers" and name not in ("Llama", "Qwen3Moe"):
+                if way == "levers" and name not in WITH_LEVERS:
                     continue
                 wrong += not compare(team, name, tokens, way)
                 tidy()
@@ -112,7 +112,7 @@ def made(name: str, device: torch.device) -> Any:
     """With "eager" attention, the same on every rank."""
     kind, settings = MODELS[name]
     torch.manual_seed(0)
-    given = {name: value for name, value in {**SIZES, **settings}.items() if value is not None}
+    given = {key: value for key, value in {**SIZES, **settings}.items() if value is not None}
     config = getattr(transformers, f"{name}{kind}Config")(**given, attn_implementation="eager")
     return getattr(transformers, f"{name}ForCausalLM")(config).to(device).train()
 

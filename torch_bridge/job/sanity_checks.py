@@ -111,11 +111,12 @@ def check_shared(ring: ProcessRing, function: str, operands: Mapping[str, torch.
 def _apart(ring: ProcessRing, shared: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[int]]]:
     """What the ranks do not share, and which ranks hold something else than the first. Processes may have rounded differently, so
     a few values are compared, not bits."""
-    flat = {name: x.detach().float().flatten() for name, x in shared.items()}
+    flat = {name: x.detach().float().flatten() for name, x in shared.items() if x.numel()}
     some = {name: x[:: max(1, x.numel() // _SAMPLES)].tolist() for name, x in flat.items()}
-    answers = exchange(ring, f"what all ranks share: {', '.join(shared)}", json.dumps(some)) or ()
-    for name in shared if answers else ():
-        ranks = torch.tensor([json.loads(text)[name] for text in answers])
+    answers = exchange(ring, f"what all ranks share: {', '.join(shared)}", json.dumps(some))
+    told = [json.loads(text) for text in answers] if answers else [some]
+    for name in some:
+        ranks = torch.tensor([each[name] for each in told])
         apart = (ranks - ranks[:1]).abs().amax(1) > _ROUNDING * ranks.abs().max()
         if bool(apart.any()):
             yield name, apart.nonzero().flatten().tolist()

@@ -72,8 +72,10 @@ class LayerWithState(Operation):
     def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
         check_shards(ring, str(self.layout), self._like(operands))
         *inputs, state, _ = operands
-        whole = {each.name: x for each, x in zip(self.layer.signature, inputs, strict=True) if _has_no_tokens(each, x)}
-        shared = {name: x for name, x in {**whole, "initial_state": state}.items() if x is not None and x.numel()}
+        given = ((each, x) for each, x in zip(self.layer.signature, inputs, strict=True) if x is not None)
+        shared = {each.name: x for each, x in given if _has_no_tokens(each, x)}
+        if state is not None:
+            shared["initial_state"] = state
         if shared:
             check_shared(ring, self.name, shared)
 
@@ -138,9 +140,9 @@ class Empty:
         return list(gradients.values())
 
 
-def _has_no_tokens(operand: Operand, x: torch.Tensor | None) -> bool:
+def _has_no_tokens(operand: Operand, x: torch.Tensor) -> bool:
     """Whether an operand is the same on all ranks: none of its dimensions is the sequence."""
-    return x is not None and all("t" not in dims for dims in operand.dims if len(dims) == x.ndim)
+    return all("t" not in dims for dims in operand.dims if len(dims) == x.ndim)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:

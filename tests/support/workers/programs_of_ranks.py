@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch_bridge.job import compilation_cache
 
 ON_GPU = sys.argv[1:] == ["cuda"]
-compilation_cache.shares_compiling = lambda: True  # before anybody takes it from there
+if ON_GPU:
+    compilation_cache.shares_compiling = lambda: True  # before anybody takes it from there
 
 import ring_attn  # noqa: E402
 
