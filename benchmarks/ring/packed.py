@@ -17,6 +17,7 @@ On a machine without GPUs: torchrun ... -m benchmarks.ring.packed --tokens 1024 
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,12 @@ import torch.distributed as dist
 
 import ring_attn
 from benchmarks.harness.report import Report, default_folder
+from benchmarks.harness.streams import Event, recorded, split
 from benchmarks.harness.systems import Case, Inputs, Prepared, difference, make_inputs, through_torch
-from benchmarks.harness.team import Team
+from benchmarks.harness.team import GIB, ON_GPU, Team
 from benchmarks.harness.timing import reason, take_turns
 from benchmarks.ring.flash_attn_of_torch import ring_flash_attn
+from benchmarks.ring.profile import KINDS, kind
 
 Take = Callable[[torch.Tensor], torch.Tensor]  # [1, length, heads, dim] of the whole: this rank's part
 PHASES = ("forward", "both")
@@ -147,6 +150,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sample-ms", type=float, default=60.0)
+    parser.add_argument("--profile", action="store_true", help="where the time of both passes goes, on the first rank's GPU")
     parser.add_argument("--output", type=Path, default=default_folder("ring-packed"))
     options = parser.parse_args()
     options.kv_heads = options.kv_heads or options.heads
@@ -174,6 +178,23 @@ def compare(team: Team, options: argparse.Namespace, case: Case, report: Report)
             report.add(case=case.name, system=name, phase=phase, **taken.figures() | {"ms": median, "tflops": rate})
         for name, error in failed.items():
             report.add(case=case.name, system=name, phase=phase, failed=reason(error))
+    for name, made in ready.items() if options.profile else ():
+        events = recorded(made.passes["both"].call, team.ready)
+        report.add(case=case.name, system=name, phase="profile", **split(events, kind, KINDS), **of_device())
+        report.say("\n".join(longest(events)))
+
+
+def of_device() -> dict[str, float]:
+    return {"device, GiB": torch.cuda.device_memory_used() / GIB} if ON_GPU else {}
+
+
+def longest(events: list[Event], most: int = 14) -> list[str]:
+    """What took longest: microseconds in all, how often, and its name."""
+    taken, often = Counter[str](), Counter[str]()
+    for event in events:
+        taken[event.name] += round(event.length)
+        often[event.name] += 1
+    return [f"    {us:7} us, {often[name]:3} times: {name[:110]}" for name, us in taken.most_common(most)]
 
 
 def check(team: Team, case: Case, name: str, truth: list[torch.Tensor], report: Report) -> Prepared | None:

@@ -25,9 +25,9 @@ import torch
 from benchmarks.harness import jobs
 from benchmarks.harness.report import Report, default_folder
 from benchmarks.training.job import ROWS, SAID
-from benchmarks.training.systems import LEVERS, SYSTEMS
+from benchmarks.training.systems import CONTEXT_PARALLEL, LEVERS, SYSTEMS
 
-# By name: whether FSDP2 shards the weights, whether activations are checkpointed, and whether torch compiles each layer.
+# By name: whether FSDP2 shards the weights, activations are checkpointed, torch compiles each layer, its segments grow.
 SETTINGS = {
     "replicated": [],
     "replicated, compiled": ["--compiled"],
@@ -35,8 +35,10 @@ SETTINGS = {
     "FSDP2": ["--sharded"],
     "FSDP2, compiled": ["--sharded", "--compiled"],
     "FSDP2, no checkpointing": ["--sharded", "--no-checkpointing"],
+    "FSDP2, expandable segments": ["--sharded", "--expandable"],
 }
-OURS, PEER, ALONE = "ring-attn", "context_parallel, allgather", "SDPA on one GPU"
+OURS, PEER, ALONE = "ring-attn", CONTEXT_PARALLEL, "SDPA on one GPU"
+PEER_IN_CHUNKS = f"{CONTEXT_PARALLEL}, loss chunk"
 
 
 def job(report: Report, options: argparse.Namespace, setting: str, system: str, seconds: float) -> None:
@@ -80,6 +82,8 @@ def compare(report: Report, options: argparse.Namespace) -> None:
             _ratio(report, case, "device, GiB", PEER, at_most=0.75 if row == "128k" else 0.97)
             _ratio(report, case, "tokens/s", PEER, at_least=1.25 if compiled else FASTER.get(row, 1.0))
             _ratio(report, case, "tokens/s", ALONE, at_least=1.9)
+            for name in LEVERS:
+                _ratio(report, case, "tokens/s", PEER_IN_CHUNKS, system=f"ring-attn, {name}", at_least=1.3)
             if compiled:
                 _ratio(
                     report,
@@ -91,11 +95,11 @@ def compare(report: Report, options: argparse.Namespace) -> None:
                 )
 
 
-def _ratio(report: Report, case: str, figure: str, peer: str, of_case: str = "", **target: float) -> None:
+def _ratio(report: Report, case: str, figure: str, peer: str, of_case: str = "", system: str = OURS, **target: float) -> None:
     """Nothing where one of them was not measured. ``of_case``: the peer's, if it is another."""
-    mine, theirs = report.find(case, OURS, "", figure), report.find(of_case or case, peer, "", figure)
+    mine, theirs = report.find(case, system, "", figure), report.find(of_case or case, peer, "", figure)
     if mine and theirs:
-        name = f"{case}: {figure}, {OURS} / {peer}" + (f" of {of_case}" if of_case else "")
+        name = f"{case}: {figure}, {system} / {peer}" + (f" of {of_case}" if of_case else "")
         report.ratio(name, mine / theirs, **target)
 
 
@@ -106,7 +110,7 @@ def main() -> None:
         "--systems", nargs="+", choices=SYSTEMS, default=[x for x in SYSTEMS if x.removeprefix("ring-attn, ") not in LEVERS]
     )
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[row for row in ROWS if row not in ("256k", "512k", "1M")])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[name for name, row in ROWS.items() if row.steps > 1])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--time", type=float, default=900, help="seconds that a job may take")
     parser.add_argument("--wide", action="store_true", help="Qwen3-8B's shapes, of so many layers")

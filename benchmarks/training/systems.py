@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ring_attn import memory
+from ring_attn import chunked_cross_entropy, memory
 from ring_attn.integrations.transformers import context_parallel
 from ring_attn.memory import Levers, Shapes, peak
 from ring_attn.memory.formula import GIB
@@ -133,6 +133,19 @@ def _causal_alone() -> None:
     modeling_qwen3.create_causal_mask = lambda **_: None
 
 
+def _summing(model: Any, loss_chunk: int | None) -> None:
+    """From here on the model is a function of tokens, labels and positions to the sum of their losses: within its forward, where
+    FSDP2 has the head's weights. ``loss_chunk``: this library's loss, so many tokens at a time."""
+
+    def forward(tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = model.model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        if loss_chunk is not None:
+            return chunked_cross_entropy(model.lm_head, hidden, labels, chunk_size=loss_chunk, mesh="local", num_items=1)
+        return F.cross_entropy(model.lm_head(hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+    model.forward = forward
+
+
 def _in_torch(
     model: Any, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, enter: Any, backward: Callable[[torch.Tensor], None]
 ) -> Step:
@@ -143,10 +156,7 @@ def _in_torch(
             raise NotImplementedError("torch's context parallelism has no packed documents")
         buffers = [batch.tokens.clone(), batch.labels, batch.positions.clone()]
         with enter(buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)):
-            logits = model(input_ids=buffers[0], position_ids=buffers[2], use_cache=False).logits
-            total = F.cross_entropy(logits.flatten(0, 1).float(), buffers[1].flatten(), reduction="sum")
-            del logits
-            loss = total / (batch.tokens.shape[1] - 1)
+            loss = model(buffers[0], buffers[1], buffers[2]) / (batch.tokens.shape[1] - 1)
             backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -156,13 +166,14 @@ def _in_torch(
     return step
 
 
-def context_parallel_of_torch(method: str, setting: Setting, mesh: DeviceMesh) -> Step:
+def context_parallel_of_torch(method: str, setting: Setting, mesh: DeviceMesh, loss_chunk: int | None = None) -> Step:
     from torch.distributed.tensor.experimental import context_parallel as enter
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     _causal_alone()
     set_rotate_method(method)
     model = setting.model(mesh)
+    _summing(model, loss_chunk)
     if setting.sharded:
         _shard(model, mesh)
 
@@ -183,6 +194,7 @@ def sdpa(setting: Setting, mesh: DeviceMesh) -> Step:
         raise NotImplementedError("one GPU alone")
     _causal_alone()
     model = setting.model(mesh)
+    _summing(model, None)
     if setting.sharded:
         _shard(model, mesh)
 
@@ -208,6 +220,7 @@ def accelerate(setting: Setting, mesh: DeviceMesh) -> Step:
     config = ParallelismConfig(cp_size=mesh.size(), cp_handler=TorchContextParallelConfig(cp_comm_strategy="allgather"))
     accelerator = Accelerator(parallelism_config=config, fsdp_plugin=plugin)
     model = setting.model(mesh)
+    _summing(model, None)
     model, optimizer = accelerator.prepare(model, _optimizer(model, mesh))
 
     def backward(loss: torch.Tensor) -> None:
@@ -251,11 +264,13 @@ def predicted(system: str, setting: Setting, gpus: int, tokens: int) -> dict[str
     return {"tensors by the plan, GiB": found.tensors / GIB, "device by the plan, GiB": found.device / GIB}
 
 
+CONTEXT_PARALLEL = "context_parallel, allgather"
 SYSTEMS: dict[str, Callable[[Setting, DeviceMesh], Step]] = {
     **{name: partial(ours, levers) for name, levers in OURS.items()},
     "ring-attn, overlapped sums": partial(ours, Levers(), overlap=True),
-    "context_parallel, allgather": lambda *where: context_parallel_of_torch("allgather", *where),
-    "context_parallel, alltoall": lambda *where: context_parallel_of_torch("alltoall", *where),
+    CONTEXT_PARALLEL + ", loss chunk": partial(context_parallel_of_torch, "allgather", loss_chunk=1024),
+    CONTEXT_PARALLEL: partial(context_parallel_of_torch, "allgather"),
+    "context_parallel, alltoall": partial(context_parallel_of_torch, "alltoall"),
     "accelerate, cp_size": accelerate,
     "SDPA on one GPU": sdpa,
 }

@@ -10,9 +10,8 @@ from torch_bridge.job.ring import AnyRing
 
 
 def piece_table(placement: Placement, documents: Documents, total: int, ring: AnyRing, device: torch.device) -> Table | None:
-    """The table of its pieces, where one says all, over ``total`` places. Only on CPUs: on GPUs kernels go by the ids, until all of
-    tests/gpu has run with tables of pieces."""
-    pieces = placement.table if device.type == "cpu" and documents.in_one_piece else None
+    """The table of its pieces, where one says all, over ``total`` places."""
+    pieces = placement.table if documents.in_one_piece else None
     if pieces is None:
         return None
     return Table(torch.from_numpy(pieces).to(device), len(documents.tokens) < total, ranks_of(ring))

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import ring_attn
 from torch_bridge.backends import launch
 from torch_bridge.call import call_cache, programs
+from torch_bridge.call.host_copy import HostCopy
 from torch_bridge.job.jax_memory import trim_jax_memory
 
 MIB = 2**20
@@ -153,6 +154,25 @@ def offloaded(rank: int) -> None:
             return case.attention(*qkv)
 
     storm(rank, 150, run)
+
+
+def moved(rank: int) -> None:
+    """What goes to the host leaves no more of itself behind than a few copies, however far ahead the host is; and comes back."""
+    count, layers, before = 2**24, 12, torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(4 * 10**8)  # 0.2 s, in which the host does all of this
+    copies = [HostCopy(torch.full((count,), number, device="cuda", dtype=torch.float32)) for number in range(layers)]
+    copies[0].fetch()  # and is never used
+    copies[0] = copies[1]
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    for number in range(layers - 1, 0, -1):
+        found = copies.pop().on_device()
+        copies[-1].fetch()
+        wrong += (found != number).sum()
+        del found
+    assert int(wrong) == 0, f"rank {rank}: {int(wrong)} values"
+    most = torch.cuda.max_memory_allocated() - before
+    assert most <= 6 * 4 * count, f"rank {rank}: {most / (4 * count)} of {layers} at once"
 
 
 def compiled(rank: int) -> None:
@@ -321,6 +341,7 @@ CHECKS = {
     "two streams": on_two_streams,
     "checkpoints": in_checkpoints,
     "offloaded": offloaded,
+    "moved": moved,
     "compiled": compiled,
     "copied": copied,
     "threads": in_threads,

@@ -33,13 +33,12 @@ def test_every_feature_over_several_rings():
 
 
 def test_of_two_ranks_one_compiles(tmp_path):
-    """Each program, and a second job none, with the same gradients: what is off on GPUs until this has passed there."""
+    """The forward and the backward, while the other waits and reads them; a second job none, with the same gradients."""
     need(2)
     worker, of_job = f"{WORKERS}/programs_of_ranks.py", {**OF_WORKERS, "RING_ATTN_CACHE": str(tmp_path)}
     (fine, first), (fine_again, second) = (torchrun(2, worker, "cuda", **of_job) for _ in range(2))
     assert fine and fine_again, first + second
-    compiled = sum(map(int, re.findall(r"compiled (\d+)", first)))
-    assert compiled == len(list(tmp_path.rglob("*-program"))) >= 2, first
+    assert sum(map(int, re.findall(r"found (\d+)", first))) >= 2, first
     assert re.findall(r"compiled (\d+)", second) == ["0", "0"], second
     assert len(set(re.findall("gradients .*", first + second))) == 2, first + second
 

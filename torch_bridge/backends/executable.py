@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import Lock, RLock, Thread, Timer
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_core.turns import in_turn
-from torch_bridge.job.compilation_cache import shares_compiling
 
 LOG = logging.getLogger("ring_attn")
 LONG = 3.0  # seconds after which it is said that a program is being compiled
@@ -86,8 +85,7 @@ class Executable:
 
     def _compile(self, arrays: tuple[Any, ...]) -> _Made:
         started = time.perf_counter()
-        turns = in_turn() if shares_compiling() else nullcontext()
-        with turns, _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
+        with in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
             with _lowering:
                 lowered = self._function.lower(*arrays)
             meanwhile, self.meanwhile = self.meanwhile, None

@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from jax_core import internals
 from jax_core.caches import VARIABLE, cache_folder, make_folder, read_kept, write_kept
 
@@ -64,11 +62,5 @@ def _write_whole_files(folder: Path) -> None:
     if settings.jax_compilation_cache_max_size != -1 or settings.jax_compilation_cache_check_contents:
         return
     with suppress(ImportError, AttributeError, TypeError):
-        if internals.keep_programs_with(folder, read_kept, write_kept) and shares_compiling():
+        if internals.keep_programs_with(folder, read_kept, write_kept):
             internals.share_programs()  # files are written whole
-
-
-def shares_compiling() -> bool:
-    """Whether processes of a host share what they compile: not yet on machines with GPUs, where it has not run, as tests keep no
-    programs."""
-    return not torch.cuda.is_available()
