@@ -25,7 +25,8 @@ os.environ.setdefault("CPU_NUM_DEVICES", "4")
 
 # Triton's interpreter is chosen when Triton is imported, so what needs it runs in a process of its own (`make test` starts both);
 # and what needs a GPU runs where JAX may use one: JAX_PLATFORMS=cuda pytest -m gpu (`make test-gpu`).
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["jax_core/kernels/test_triton.py"]
+INTERPRETED = ["jax_core/kernels/test_triton.py", "torch_bridge/attention/test_decoding.py"]
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else INTERPRETED
 collect_ignore += [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["gpu"]
 
 # What needs transformers, accelerate, TRL, diffusers, flax, equinox or torchtitan: `make test-integrations` has them all.

@@ -22,11 +22,12 @@ from tools.import_graph import PACKAGES, ROOT, module_name, resolved
 
 FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "tools")
 WITH_INTEGRATIONS = ("examples/finetune_transformers.py", "examples/packed_sft.py", "examples/long_context.py")
-IN_THEIR_OWN = ("tests/gpu/*", "tests/integrations/*", "tests/jax_core/kernels/test_triton.py")
+INTERPRETED = ("tests/jax_core/kernels/test_triton.py", "tests/torch_bridge/attention/test_decoding.py")
+IN_THEIR_OWN = ("tests/gpu/*", "tests/integrations/*", *INTERPRETED)
 # The steps of .ci/run that can be left out: patterns of what they run, and of what they do not.
 STEPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "test-cpu": (("tests/test_*.py", "tests/**/test_*.py"), IN_THEIR_OWN),
-    "test-triton": (("tests/jax_core/kernels/test_triton.py",), ()),
+    "test-triton": (INTERPRETED, ()),
     "test-fast": (
         (
             "tests/torch_bridge/**/test_*.py",

@@ -14,6 +14,7 @@ from ring_attn.generation.checks import check_appended, check_operands, check_pr
 from ring_attn.generation.layer import EMPTY, CacheSlots, Layer, Sum, whole_layer, window_layer, written_layer
 from ring_attn.ring import Ring
 from ring_attn.sharding.reduction import agree, sum_over_ring
+from torch_bridge.job.capture import is_captured
 
 _SAME = "every rank of the ring must make the same call of its KVCache"
 _BY_POSITION = ("sliding_window", "chunk_size", "alibi_slopes", "mask_mod")  # options that read positions
@@ -29,11 +30,14 @@ class Prompt(NamedTuple):
 
 
 class _New(NamedTuple):
-    """What layers ask for in turn: positions and segments of new tokens, int32 ``[batch, tokens]``; and where they are kept."""
+    """What layers ask for in turn: how many tokens were appended before the new ones, as an int and on the device; positions and
+    segments of new tokens, int32 ``[batch, tokens]``; the slots that they take in layers of a kind; where ids are kept."""
 
     appended: int
+    before: Tensor
     positions: Tensor
     segments: Tensor
+    places: dict[tuple[int, int, bool], Tensor]
     kept: set[int]
 
 
@@ -62,6 +66,7 @@ class KVCache:
     _documents: bool = False  # whether prompts had segments of their own
     _prompt: Prompt | None = field(default=None, repr=False)
     _new: _New | None = field(default=None, repr=False)
+    _count: Tensor | None = field(default=None, repr=False)  # int64 []: of appended tokens, where a CUDA graph reads it
     _first: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False
     )  # by tokens: positions, segments of the first
@@ -82,7 +87,7 @@ class KVCache:
     @property
     def appended(self) -> int:
         """How many tokens every layer has appended to each entry."""
-        counts = {number: layer.appended for number, layer in self.layers.items() if not layer.written}
+        counts = self.counts()
         if len(set(counts.values())) > 1:
             raise ValueError(f"every layer must append the same tokens, but the layers have appended {counts}")
         return next(iter(counts.values()), 0)
@@ -104,7 +109,9 @@ class KVCache:
         if self.lengths is not None:
             raise ValueError("this cache has had its prompt; make a new KVCache for another one")
         (batch, length), device = input_ids.shape, input_ids.device
-        self.lengths = torch.full((batch,), length, device=device) if lengths is None else lengths.to(device, torch.int64)
+        self.lengths = torch.full((batch,), length, device=device)
+        if lengths is not None:
+            self.lengths.copy_(lengths)
         self.longest, self._documents = int(self.lengths.max()), segment_ids is not None
         whole = torch.zeros(batch, length, dtype=torch.int32, device=device) if segment_ids is None else segment_ids.to(torch.int32)
         self.segments = _last(whole, self.lengths)
@@ -118,7 +125,21 @@ class KVCache:
 
     def positions(self, tokens: int = 1) -> Tensor:
         """The positions of the next tokens, int64 ``[batch, tokens]``: in each entry they follow its own last token."""
-        return self._positions(self.appended, tokens)
+        return self._positions(self._appended_on_device(self.appended), tokens)
+
+    def counts(self) -> dict[int, int]:
+        """How many tokens each layer that appends any has appended."""
+        return {number: layer.appended for number, layer in self.layers.items() if not layer.written}
+
+    def set_counts(self, counts: dict[int, int]) -> None:
+        """As where layers appended tokens in a CUDA graph, which counts on the device alone, or did not, as it was captured."""
+        for number, appended in counts.items():
+            self.layers[number].appended = appended
+        self._new = None
+
+    def memory(self) -> tuple[int, ...]:
+        """Where its slots are: what a CUDA graph goes by."""
+        return tuple(x.data_ptr() for layer in self.layers.values() for x in (layer.held.key, layer.held.positions))
 
     def layer_of(self, module: nn.Module) -> int:
         """The number of a module's layer: modules are numbered in the order in which they first ask."""
@@ -196,20 +217,25 @@ class KVCache:
     def fork(self, index: Tensor) -> "KVCache":
         """A second cache of the batch entries ``index [new batch]`` (int64, the same on all ranks), as
         where one prompt is continued in several ways. Its memory is its own."""
-        ring = self.ring.processes
-        if not self.layers or index.dtype != torch.int64 or index.dim() != 1:
-            raise ValueError(f"batch entries are chosen by int64 [entries], in a cache with layers; got {index.dtype}")
-        if ring.size > 1:
-            agree(ring, index.device, f"batch entries {index.tolist()} of a KVCache", _SAME)
+        self._check_entries(index)
         layers = {number: layer.taken(index) for number, layer in self.layers.items()}
         lengths, segments = (None if x is None else x.index_select(0, index) for x in (self.lengths, self.segments))
-        return replace(self, layers=layers, lengths=lengths, segments=segments, _new=None, _first={})
+        return replace(self, layers=layers, lengths=lengths, segments=segments, _new=None, _first={}, _count=None)
 
     def reorder(self, index: Tensor) -> None:
         """The batch entries become those of ``index [batch]`` (int64), as after a step of a beam search."""
-        new = self.fork(index)
-        self.layers, self.lengths, self.segments = new.layers, new.lengths, new.segments
-        self._new, self._first = None, {}
+        if self.lengths is None or len(index) != len(self.lengths):
+            new = self.fork(index)
+            self.layers, self.lengths, self.segments, self._first = new.layers, new.lengths, new.segments, {}
+        else:
+            self._check_entries(index)
+            done: set[int] = set()
+            for layer in self.layers.values():
+                layer.reorder(index, done)
+            for x in (self.lengths, self.segments, *(ids for first in self._first.values() for ids in first)):
+                if x is not None:
+                    x.copy_(x.index_select(0, index))
+        self._new = None
 
     def grow(self, max_length: int) -> None:
         """Makes room for ``max_length`` tokens of an entry. The next step compiles a program for the new size: grow rarely."""
@@ -218,6 +244,12 @@ class KVCache:
         room = max_length - self.longest - self.appended
         self.layers = {number: layer.grown(room) for number, layer in self.layers.items()}
         self.max_length = max_length
+
+    def _check_entries(self, index: Tensor) -> None:
+        if not self.layers or index.dtype != torch.int64 or index.dim() != 1:
+            raise ValueError(f"batch entries are chosen by int64 [entries], in a cache with layers; got {index.dtype}")
+        if (ring := self.ring.processes).size > 1:
+            agree(ring, index.device, f"batch entries {index.tolist()} of a KVCache", _SAME)
 
     def _attend_in_prompt(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, options: dict[str, Any]) -> Any:
         assert self._prompt is not None
@@ -266,21 +298,42 @@ class KVCache:
                 first = self._positions(0, shape[1]).to(torch.int32)
                 self._first[shape[1]] = first, self.segments[:, None].expand(shape).contiguous()
             first, segments = self._first[shape[1]]
-            new = self._new = _New(layer.appended, first + layer.appended, segments, set())
+            before = self._appended_on_device(layer.appended).clone()
+            assert self._count is not None
+            self._count += shape[1]
+            new = self._new = _New(layer.appended, before, (first + before).to(torch.int32), segments, {}, set())
         return new.positions, new.segments if segment_ids is None else segment_ids.to(torch.int32)
 
     def _append(self, layer: Layer, new: CacheSlots) -> None:
-        if self._new is None or new.segments is not self._new.segments:  # segments of the caller's
+        step, kind = self._new, (layer.first, layer.slots, layer.reach is None)
+        assert step is not None
+        if kind not in step.places:
+            step.places[kind] = layer.places(step.before, new.slots)
+        places = step.places[kind]
+        if new.segments is not step.segments:  # segments of the caller's
             layer.own_ids()
-            return layer.append(new)
-        appended, place = self._new.kept, layer.held.segments.data_ptr()
-        layer.append(new, ids=place not in appended)
-        return appended.add(place)
+            return layer.append(new, places)
+        kept, memory = step.kept, layer.held.segments.data_ptr()
+        layer.append(new, places, ids=memory not in kept)
+        return kept.add(memory)
 
-    def _positions(self, appended: int, tokens: int) -> Tensor:
+    def _appended_on_device(self, appended: int) -> Tensor:
+        """The count that a CUDA graph reads and adds to. Outside of one it is what the host knows."""
+        device = self._lengths.device
+        if self._count is None:
+            self._count = torch.zeros((), dtype=torch.int64, device=device)
+        if not is_captured(device):
+            self._count.fill_(appended)
+        return self._count
+
+    @property
+    def _lengths(self) -> Tensor:
         if self.lengths is None:
             raise ValueError("the cache has had no prompt: run the model within `with cache.prompt(tokens)` first")
-        return self.lengths[:, None] + appended + torch.arange(tokens, device=self.lengths.device)
+        return self.lengths
+
+    def _positions(self, appended: Tensor | int, tokens: int) -> Tensor:
+        return self._lengths[:, None] + appended + torch.arange(tokens, device=self._lengths.device)
 
     def _shard(self, whole: Tensor, fill: int) -> Tensor:
         return self.ring.shard(self.ring.pad(whole, value=fill))

@@ -38,15 +38,19 @@ def check_appended(number: int, layer: Layer, new: CacheSlots, longest: int, max
     now, old = ([(x.shape[0], *x.shape[2:], x.dtype) for x in tensors[:2]] for tensors in (new, layer.held))
     if now != old:
         raise ValueError(f"layer {number} holds keys and values of (batch, heads, dim, dtype) {old}, but new ones of {now} came")
-    if longest + layer.appended + new.slots > max_length:
-        raise ValueError(
-            f"the cache has room for {max_length} tokens of an entry; after a prompt of {longest} and {layer.appended} new tokens "
-            f"{new.slots} more came: make it with a larger max_length, or call cache.grow"
-        )
+    check_room(layer.appended, new.slots, longest, max_length)
     if layer.reach is not None and new.slots > layer.at_once:
         raise ValueError(
             f"layer {number} has a window and takes at most {layer.at_once} new tokens in one call, got {new.slots}: make the "
             "cache with a larger at_once"
+        )
+
+
+def check_room(appended: int, new: int, longest: int, max_length: int) -> None:
+    if longest + appended + new > max_length:
+        raise ValueError(
+            f"the cache has room for {max_length} tokens of an entry; after a prompt of {longest} and {appended} new tokens "
+            f"{new} more came: make it with a larger max_length, or call cache.grow"
         )
 
 

@@ -5,7 +5,7 @@ numbers, so they go round the ranks, and every rank knows where each is without 
 numbers go round too: a new token takes the slot of one that no query can see any more.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -62,27 +62,34 @@ class Layer:
     source: Tensor | None = field(default=None, repr=False)
 
     @property
+    def slots(self) -> int:
+        """Those for tokens. One more, the last, takes what other ranks keep, so that where a token goes is known to the device
+        alone."""
+        return self.held.slots - 1
+
+    @property
     def room(self) -> int | None:
         """How many tokens can still be appended; None: any number."""
-        return None if self.reach is not None else (self.held.slots - self.first) * self.size - self.appended
+        return None if self.reach is not None else (self.slots - self.first) * self.size - self.appended
 
     @property
     def at_once(self) -> int:
         """How many tokens can be appended in one call without taking the slot of one that its first query sees."""
-        return self.held.slots * self.size - (self.reach or 0)
+        return self.slots * self.size - (self.reach or 0)
 
-    def own(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """``(token, slot)`` of those of the next tokens that this rank keeps."""
-        for token in range((self.rank - self.appended) % self.size, tokens, self.size):
-            slot = self.first + (self.appended + token) // self.size
-            yield token, slot if self.reach is None else slot % self.held.slots
+    def places(self, before: Tensor, tokens: int) -> Tensor:
+        """The slots of the next tokens, int64 ``[tokens]``, after ``before`` appended ones, int64 ``[]``, on all ranks together."""
+        number = before + torch.arange(tokens, device=before.device)
+        slot = self.first + number // self.size
+        return torch.where(number % self.size == self.rank, slot if self.reach is None else slot % self.slots, self.slots)
 
-    def append(self, new: CacheSlots, ids: bool = True) -> None:
-        """Keeps this rank's share of ``new [batch, tokens, ...]``, which all ranks hold. ``ids``: False where another layer, which
-        shares its positions and segments with this one, has kept them."""
-        for token, slot in self.own(new.slots):
-            for whole, part in zip(self.held[: 4 if ids else 2], new, strict=False):
-                whole.narrow(1, slot, 1).copy_(part if part.shape[1] == 1 else part.narrow(1, token, 1))
+    def append(self, new: CacheSlots, places: Tensor, ids: bool = True) -> None:
+        """Keeps this rank's share of ``new [batch, tokens, ...]``, which all ranks hold, at :meth:`places`. ``ids``: False where
+        another layer, which shares its positions and segments with this one, has kept them."""
+        for whole, part in zip(self.held[: 4 if ids else 2], new, strict=False):
+            whole.index_copy_(1, places, part)
+        if ids:
+            self.held.segments[:, -1] = EMPTY
         self.appended += new.slots
 
     def share_ids(self, other: "Layer") -> None:
@@ -94,6 +101,13 @@ class Layer:
             self.held = CacheSlots(*self.held[:2], *(x.clone() for x in self.held[2:]))
             self.source = None
 
+    def reorder(self, index: Tensor, done: set[int]) -> None:
+        """In its own memory. ``done``: the addresses of what other layers share with this one and have reordered."""
+        for x in self.held:
+            if x.data_ptr() not in done:
+                x.copy_(x.index_select(0, index))
+                done.add(x.data_ptr())
+
     def taken(self, index: Tensor) -> "Layer":
         """A copy with these batch entries."""
         return replace(self, held=CacheSlots(*(x.index_select(0, index) for x in self.held)), source=None)
@@ -102,12 +116,13 @@ class Layer:
         """A copy that takes ``room`` tokens more."""
         if self.reach is not None or self.written:
             return self
-        return replace(self, held=self.held.padded(_rounded(self.first + -(-(self.appended + room) // self.size))), source=None)
+        more = -(-(self.appended + room) // self.size)
+        return replace(self, held=self.held.padded(_rounded(self.first + more + 1)), source=None)
 
 
 def whole_layer(slots: CacheSlots, rank: int, size: int, room: int) -> Layer:
     """A layer that keeps everything: what a rank holds stays where it is."""
-    return Layer(slots.padded(_rounded(slots.slots + -(-room // size))), rank, size, slots.slots)
+    return Layer(slots.padded(_rounded(slots.slots + -(-room // size) + 1)), rank, size, slots.slots)
 
 
 def written_layer(slots: CacheSlots, rank: int, size: int) -> Layer:
@@ -120,7 +135,7 @@ def window_layer(prompt: CacheSlots, rank: int, size: int, reach: int, at_once: 
     first, slots = -(-reach // size), -(-(reach + at_once) // size)
     last = _last(prompt, first * size, lengths, add_up)
     shard = CacheSlots(*(x[:, rank::size] for x in last))
-    return Layer(shard.padded(max(first, slots)), rank, size, first, reach)
+    return Layer(shard.padded(max(first, slots) + 1), rank, size, first, reach)
 
 
 def _last(prompt: CacheSlots, count: int, lengths: Tensor, add_up: Sum) -> CacheSlots:

@@ -1,6 +1,5 @@
 """``generate``: a prompt goes through the model once, on shards; then one token after another."""
 
-from collections.abc import Callable
 from hashlib import sha256
 
 import torch
@@ -9,11 +8,10 @@ from torch import Tensor
 
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
+from ring_attn.generation.step import DecodingStep, Model
 from ring_attn.sharding.reduction import agree, recorded
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import watch
-
-Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]
 
 
 @torch.no_grad()
@@ -26,6 +24,7 @@ def generate(
     lengths: Tensor | None = None,
     sampler: Sampler = GREEDY,
     stop: int | None = None,
+    cuda_graph: bool = True,
 ) -> Tensor:
     """New tokens ``[batch, max_new_tokens]``, int64, the same on every rank.
 
@@ -38,6 +37,8 @@ def generate(
         lengths: of the prompts, ``[batch]``; None: none is padded.
         sampler: rank 0 of the ring chooses the tokens and broadcasts them: logits may differ in their last bits between machines.
         stop: the token that ends an entry; from there on the entry repeats it, and when all have ended fewer tokens come back.
+        cuda_graph: on a GPU the steps after the first one are a CUDA graph, if the model's step can be captured; a warning says why
+            not. The model then has to do the same for each token, on the device alone.
 
     The last token of each prompt is the first one to be decoded: its logits are then on every rank. Raises ValueError for a prompt
     without tokens, and where ranks were given different prompts.
@@ -50,19 +51,27 @@ def generate(
         if part.input_ids.shape[1]:
             model(part.input_ids, part.position_ids, cache)
     token = prompts.gather(1, before[:, None])[:, 0].long()
-    return decode(model, token, cache, max_new_tokens, sampler=sampler, stop=stop)
+    return decode(model, token, cache, max_new_tokens, sampler=sampler, stop=stop, cuda_graph=cuda_graph)
 
 
 @torch.no_grad()
 def decode(
-    model: Model, token: Tensor, cache: KVCache, max_new_tokens: int, *, sampler: Sampler = GREEDY, stop: int | None = None
+    model: Model,
+    token: Tensor,
+    cache: KVCache,
+    max_new_tokens: int,
+    *,
+    sampler: Sampler = GREEDY,
+    stop: int | None = None,
+    cuda_graph: bool = True,
 ) -> Tensor:
     """The part of :func:`generate` after the prompts: ``token [batch]``, the same on every rank, is the next one to go through the
     model, as where a cache was loaded or forked. Returns the tokens after it."""
     ring, generator = cache.ring.processes, sampler.generator(token.device)
     ended, tokens = torch.zeros_like(token, dtype=torch.bool), []
+    step = DecodingStep(model, cache, cuda_graph)
     for _ in range(max_new_tokens):
-        logits = model(token[:, None], cache.positions(), cache)
+        logits = step(token)
         if logits is None or logits.shape[:2] != (len(token), 1):
             got = "None" if logits is None else str(list(logits.shape))
             raise ValueError(f"the model must return logits [batch, 1, vocabulary] of new tokens, got {got}")

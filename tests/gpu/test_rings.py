@@ -43,6 +43,13 @@ def test_of_two_ranks_one_compiles(tmp_path):
     assert len(set(re.findall("gradients .*", first + second))) == 2, first + second
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_decoding_by_torchs_launches(gpus):
+    need(gpus)
+    fine, said = torchrun(gpus, "tests/gpu/decoding_worker.py", **OF_WORKERS)
+    assert fine, said
+
+
 def test_layers_with_a_state():
     """Each operator in float64, all gradients, against one GPU, which has the oracle's by the tests on CPUs."""
     need(2)

@@ -6,7 +6,7 @@ from generation_cases import BATCH, DIM, HEADS, KV_HEADS, SEQUENCES, SmallModel,
 from launch import ROOT, torchrun
 
 from ring_attn import Ring, RingAttention, ring_attention
-from ring_attn.generation import KVCache, Sampler, decode, generate
+from ring_attn.generation import KVCache, Sampler, cache, decode, generate, step
 from ring_attn.generation.layer import CacheSlots, Layer, whole_layer, window_layer
 
 LENGTHS = torch.tensor([37, 5, 20])
@@ -120,6 +120,93 @@ def test_ring_attention_with_a_cache():
             module(x, x, x, cache=KVCache(Ring(layout="striped"), max_length=14))
 
 
+# ---------------------------------------------------------------------------------------------------------- graphs
+
+
+class Recorded:
+    """A CUDA graph as far as a CPU has one: a step that is captured changes nothing, and one that is replayed changes nothing that
+    the host knows."""
+
+    def __init__(self, token: torch.Tensor) -> None:
+        self.token = token.clone()
+
+    def capture(self, function) -> None:
+        self.function, self.cache = function, function.__self__._cache
+        kept = [x for layer in self.cache.layers.values() for x in layer.held] + [self.cache._count]
+        before = [x.clone() for x in kept]
+        self.replay(self.token, restored=False)
+        for x, old in zip(kept, before, strict=True):
+            x.copy_(old)
+
+    def replay(self, token: torch.Tensor, restored: bool = True) -> torch.Tensor:
+        counts = self.cache.counts()
+        self.token.copy_(token)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache, "is_captured", lambda _: True)
+            logits = self.function(self.token)
+        if restored:
+            self.cache.set_counts(counts)
+        return logits
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[Recorded]:
+    made: list[Recorded] = []
+    monkeypatch.setattr(step, "capturable", lambda _: True)
+    monkeypatch.setattr(step, "Graph", lambda token: made.append(Recorded(token)) or made[-1])
+    return made
+
+
+def test_a_captured_step_counts_on_the_device(graphs):
+    model, tokens = SmallModel(), prompts()
+    plain = generate(model, tokens, KVCache(Ring(), max_length=60), 12, lengths=LENGTHS, cuda_graph=False)
+    assert not graphs
+    kept = KVCache(Ring(), max_length=60)
+    found = generate(model, tokens, kept, 12, lengths=LENGTHS)
+    assert len(graphs) == 1 and kept.appended == 12
+    assert torch.equal(found, plain)
+    index = torch.tensor([1, 0, 1])
+    kept.grow(70)
+    kept.reorder(index)
+    again = decode(model, found[index, -1], kept, 5)
+    other = KVCache(Ring(), max_length=70)
+    generate(model, tokens, other, 12, lengths=LENGTHS, cuda_graph=False)
+    assert torch.equal(again, decode(model, found[index, -1], other.fork(index), 5, cuda_graph=False))
+    assert len(graphs) == 2
+
+
+def test_a_step_goes_on_in_the_same_memory_after_a_reorder(graphs):
+    model, tokens, index = SmallModel(), prompts(), torch.tensor([2, 0, 0])
+    caches = [KVCache(Ring(), max_length=60) for _ in range(2)]
+    steps = [step.DecodingStep(model, each, cuda_graph=graph) for each, graph in zip(caches, (True, False), strict=True)]
+    for each in caches:
+        generate(model, tokens, each, 0, lengths=LENGTHS)
+    token = torch.tensor([3, 4, 5])
+    with torch.no_grad():
+        for number in range(6):
+            if number == 3:
+                for each in caches:
+                    each.reorder(index)
+            one, other = (run(token) for run in steps)
+            assert torch.equal(one, other)
+    assert len(graphs) == 1
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is(graphs):
+    model, tokens, counts = SmallModel(), prompts(), iter(range(100))
+
+    def once_refused(*given):
+        logits = model(*given)
+        if next(counts) == 2:  # after the prompts and the first token: while it is captured
+            raise RuntimeError("not permitted when stream is capturing")
+        return logits
+
+    plain = generate(model, tokens, KVCache(Ring(), max_length=60), 6, lengths=LENGTHS, cuda_graph=False)
+    with pytest.warns(RuntimeWarning, match="cannot be captured in a CUDA graph: RuntimeError: not permitted"):
+        found = generate(once_refused, tokens, KVCache(Ring(), max_length=60), 6, lengths=LENGTHS)
+    assert torch.equal(found, plain) and len(graphs) == 1
+
+
 # ---------------------------------------------------------------------------------------------------------- slots
 
 
@@ -136,13 +223,13 @@ def test_new_tokens_go_round_the_ranks(size: int):
     appended = 0
     for tokens in (1, 1, 3, 1, 4):
         for layer in layers:
-            layer.append(held(tokens, 5 * size + appended))
+            layer.append(held(tokens, 5 * size + appended), layer.places(torch.tensor(appended), tokens))
         appended += tokens
         kept = [int((layer.held.segments >= 0).sum()) for layer in layers]
         assert max(kept) - min(kept) <= 1
         assert sum(kept) == 5 * size + appended
     assert sorted(positions(layers)) == list(range(5 * size + 10))
-    assert all(layer.room == layer.held.slots * size - 5 * size - 10 for layer in layers)
+    assert all(layer.room == layer.slots * size - 5 * size - 10 for layer in layers)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -158,10 +245,10 @@ def test_a_window_keeps_what_a_query_can_see_on_as_few_slots_as_that_takes(size:
     appended = 0
     for tokens in (1, 3, 1, 2, 3, 3, 1, 1):
         for layer in windows:
-            layer.append(held(tokens, 5 * size + appended))
+            layer.append(held(tokens, 5 * size + appended), layer.places(torch.tensor(appended), tokens))
         appended += tokens
         check_window(windows, 5 * size + appended, reach)
-    assert all(layer.held.slots == max(-(-reach // size), -(-(reach + at_once) // size)) for layer in windows)
+    assert all(layer.slots == max(-(-reach // size), -(-(reach + at_once) // size)) for layer in windows)
 
 
 def gathered(shard: CacheSlots, reach: int, at_once: int, lengths: torch.Tensor, size: int) -> list[torch.Tensor]:

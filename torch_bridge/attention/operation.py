@@ -17,8 +17,9 @@ from jax_core.request.explain import Explanation, explanation_of, taken
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.pairs.rows import as_kernel_takes_them
+from torch_bridge.attention.decoding import Decoding, decoding_of
 from torch_bridge.attention.empty import Empty
-from torch_bridge.backends.operation import Form, Operation, Request, Whole
+from torch_bridge.backends.operation import Form, Operation, Program, Request, Whole
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import AnyRing, Tensors, tensors_per_sequence
 from torch_bridge.job.sanity_checks import check_same_queries, check_shards
@@ -78,10 +79,11 @@ class Attention(Operation):
 
         return whole_attention(self.options, request.forms, mesh, dim, platform)
 
-    def without_work(self, request: Request) -> Empty | None:
-        """A batch or a sequence of length 0 has no query-key pair."""
-        nothing = any(form is not None and 0 in form.shape[:2] for form in request.forms[: len(QKV)])
-        return Empty(request.results, request.device, SINKS) if nothing else None
+    def in_torch(self, request: Request, program: Program) -> Empty | Decoding | None:
+        """A batch or a sequence of length 0 has no query-key pair; a GPU decodes on torch's stream."""
+        if any(form is not None and 0 in form.shape[:2] for form in request.forms[: len(QKV)]):
+            return Empty(request.results, request.device, SINKS)
+        return decoding_of(program)
 
     @property
     def has_one_cotangent(self) -> bool:

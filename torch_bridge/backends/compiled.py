@@ -15,6 +15,7 @@ from torch_bridge.backends.dlpack import keeping_device, precision_scope
 from torch_bridge.backends.executable import Compilation, Executable
 from torch_bridge.backends.launch import Compiled, Join, Launcher, jax_device, launcher
 from torch_bridge.backends.operation import Form, Local, Request, Results
+from torch_bridge.job.capture import is_captured
 from torch_bridge.job.mesh import ProcessRing, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.job.ring import Tensors
 from torch_bridge.job.runtime import start
@@ -26,6 +27,7 @@ _MUST_AGREE = (
     "{} must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
     "pad the sequence so that it divides (ring_attn.pad)"
 )
+_CAPTURED = "what JAX computes cannot be captured in a CUDA graph, and a ring call is computed by JAX; leave it out of the capture"
 
 
 @dataclass(eq=False)
@@ -34,7 +36,7 @@ class Program:
 
     request: Request
     call: str  # a description of the request that is equal on all ranks
-    taken: str  # what computes it: the strategy and the kernel
+    local: Local
     ring: ProcessRing
     dtype: torch.dtype  # of the first result
     launcher: Launcher
@@ -45,12 +47,16 @@ class Program:
     operators: None = None
     checked: bool = False  # whether the ranks have compared what they hold
 
-    def forward(self, operands: Tensors) -> Results:
+    def check(self, operands: Tensors) -> None:
+        """Compares what the ranks hold, the first time."""
         if not self.checked and not shapes_only():
             if self.ring.size > 1:
                 self.request.operation.check_ranks(self.request, self.ring, operands)
             self.checked = True
             self._expect_backward(operands)
+
+    def forward(self, operands: Tensors) -> Results:
+        self.check(operands)
         return tuple(self._run("forward", self.compiled_forward, operands))
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
@@ -75,10 +81,17 @@ class Program:
         compiled.function.compile_ahead(arrays, partial(_scope, request.device, self.dtype))
 
     @property
+    def taken(self) -> str:
+        """What computes it, in words: the strategy and the kernel."""
+        return str(self.local)
+
+    @property
     def compilations(self) -> list[Compilation]:
         return [each for executable in self.executables for each in executable.compilations]
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
+        if is_captured(self.request.device):
+            raise RuntimeError(_CAPTURED)
         with keeping_device(self.request.device), precision_scope(self.dtype), watch(self.ring, step, self.call) as call:
             outcome = self.launcher(self.join, compiled, tensors)
             call.event = outcome.event
@@ -107,7 +120,7 @@ def program(request: Request) -> Program:
     return Program(
         request=request,
         call=call,
-        taken=str(local),
+        local=local,
         ring=ring,
         dtype=results[0].dtype,
         launcher=way,

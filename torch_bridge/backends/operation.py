@@ -119,8 +119,9 @@ class Operation:
         """Checks the request (ValueError, NotImplementedError) for a sequence sharded over dimension ``dim`` of ``mesh``."""
         raise NotImplementedError(f"{self.name} has no form for torch-xla's graphs; use torch's own device")
 
-    def without_work(self, request: "Request") -> "Program | None":
-        """The program of a request in which there is nothing to compute or to send; None for any other."""
+    def in_torch(self, request: "Request", program: "Program") -> "Program | None":
+        """The program of a request that takes nothing but torch: nothing is to be computed, or torch launches the kernels.
+        ``program``: that of the backend, which has checked it. None for any other."""
         return None
 
     def check_ranks(self, request: "Request", ring: "ProcessRing", operands: Tensors) -> None:

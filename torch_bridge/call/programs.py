@@ -125,7 +125,7 @@ def _make(key: str, forms: Forms, device: torch.device) -> Program:
     call, request = call_of(key), request_of(key, forms, device)
     with propagating(call.ring, device), in_words_of_the_caller(key):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
-    made = _Made(request, request.operation.without_work(request) or program)
+    made = _Made(request, request.operation.in_torch(request, program) or program)
     _PROGRAMS[key, forms, device] = made
     _drop_the_oldest(call.ring)
     _warn_of_many(key, request)

@@ -12,7 +12,7 @@ from jax_core.masks.layout import Layout
 from jax_core.options import Placement
 from jax_core.recurrence.layer import Layer, Operand
 from jax_core.recurrence.pieces import Pieces, pieces_of
-from torch_bridge.backends.operation import Form, Operation, Request, Results
+from torch_bridge.backends.operation import Form, Operation, Program, Request, Results
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import AnyRing, Tensors
 from torch_bridge.job.sanity_checks import check_shards, check_shared
@@ -65,7 +65,7 @@ class LayerWithState(Operation):
         self.check(request.forms, request.ring)
         return LocalLayer(self.layer, pieces_of(place.axis_name, place.size, self.layout, self._like(request.forms).shape[1]))
 
-    def without_work(self, request: Request) -> "Empty | None":
+    def in_torch(self, request: Request, program: Program) -> "Empty | None":
         nothing = 0 in self._like(request.forms).shape[:2]
         return Empty(request.results, request.device, len(self.operands) - 2) if nothing else None
 

@@ -31,6 +31,7 @@ pytestmark = [
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program may have
 RING, BATCH, HEADS, KV_HEADS = 4, 2, 4, 2
+IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 PIECES = Plan(128, tuple(tuple(range(rank, 32, RING)) for rank in range(RING)))
 
 
@@ -102,6 +103,39 @@ def test_kernels_compile_and_fit(capability, case, tmp_path):
     assert not [each for each in uses if each.shared > SHARED_MEMORY[capability]]
     assert not [each for each in uses if each.tensor_memory > 512]  # Triton would emit a trap
     assert not [each for each in uses if each.spilled > most_spilled(capability, case, each.kernel)]
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (80, "float16"), (256, "float32")])
+def test_decoding_compiles_and_fits(dim, dtype, tmp_path):
+    """With all that a cache may ask for at once; and without anything."""
+    for everything in (True, False):
+        for asked in decoding_launches(dim, dtype, everything):
+            used = use(asked, 90, tmp_path)
+            print(used)
+            assert used.shared <= SHARED_MEMORY[90] // (1 if dtype == "float32" else 2)  # two programs at once
+            assert used.spilled == 0
+
+
+def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
+    from jax_core.kernels.triton.decode_kernels import JoinConstants, decode_kernel, join_kernel
+    from torch_bridge.attention.decoding import constants_of, settings_of
+
+    shape = jax.ShapeDtypeStruct
+    ids = {name: shape((BATCH, 4 if name[0] == "q" else 8192), jnp.int32) for name in IDS} if everything else {}
+    slopes = {"alibi_slopes": shape((HEADS,), jnp.float32)} if everything else {}
+    q, k = shape((BATCH, 4, HEADS, dim), dtype), shape((BATCH, 8192, KV_HEADS, dim), dtype)
+    operands = Operands(q, k, k, **ids, **slopes)
+    plain = Options(strategy="decode", platform="triton")
+    options = replace(plain, causal=True, sliding_window=(300, 0), logits_soft_cap=30.0) if everything else plain
+    with patch.object(launch, "jax_triton", SimpleNamespace):
+        spec, operands = make_spec(options, operands, Placement("ring", RING, backend="gpu", capability=90))
+    const = constants_of(spec, operands.given)
+    arrays = (dtype,) * 3 + ("int32",) * 4 + ("float32",) * 2
+    joined = JoinConstants(const.parts, 32, 4, HEADS, dim, const.value_dim_block, int(everything), True)
+    return [
+        Launch(decode_kernel, arrays, const, **settings_of(const, dtype)),
+        Launch(join_kernel, ("float32", "float32", dtype, "float32"), joined, 4, 2),
+    ]
 
 
 def most_spilled(capability: int, case: Case, name: str) -> int:

@@ -92,7 +92,7 @@ def test_the_forms_of_results():
 def test_what_is_empty(batch, queries, keys, empty):
     forms = [((batch, length, 2, 8), torch.float32) for length in (queries, keys, keys)]
     asked = request(forms=forms)
-    assert (asked.operation.without_work(asked) is not None) == empty
+    assert (asked.operation.in_torch(asked, None) is not None) == empty
 
 
 def test_how_many_tensors_make_a_sequence():

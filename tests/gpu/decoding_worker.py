@@ -1,0 +1,110 @@
+"""Decoding by torch's own launches, on all ranks of torchrun, one GPU each: against the oracle, against JAX's programs, and
+captured in a CUDA graph.
+
+torchrun --standalone --nproc-per-node 2 tests/gpu/decoding_worker.py
+"""
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from decoding_cases import CASES, arrays, check
+from generation_cases import SmallModel, prompts
+
+import ring_attn
+from ring_attn import Ring
+from ring_attn.generation import KVCache, generate
+from ring_attn.generation.step import DecodingStep
+from torch_bridge.attention import decoding
+from torch_bridge.call import call_cache, programs
+from torch_bridge.job import capture
+
+KEYS = ("k", "v", "kv_segment_ids", "kv_position_ids")
+LENGTHS = torch.tensor([37, 5, 20])
+
+
+def way(in_torch: bool) -> None:
+    capture.DECODES_ON_GPUS = in_torch
+    programs._PROGRAMS.clear()
+    call_cache.clear()
+
+
+def cases(rank: int, size: int) -> None:
+    """Each rank has a part of the keys."""
+    for name, case in CASES.items():
+        given = arrays(case)
+        part = {name: (x[:, rank::size] if name in KEYS else x).contiguous().cuda() for name, x in given.items()}
+        out, lse = ring_attn.ring_attention(**part, **case.options, strategy="decode", return_lse=True)
+        assert isinstance(next(reversed(programs._PROGRAMS.values())).program, decoding.Decoding), name
+        check(case, given, out.cpu(), lse.cpu())
+        again, _ = ring_attn.ring_attention(**part, **case.options, strategy="decode", return_lse=True)
+        assert torch.equal(out, again), name
+
+
+def generated(model: torch.nn.Module, **options: bool) -> torch.Tensor:
+    ring = Ring(layout="zigzag")
+    return generate(model, prompts().cuda(), KVCache(ring, max_length=120), 60, lengths=LENGTHS, **options)
+
+
+def captured() -> None:
+    """The same tokens by JAX's programs, by torch's launches, and by a graph; logits of the last two bit for bit; flat memory."""
+    model = SmallModel(dtype=torch.float32).cuda()
+    way(in_torch=False)
+    by_jax = generated(model)
+    way(in_torch=True)
+    assert torch.equal(generated(model, cuda_graph=False), by_jax)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that it cannot be captured is one
+        assert torch.equal(generated(model), by_jax)
+    caches = [KVCache(Ring(layout="zigzag"), max_length=2000) for _ in range(2)]
+    steps = [DecodingStep(model, cache, cuda_graph=graph) for cache, graph in zip(caches, (True, False), strict=True)]
+    with torch.no_grad():
+        for cache in caches:
+            generate(model, prompts().cuda(), cache, 0, lengths=LENGTHS)
+        token, memory = torch.tensor([1, 2, 3], device="cuda"), 0
+        for number in range(1000):
+            if number == 7:
+                for cache in caches:
+                    cache.reorder(torch.tensor([2, 0, 0], device="cuda"))
+            one = steps[0](token)
+            if number < 20:
+                assert torch.equal(one, steps[1](token)), number
+            if number == 30:
+                memory = torch.cuda.memory_allocated()
+    assert steps[0]._graph is not None and torch.cuda.memory_allocated() == memory
+
+
+def refused() -> None:
+    """What JAX computes is not captured in silence."""
+    q = torch.randn(1, 256, 2, 64, device="cuda")
+    ring_attn.ring_attention(q, q, q)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            ring_attn.ring_attention(q, q, q)
+    except RuntimeError as error:
+        assert "cannot be captured in a CUDA graph" in str(error), error
+    else:
+        raise AssertionError("a ring call was captured")
+    ring_attn.ring_attention(q, q, q)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    way(in_torch=True)
+    decoding._SHORTEST_PART = 16
+    cases(dist.get_rank(), dist.get_world_size())
+    print("cases", flush=True)
+    captured()
+    print("captured", flush=True)
+    refused()
+    print("refused", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Decoding by Triton's own launches, in Triton's interpreter, against the float64 oracle: with TRITON_INTERPRET=1, in a process of
+its own. On GPUs: tests/gpu/test_kernels.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from decoding_cases import CASES, arrays, check
+from launch import torchrun
+
+import ring_attn
+from torch_bridge.attention import decoding
+from torch_bridge.call import call_cache, programs
+
+
+@pytest.fixture(autouse=True)
+def launched_by_torch(monkeypatch):
+    programs._PROGRAMS.clear()
+    call_cache.clear()
+    monkeypatch.setattr(decoding, "launches", lambda *_: True)
+    monkeypatch.setattr(decoding, "_SHORTEST_PART", 16)
+    yield
+    programs._PROGRAMS.clear()
+    call_cache.clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_oracles(name: str):
+    case = CASES[name]
+    given = arrays(case)
+    out, lse = ring_attn.ring_attention(**given, **case.options, strategy="decode", return_lse=True)
+    (made,) = programs._PROGRAMS.values()
+    assert isinstance(made.program, decoding.Decoding)
+    check(case, given, out, lse)
+
+
+def test_gradients_are_jaxs():
+    given = arrays(CASES["sinks"])
+    leaves = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
+    out = ring_attn.ring_attention(**given, strategy="decode")
+    found = torch.autograd.grad(out.square().sum(), tuple(leaves.values()))
+    programs._PROGRAMS.clear()
+    call_cache.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "launches", lambda *_: False)
+        wanted = torch.autograd.grad(ring_attn.ring_attention(**given, strategy="decode").square().sum(), tuple(leaves.values()))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def seen_at_even_places(batch, head, q_pos, k_pos):
+    return k_pos % 2 == 0
+
+
+@pytest.mark.parametrize(
+    "different",
+    [{"mask_mod": seen_at_even_places}, {"dtype": torch.float64}],
+    ids=["mask function", "float64"],
+)
+def test_what_is_left_to_jax(different: dict[str, Any]):
+    given = arrays(CASES["several, in order"])
+    given |= {name: given[name].to(different.get("dtype", torch.float32)) for name in "qkv"}
+    ring_attn.ring_attention(**given, mask_mod=different.get("mask_mod"), causal=True, strategy="decode")
+    (made,) = programs._PROGRAMS.values()
+    assert not isinstance(made.program, decoding.Decoding)
+
+
+def test_on_a_ring_each_rank_has_a_part():
+    torchrun("decoding_worker.py", 2, TRITON_INTERPRET="1")

@@ -1,0 +1,205 @@
+"""Decoding on a GPU: the library's Triton kernels, launched by Triton on torch's own stream, and one collective of torch's.
+
+A step of generation is a few microseconds of work a layer, so what counts is what the host does. Here nothing crosses to JAX and
+nothing waits, and torch can capture the step in a CUDA graph. What is computed, checked and compared between the ranks is what
+``strategy="decode"`` is anywhere; gradients are JAX's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jax_core.kernels.triton.constants import input_precision, padded_dim
+from jax_core.operands import GIVEN, Operands
+from jax_core.request.dispatch import KERNELS, STRATEGIES
+from jax_core.strategies.contract import RingSpec
+from torch_bridge.backends.compiled import Program
+from torch_bridge.backends.operation import Form, Results
+from torch_bridge.job import capture
+from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.job.ring import Tensors
+from torch_bridge.job.watchdog import watch
+
+if TYPE_CHECKING:
+    from jax_core.kernels.triton.decode_kernels import DecodeConstants
+
+_PROGRAMS = 256  # that a launch should have: about two for each multiprocessor of an H100 or H200
+_WIDEST = 256  # head dim
+_SHORTEST_PART = 256  # keys; shorter ones would take longer to join than to read
+_COMING = 32768  # bytes of a block of keys and values, of which a program holds three up to here
+FIRST_CALL = (
+    "a ring call is compared between the ranks when it is made for the first time: make it once before it is captured in a "
+    "CUDA graph"
+)
+_NAMES = Operands._fields[:GIVEN]
+_IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
+_TAKEN = {"query", "key", "value", "softmax_aux", "alibi_slopes", *_IDS}
+
+
+def decoding_of(program: object) -> "Decoding | None":
+    """The same request on torch's stream; None where that has no kernels for it."""
+    if not isinstance(program, Program):
+        return None
+    spec: RingSpec = program.local.spec  # type: ignore[attr-defined]  # of an attention
+    if spec.strategy is not STRATEGIES["decode"] or not launches(spec.kernel, program.request.device):
+        return None
+    return Decoding(program, spec) if _computes(spec, program.request.forms) else None
+
+
+def launches(kernel: object, device: torch.device) -> bool:
+    """Whether torch launches kernels in the place of JAX's one."""
+    return capture.DECODES_ON_GPUS and kernel is KERNELS["triton"] and device.type == "cuda"
+
+
+def _computes(spec: RingSpec, forms: Sequence[Form | None]) -> bool:
+    """No mask function, ids of 32 bits, float32 at most."""
+    given = {name: form for name, form in zip(_NAMES, forms, strict=False) if form is not None}
+    narrow = all(form.dtype == torch.int32 for name, form in given.items() if name in _IDS)
+    plain = given.keys() <= _TAKEN and not spec.problem.scores.predicates
+    return narrow and plain and spec.problem.dtype != "float64" and max(spec.problem.dim, spec.problem.value_dim) <= _WIDEST
+
+
+@dataclass(eq=False)
+class Decoding:
+    """``program``: JAX's for the same, which checks it and has its backward."""
+
+    program: Program
+    spec: RingSpec
+    operators: None = None
+
+    def forward(self, operands: Tensors) -> Results:
+        """Within a capture nothing is compared and nothing is watched: who captures has made the call once, and watches the graph.
+        Raises RuntimeError for a call that is made for the first time there."""
+        ring, device = self.program.ring, self.program.request.device
+        if capture.is_captured(device):
+            if not self.program.checked:
+                raise RuntimeError(FIRST_CALL)
+            return self._attend(ring, operands)
+        self.program.check(operands)
+        with watch(ring, "forward", self.program.call) as call:
+            results = self._attend(ring, operands)
+            call.event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return results
+
+    def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[Tensor]:
+        return self.program.backward(operands, results, cotangents, wanted)
+
+    def _attend(self, ring: ProcessRing, operands: Tensors) -> Results:
+        given = {name: x.contiguous() for name, x in zip(_NAMES, operands, strict=False) if x is not None}
+        query, (out, lse) = given["query"], self.program.request.results
+        heads = query.shape[2]
+        with torch.cuda.device_of(query):
+            parts = self._parts(given)
+            for group in reversed(ring.groups) if ring.size > 1 else ():
+                parts = _gathered(_joined(parts, lse.shape), group)
+            results = query.new_empty(out.shape), query.new_empty(lse.shape, dtype=lse.dtype)
+            sinks = given.get("softmax_aux")
+            _join(parts, lse.shape, None if sinks is None else _logarithms(sinks, heads), results)
+        return results
+
+    def _parts(self, given: dict[str, Tensor]) -> Tensor:
+        """``[parts, rows, value_dim + 1]``, float32: of each part of this rank's keys the output and its LSE."""
+        from jax_core.kernels.triton.decode_kernels import decode_kernel
+
+        query, const = given["query"], self._constants
+        batch, queries, heads, _ = query.shape
+        parts = query.new_empty(const.parts, batch * queries * heads, const.value_dim + 1, dtype=torch.float32)
+        arrays = [given.get(name, query) for name in ("query", "key", "value", *_IDS, "alibi_slopes")]
+        grid = const.parts, const.kv_heads * const.row_blocks, batch
+        decode_kernel[grid](*arrays, parts, const=const, **settings_of(const, self.spec.problem.dtype))
+        return parts
+
+    @cached_property
+    def _constants(self) -> "DecodeConstants":
+        return constants_of(self.spec, self.program.request.forms)
+
+
+def constants_of(spec: RingSpec, forms: Sequence[Form | None]) -> "DecodeConstants":
+    """What the kernel is compiled for: parts of the keys so short that the launch fills a GPU."""
+    from jax_core.kernels.triton.decode_kernels import DecodeConstants
+
+    problem, given = spec.problem, dict(zip(_NAMES, forms, strict=False))
+    rows, dim, value_dim = (
+        problem.q_length * (problem.heads // problem.kv_heads),
+        padded_dim(problem.dim),
+        padded_dim(problem.value_dim),
+    )
+    rows_block = min(64, max(16, 1 << (rows - 1).bit_length()))
+    keys_block = 64 if (dim + value_dim) * _itemsize(problem.dtype) <= 1024 else 32
+    programs = problem.batch * problem.kv_heads * -(-rows // rows_block)
+    parts = max(1, min(_PROGRAMS // programs, problem.k_length // _SHORTEST_PART))
+    return DecodeConstants(
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        queries=problem.q_length,
+        keys=problem.k_length,
+        dim=problem.dim,
+        value_dim=problem.value_dim,
+        dim_block=dim,
+        value_dim_block=value_dim,
+        rows_block=rows_block,
+        keys_block=keys_block,
+        part=-(-problem.k_length // (parts * keys_block)) * keys_block,
+        mask=problem.scores.mask,
+        scale=problem.scores.scale,
+        softcap=problem.scores.softcap,
+        logits_dtype=problem.scores.logits_dtype,
+        input_precision=input_precision(problem.scores),
+        segments=_rows(given.get("q_segment_ids")),
+        positions=_rows(given.get("q_position_ids")),
+        alibi=_rows(given.get("alibi_slopes")),
+    )
+
+
+def settings_of(const: "DecodeConstants", dtype: str) -> dict[str, int]:
+    """Of a launch: its warps, and how many blocks of keys and values it holds, one that is computed and those that come."""
+    coming = const.keys_block * (const.dim_block + const.value_dim_block) * _itemsize(dtype)
+    return dict(num_warps=4 if coming <= _COMING else 8, num_stages=3 if coming <= _COMING else 2)
+
+
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _rows(form: Form | None) -> int:
+    """Of ids ``[length]`` or ``[batch|1, length]``, slopes likewise: 0 without."""
+    return 0 if form is None else form.shape[0] if len(form.shape) == 2 else 1
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[rows, ...]`` of each rank: ``[ranks, rows, ...]``."""
+    parts = part.new_empty(group.size(), *part.shape)
+    dist.all_gather_into_tensor(parts.flatten(0, 1), part, group=group)
+    return parts
+
+
+def _joined(parts: Tensor, lse: tuple[int, ...]) -> Tensor:
+    """``[parts, rows, value_dim + 1]`` as one part, ``[rows, value_dim + 1]``."""
+    if parts.shape[0] == 1:
+        return parts[0]
+    whole = parts.new_empty(parts.shape[1:])
+    _join(parts, lse, None, (whole, whole), last=False)
+    return whole
+
+
+def _join(parts: Tensor, lse: tuple[int, ...], sinks: Tensor | None, results: Results, last: bool = True) -> None:
+    """``lse``: the shape of the LSE, ``[batch, heads, queries]``."""
+    from jax_core.kernels.triton.decode_kernels import JoinConstants, join_kernel
+
+    count, rows, width = parts.shape
+    _, heads, queries = lse
+    at_once = min(32, 1 << (count - 1).bit_length())
+    const = JoinConstants(count, at_once, queries, heads, width - 1, padded_dim(width - 1), int(sinks is not None), last)
+    join_kernel[(rows,)](parts, parts if sinks is None else sinks, *results, const=const, num_warps=4)
+
+
+def _logarithms(sinks: Tensor, heads: int) -> Tensor:
+    """Of what the sinks ``[heads]``, ``[n]`` (of every head) or ``[heads, n]`` add to a head's sum: ``[heads]``, float32."""
+    if sinks.dim() == 1 and sinks.shape[0] == heads:
+        return sinks.float()
+    return sinks.float().logsumexp(-1).expand(heads).contiguous()
