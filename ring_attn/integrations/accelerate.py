@@ -39,8 +39,9 @@ class RingParallelism(ParallelismConfig):
     ``cp_size`` processes share a sequence; None takes all that the sizes of data parallelism leave. ``layout``: "zigzag",
     "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`).
     ``checkpoint``, ``loss_chunk``, ``mlp_tile``, ``head_groups``, ``offload_inputs``: what takes less memory, as for
-    ``context_parallel``, and so is ``place_documents``, which balances packed rows. Other arguments are those of
-    ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
+    ``context_parallel``. ``place_documents``: packed rows lie on the ring as there, so that all ranks have nearly equal work; None:
+    where the model and the row allow it. Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary
+    one.
 
     Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
     included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
@@ -65,7 +66,7 @@ class RingParallelism(ParallelismConfig):
         mlp_tile: int | None = None,
         head_groups: int = 1,
         offload_inputs: bool = False,
-        place_documents: bool = False,
+        place_documents: bool | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -82,7 +83,7 @@ class RingParallelism(ParallelismConfig):
         self.cp_backend = "ring_attn"
         ring = Ring(layout=layout, buckets=buckets)
         if place_documents:
-            placing(ring)
+            placing(ring, True, None)
         check_checkpoint(checkpoint)
         check_head_groups(head_groups)
         if loss_chunk is not None:
@@ -91,8 +92,9 @@ class RingParallelism(ParallelismConfig):
             check_tile_size(mlp_tile, "mlp_tile")
         self.layout, self.buckets, self.place_documents = ring.layout, ring.buckets, place_documents
         self.levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
-        for name in ("loss_chunk", "mlp_tile"):
-            if getattr(self.levers, name) is not None and self.cp_size == 1:
+        given = {"loss_chunk": loss_chunk, "mlp_tile": mlp_tile, "place_documents": place_documents or None}
+        for name, value in given.items():
+            if value is not None and self.cp_size == 1:
                 raise ValueError(
                     f"{name} needs a ring, and with cp_size=1 the model stays as it is; leave it out, or call "
                     f'context_parallel(model, "local", {name}=...) in a loop of your own'

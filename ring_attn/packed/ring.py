@@ -24,24 +24,36 @@ _ITS_OWN = (
 )
 
 
-def placing(ring: Ring) -> "PlacingRing":
-    """Raises ValueError for a layout that is a plan."""
-    if not isinstance(ring.layout, str):
+def placing(ring: Ring, place_documents: bool | None, against: str | None) -> Ring:
+    """The ring that places documents, if it is to; None: if it can. ``against``: why the model allows no order of its own. Raises
+    ValueError for a layout that is a plan, NotImplementedError for such a model."""
+    by_name = isinstance(ring.layout, str)
+    if place_documents is None and (against is not None or not by_name or ring.size == 1):
+        return ring
+    if (place_documents or isinstance(ring, PlacingRing)) and against is not None:
+        raise NotImplementedError(against)
+    if place_documents is False:
+        return ring
+    if not by_name:
         raise ValueError(f"place_documents=True places documents itself; give a layout by name, not a plan; got {ring.layout}")
-    return PlacingRing(ring.mesh, **_options(ring))
+    return PlacingRing(ring.mesh, **_options(ring), where_it_can_be=place_documents is None)
 
 
 def _options(ring: Ring) -> dict[str, Any]:
     return {"mesh_dim": ring.mesh_dim, "layout": ring.layout, "strategy": ring.strategy, "buckets": ring.buckets}
 
 
+@dataclass(frozen=True, kw_only=True)
 class PlacingRing(Ring):
-    """A ring for batches of which each may have an order of its own."""
+    """A ring for batches of which each may have an order of its own. ``where_it_can_be``: what cannot lies in the layout."""
 
-    def of(self, documents: Tensor | None) -> Ring:
+    where_it_can_be: bool = False
+
+    def of(self, documents: Tensor | None, by_place: bool) -> Ring:
         """The ring for whole sequences of these numbers of ``documents [rows, seq]``, negative on padding, None for one a row. Only
-        one row of several documents is placed, each of one number."""
-        if documents is not None and documents.shape[0] == 1:
+        one row of several documents is placed, each of one number. ``by_place``: whether masks may go by places in the row, which
+        is refused later where documents are to be placed."""
+        if documents is not None and documents.shape[0] == 1 and not (self.where_it_can_be and (by_place or documents[0, 0] < 0)):
             firsts = documents[begins_of(documents)]
             if 1 < len(firsts) == len(firsts.unique()):
                 return PlacedRing(self.mesh, documents=documents, **_options(self))

@@ -52,6 +52,12 @@ def test_its_dims_are_those_of_accelerate(model):
     assert (parallel.data_parallel_size, parallel.non_data_parallel_size, parallel.total_size) == (4, 2, 8)
 
 
+def test_documents_are_placed_on_a_ring_alone(model):
+    assert RingParallelism(model).place_documents is None
+    with pytest.raises(ValueError, match="place_documents needs a ring, and with cp_size=1"):
+        RingParallelism(model, 1, place_documents=True)
+
+
 def test_one_process_needs_no_ring(model):
     accelerator = Accelerator(cpu=True, parallelism_config=RingParallelism(model))
     assert accelerator.parallelism_config.total_size == 1

@@ -26,6 +26,7 @@ from ring_attn.integrations.transformers import context_parallel
 from ring_attn.integrations.transformers.batch.sharding import MARK
 from ring_attn.integrations.transformers.layers.masks import Rule, translate
 from ring_attn.integrations.transformers.model.table import OPTIONS, check_layer_types
+from ring_attn.packed.ring import PlacedRing, PlacingRing
 from torch_bridge.backends import compiled
 from torch_bridge.job import sanity_checks
 
@@ -218,8 +219,20 @@ def test_placed_documents_are_refused_where_places_count():
         context_parallel(llama(), "local", layout=balance(64, 1, causal=True), place_documents=True)
     model = tiny.gemma3_with_images()
     cp = context_parallel(model, "local", place_documents=True)
-    with pytest.raises(NotImplementedError, match="placed documents have others; leave out place_documents=True"):
+    with pytest.raises(NotImplementedError, match="placed documents have others; give place_documents=False"):
         model(**cp.shard({**tiny.packed(10, 17), "token_type_ids": torch.ones(1, 27, dtype=torch.int64)}))
+
+
+def test_documents_are_placed_where_they_can_be(monkeypatch):
+    packed = torch.tensor([[0, 0, 0, 1, 1, -1]])
+    assert not isinstance(context_parallel(llama(), "local", place_documents=None).ring, PlacingRing)
+    monkeypatch.setattr(Ring, "size", 2)
+    ring = context_parallel(llama(), "local", place_documents=None).ring
+    assert isinstance(ring, PlacingRing) and isinstance(ring.of(packed, by_place=False), PlacedRing)
+    for documents, by_place in ((packed, True), (packed.flip(1), False), (packed.repeat(2, 1), False), (None, False)):
+        assert type(ring.of(documents, by_place)) is Ring
+    plan = balance(64, 2, causal=True)
+    assert not isinstance(context_parallel(llama(), "local", layout=plan, place_documents=None).ring, PlacingRing)
 
 
 def test_a_batch_that_was_not_sharded_is_refused_on_a_ring(monkeypatch, local):

@@ -26,7 +26,7 @@ from ring_attn.integrations.transformers.model.tiles import check_tiles, tiles_o
 from ring_attn.integrations.transformers.verify.verification import Verdict, verify
 from ring_attn.memory import Levers
 from ring_attn.memory.formula import Checkpoint
-from ring_attn.packed.ring import PlacingRing, placing
+from ring_attn.packed.ring import placing
 from ring_attn.ring import BUCKETS, Ring, as_ring
 from ring_attn.sharding.marks import is_shard
 from ring_attn.training.chunked_loss import CHUNK
@@ -60,14 +60,14 @@ class ContextParallel:
         ring: Ring,
         levers: Levers = _NO_LEVERS,
         overlap: bool = False,
+        place_documents: bool | None = False,
     ) -> None:
         check_checkpoint(levers.checkpoint)
         check_head_groups(levers.head_groups)
-        self.model, self.ring, self.levers, self.overlap = pretrained_model(model), ring, levers, overlap
+        self.model, self.levers, self.overlap = pretrained_model(model), levers, overlap
         self.plan = plan_of(self.model)
         self.plan.check_layout(ring)
-        if isinstance(ring, PlacingRing):
-            self.plan.check_order()
+        self.ring = ring = placing(ring, place_documents, self.plan.against_any_order)
         self._head = None if levers.loss_chunk is None else Head(self.plan, levers.loss_chunk)
         self._tiles = {} if levers.mlp_tile is None else tiles_of(self.model, self.plan.config, levers.mlp_tile)
         self.previous: str = self.plan.config._attn_implementation
@@ -358,7 +358,7 @@ def context_parallel(
     mlp_tile: int | None = None,
     head_groups: int = 1,
     offload_inputs: bool = False,
-    place_documents: bool = False,
+    place_documents: bool | None = False,
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -385,11 +385,12 @@ def context_parallel(
         offload_inputs: under activation checkpointing the inputs of layers wait in pinned host memory, too.
         place_documents: a batch of one row of several documents, as packing and flattening collators make it, lies on the ring as
             :func:`ring_attn.shard_packed` places it, so that all ranks have nearly equal work; ``layout`` is for all others.
-            ``cp.unshard(tensor, batch)`` restores the order. For decoders that take ``position_ids``.
+            ``cp.unshard(tensor, batch)`` restores the order. ``cp.ring``, which shards tensors of your own, does not know it, so by
+            default nothing is placed. For decoders that take ``position_ids``; None: for these, and no others.
 
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
     where = as_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
     levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
-    return ContextParallel(model, placing(where) if place_documents else where, levers, overlap)
+    return ContextParallel(model, where, levers, overlap, place_documents)

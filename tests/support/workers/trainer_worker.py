@@ -122,7 +122,7 @@ def trained(folder: str) -> dict[str, Any]:
 def packed(folder: str) -> dict[str, Any]:
     model = tiny_llama()
     more = dict(per_device_train_batch_size=1, packing=True, max_length=50, gradient_checkpointing=True, bf16=False)
-    args = SFTConfig(**arguments(folder, **more), parallelism_config=RingParallelism(model, place_documents=RING > 1))
+    args = SFTConfig(**arguments(folder, **more), parallelism_config=RingParallelism(model))
     data = dict(train_dataset=documents(80), eval_dataset=documents(10, seed=2))
     return measured(SFTTrainer(model, args, processing_class=tokenizer(), **data))
 

@@ -105,7 +105,8 @@ def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own:
     plan.check_length(tokens.shape[1])
     packing = {x: given.pop(x) for x in PACKING if x in given}
     documents, by_position = documents_of(tokens, mask, positions, packing, plan.axes)
-    ring = ring.of(documents) if isinstance(ring, PlacingRing) else ring
+    if isinstance(ring, PlacingRing):
+        ring = ring.of(documents, by_place=any(name in given for name in TOKEN_TYPES))
     mask = documents >= 0 if documents is not None else mask
     positions = plan.positions_of(tokens, mask) if positions is None else positions
     sequence = describe(ring, tokens, mask, documents, positions, labels)

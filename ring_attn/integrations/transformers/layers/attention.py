@@ -157,7 +157,7 @@ def _options(rule: Rule, queries: Sequence, keys: Sequence) -> dict[str, Any]:
     if rule.predicates and queries.offsets is not None:
         raise NotImplementedError(
             f"the mask function {rule.predicates[0].__qualname__} goes by places in the whole sequence, and placed documents have "
-            "others; leave out place_documents=True"
+            "others; give place_documents=False"
         )
     if rule.predicates and queries.positions is not None:
         raise NotImplementedError(

@@ -134,17 +134,17 @@ class Plan:
                 'layout="striped" gives a rank every n-th token; use layout="zigzag", "contiguous" or a plan of balance'
             )
 
-    def check_order(self) -> None:
-        """NotImplementedError unless tokens may lie in any order, each told its position."""
+    @property
+    def against_any_order(self) -> str | None:
+        """Why tokens may not lie in any order, each told its position, in words; None where they may."""
         if self.states:
-            raise NotImplementedError(
+            return (
                 f"place_documents=True cuts documents where it likes, and {type(self.model).__name__} carries a state along the "
                 "sequence, in the pieces of a layout; leave it out"
             )
         if self.encoder_decoder or not self.takes_positions or any(has_relative_bias(module) for module in self.model.modules()):
-            raise NotImplementedError(
-                f"place_documents=True is for decoders that take position_ids, not for {type(self.model).__name__}; leave it out"
-            )
+            return f"place_documents=True is for decoders that take position_ids, not for {type(self.model).__name__}; leave it out"
+        return None
 
     def check_length(self, length: int) -> None:
         for name, module in self._routers:
