@@ -14,6 +14,9 @@ attention   one layer's attention of it, with the token's key and value stored, 
 host        until such a call returns, on an idle device
 error       of the attention's output: its root mean square difference from attention in float32, over its size
 
+"..., graph": the same calls, captured once in a CUDA graph. "floor of 2": what a ring's attention of a token can hardly be faster
+than, torch's flash attention of a rank's keys with a group's heads as queries, one all-gather, joined in torch; it keeps no token.
+
 Rings of fewer than all GPUs run side by side, so that all GPUs work. On a CPU: --sizes 512 --heads 4 2 16 --layers 1.
 """
 
@@ -37,7 +40,7 @@ from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import Timed, reason, take_turns
 from ring_attn import Ring
 from ring_attn.generation import KVCache
-from torch_bridge.job import runtime
+from torch_bridge.job import capture, runtime
 
 NEW = 4096  # tokens that a cache has room for; a system that has generated as many begins again
 SDPA: dict[str, SDPBackend | None] = {
@@ -139,6 +142,31 @@ class Sdpa:
         return sum(x.nbytes for pair in self.kept.values() for x in pair)
 
 
+class Floor(Sdpa):
+    """A rank's keys by torch's flash attention, and one collective."""
+
+    def __init__(self, ring: Ring, tokens: int) -> None:
+        super().__init__(None, tokens)
+        self.ring = ring
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        key, value = self.kept[layer]
+        heads, dim = q.shape[2:]
+        groups = q.view(1, key.shape[1], -1, dim)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(groups, key, value)[:2]
+        part = torch.cat([out.float(), lse[..., None]], -1)
+        parts = part.new_empty(self.ring.size, *part.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), part, group=self.ring.processes.group)
+        weights = parts[..., dim:].softmax(0)
+        return (parts[..., :dim] * weights).sum(0).to(q.dtype).view(1, 1, heads, dim)
+
+    def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.kept[layer] = self.ring.shard(k).transpose(1, 2).contiguous(), self.ring.shard(v).transpose(1, 2).contiguous()
+
+    def prefill(self, stack: "Stack", x: Tensor) -> "Floor":
+        raise NotImplementedError("it has no attention for prompts")
+
+
 class Stack(nn.Module):
     """The attention part of a Llama: ``x [1, tokens, heads * dim]`` to the same."""
 
@@ -212,6 +240,8 @@ class Run:
     def systems(self, tokens: int) -> Iterator[tuple[str, System]]:
         for size, group in self.groups.items():
             yield f"ring of {size}", Ours(Ring(group, layout="zigzag"), tokens)
+            if ON_GPU and size > 1:
+                yield f"floor of {size}", Floor(Ring(group, layout="zigzag"), tokens)
         for name, backend in SDPA.items():
             if ON_GPU or backend is None:
                 yield name, Sdpa(backend, tokens)
@@ -232,9 +262,17 @@ def measure(run: Run, tokens: int) -> None:
             continue
         apart = float((out.float() - truth).square().mean().sqrt() / truth.square().mean().sqrt())
         run.report.add(case=case, system=name, phase="error", error=run.team.slowest(apart), GiB=system.nbytes / GIB)
-    calls = {"token": lambda system: partial(token, run, system), "attention": lambda system: partial(system.attend, 0, *new)}
+    x, place = run.random(7, 1, 1, heads * dim), torch.full((1, 1), tokens, device=run.team.device)
+    calls = {
+        "token": lambda system: partial(run.stack, x, place, system),
+        "attention": lambda system: partial(system.attend, 0, *new),
+    }
     for phase in PHASES:
-        times, failed = take_turns(run.team, {name: Timed(calls[phase](x)) for name, x in ready.items()}, run.options.rounds, 40.0)
+        timed = {name: Timed(calls[phase](system)) for name, system in ready.items()}
+        for name, system in ready.items() if ON_GPU else ():
+            replay = run.guarded(case, f"{name}, graph", phase, partial(captured, calls[phase](system)))
+            timed |= {} if replay is None else {f"{name}, graph": Timed(replay)}
+        times, failed = take_turns(run.team, timed, run.options.rounds, 40.0)
         for name, taken in times.items():
             run.report.add(case=case, system=name, phase=phase, **taken.figures() | {"ms": run.team.slowest(taken.median)})
         for name, error in failed.items():
@@ -248,6 +286,17 @@ def measure(run: Run, tokens: int) -> None:
 def token(run: Run, system: System) -> Tensor:
     heads, _, dim = run.options.heads
     return run.stack(run.random(7, 1, 1, heads * dim), system.position(), system)
+
+
+def captured(call: Callable[[], Tensor]) -> Callable[[], Any]:
+    """The call's work on the device, in a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    graph.replay()
+    return graph.replay
 
 
 def filled(run: Run, system: System, tokens: int) -> bool:
@@ -308,6 +357,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", nargs=3, type=int, default=[32, 8, 128], metavar=("QUERY", "KV", "DIM"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--launched-by-torch", action="store_true", help="decoding on torch's stream, also where that is off")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which nothing more is begun")
     parser.add_argument("--hard-end", type=float, default=480.0, help="seconds after which the job stops whatever it does")
     parser.add_argument("--output", type=Path, default=default_folder("generate"))
@@ -316,7 +366,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 @torch.no_grad()
 def main(given: list[str] | None = None) -> None:
-    run = Run(arguments(given))
+    options = arguments(given)
+    capture.DECODES_ON_GPUS |= options.launched_by_torch
+    run = Run(options)
     runtime.start(device=run.team.device)  # on all ranks at once, whichever part comes first
     for part, sizes in ((measure, run.options.sizes), (measure_prefill, run.options.prefill)):
         for tokens in sizes:
