@@ -395,3 +395,13 @@ def test_attention_by_way_of_a_gpu(gpu, given, monkeypatch):
     for got, want in zip((out, *found), (exact, *wanted), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert gpu.calls == 2
+
+
+def test_a_call_within_a_capture_is_refused(monkeypatch):
+    """A graph would hold none of what JAX does; inductor is told so."""
+    q = torch.randn(1, 4, 1, 8)
+    monkeypatch.setattr(compiled, "is_captured", lambda _: True)
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+        ring_attn.ring_attention(q, q, q, mesh="local")
+    for operator in (torch.ops.ring_attn.forward, torch.ops.ring_attn.backward):
+        assert torch.Tag.cudagraph_unsafe in operator.default.tags
