@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ def explains(others: Others) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def explained(error: Exception, function: Callable[..., Any], keywords: Mapping[str, object], others: Others) -> Exception:
+def explained(error: Exception, function: Callable[..., object], keywords: Mapping[str, object], others: Others) -> Exception:
     """The error of a call with these keyword arguments, in words of ours where it is that some of them are unexpected."""
     parameters = signature(function).parameters
     names = tuple(parameters)

@@ -2,6 +2,7 @@
 torch's tensors, too.
 """
 
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 # Documents a sequence that kernels are told of; each costs a tile of padding in a backward's sums, and a step of a tile scheduler.
@@ -50,6 +51,12 @@ class Operands(NamedTuple, Generic[A]):
     documents: A | None = None
     rank: A | None = None
     predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+
+    @classmethod
+    def of(cls, arrays: Sequence[A | None], predicate_arrays: tuple[tuple[Any, ...], ...] = ()) -> "Operands[A]":
+        """``arrays``: what callers give, in the order of :attr:`given`; those that follow are left out."""
+        named: dict[str, Any] = dict(zip(cls._fields[:GIVEN], arrays, strict=False))
+        return cls(**named, predicate_arrays=predicate_arrays)
 
     @property
     def keys(self) -> Keys[A]:

@@ -6,7 +6,8 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 from uuid import uuid4
 
 from ring_attn.memory import plan
@@ -136,7 +137,7 @@ def _on_ranks(options: argparse.Namespace) -> Outcome:
         start_method="spawn",
     )
     try:
-        outcomes: dict[int, Any] = elastic_launch(config, one_rank)(options)
+        outcomes: dict[int, Outcome] = elastic_launch(config, one_rank)(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return Outcome(f"rank {rank} ended with exit code {failure.exitcode}", 2)
@@ -179,7 +180,7 @@ def _of_step(options: argparse.Namespace) -> Outcome:
     return Outcome(str(verdict), 0 if verdict.ok else 1)
 
 
-def _loaded(file: Path) -> Any:
+def _loaded(file: Path) -> ModuleType:
     """The file as a module: what is under ``if __name__ == "__main__"`` does not run. It may import what lies beside it."""
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)

@@ -1,6 +1,7 @@
 """What a ring call runs and why, without a look into the library: of one call, or of all calls of a model."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
@@ -8,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from jax_core.request.explain import Explanation
+    from ring_attn.functional import AttentionOptions
     from torch_bridge.backends.operation import Request
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> "Explanation":
+def explain(q: Tensor, k: Tensor, v: Tensor, **options: "Unpack[AttentionOptions]") -> "Explanation":
     """What :func:`ring_attn.ring_attention` would run with these arguments: the strategy, the kernel and its tiles, why the others
     would not be taken, and the bytes sent and held (:class:`jax_core.request.explain.Explanation`; ``print`` it).
 
@@ -45,7 +47,9 @@ class Explaining(TorchDispatchMode):
         self.found: dict[str, object] = {}
         self._requests: dict[str, tuple[str, Request]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if str(func) != "ring_attn.forward.default":  # which no process has before its first call
             return func(*args, **(kwargs or {}))
         from torch_bridge.call.explained import explain_request, requested

@@ -195,7 +195,7 @@ def _check_own_documents(
     require(good, must, cu_q, cu_k, keys, f"tokens from {start}")
 
 
-def _in_layout(name: str, layout: str) -> Callable[..., Any]:
+def _in_layout(name: str, layout: str) -> Callable[..., Result]:
     def function(
         q: Tensor,
         k: Tensor,
@@ -218,7 +218,7 @@ def _in_layout(name: str, layout: str) -> Callable[..., Any]:
     return _named(function, name, document)
 
 
-def _varlen_in_layout(name: str, layout: str) -> Callable[..., Any]:
+def _varlen_in_layout(name: str, layout: str) -> Callable[..., Result]:
     chunks = shard_multiple(layout)
 
     def function(
@@ -280,15 +280,15 @@ def _attend(
     return out, lse, None
 
 
-def _qkvpacked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def packed(qkv: Tensor, *arguments: Any, **options: Any) -> Any:
+def _qkvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
+    def packed(qkv: Tensor, *arguments: object, **options: object) -> Result:
         return function(*_unpacked("qkv", qkv, 3), *arguments, **options)
 
     return _of_packed(packed, function, "qkvpacked", "qkv")
 
 
-def _kvpacked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def packed(q: Tensor, kv: Tensor, *arguments: Any, **options: Any) -> Any:
+def _kvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
+    def packed(q: Tensor, kv: Tensor, *arguments: object, **options: object) -> Result:
         return function(q, *_unpacked("kv", kv, 2), *arguments, **options)
 
     return _of_packed(packed, function, "kvpacked", "q", "kv")
@@ -301,7 +301,7 @@ def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
     return packed.unbind(-3)
 
 
-def _of_packed(packed: Callable[..., Any], function: Callable[..., Any], form: str, *tensors: str) -> Callable[..., Any]:
+def _of_packed(packed: Callable[..., Result], function: Callable[..., Result], form: str, *tensors: str) -> Callable[..., Result]:
     """With the signature of ``function``, but these tensors in the place of q, k and v."""
     signature = inspect.signature(function)
     first = [inspect.Parameter(tensor, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor) for tensor in tensors]
@@ -310,7 +310,7 @@ def _of_packed(packed: Callable[..., Any], function: Callable[..., Any], form: s
     return _named(packed, function.__name__.removesuffix("func") + form + "_func", document)
 
 
-def _named(function: Callable[..., Any], name: str, document: str) -> Callable[..., Any]:
+def _named(function: Callable[..., Result], name: str, document: str) -> Callable[..., Result]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = document
     return function

@@ -76,7 +76,9 @@ class AttentionOptions(TypedDict, total=False):
     cfg: RingAttentionConfig | None
 
 
-def _where(*tensors: object, mesh: MeshLike = None, mesh_dim: MeshDim = None, qkv_format: str = "bshd", **others: object) -> Any:
+def _where(
+    *tensors: object, mesh: MeshLike = None, mesh_dim: MeshDim = None, qkv_format: str = "bshd", **others: object
+) -> Where | None:
     """Mesh and mesh dimension of a call; None where it is so wrong that a mesh may be among its positional arguments."""
     if len(tensors) > 3:
         return None

@@ -69,7 +69,9 @@ class HeadParallel(ParallelStyle):
         module.register_forward_hook(lambda _, args, result: (self._output(result[0]), result[1]))
         return module
 
-    def _inputs(self, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _inputs(
+        self, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         named = {name: x for name, x in kwargs.items() if name in ("query", "key", "value")}
         # One tensor that comes as query, key and value stays one.
         whole = {id(x): self._replicated(mesh, x) for x in (*args[:3], *named.values())}
@@ -84,7 +86,7 @@ class HeadParallel(ParallelStyle):
         return laid.to_local() if self.use_local_output else laid
 
 
-def _split_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def _split_whole_tensors(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     for name, parameter in module.named_parameters():
         given = state_dict.get(prefix + name)
         if isinstance(given, Tensor) and not isinstance(given, DTensor) and isinstance(parameter, DTensor):

@@ -13,7 +13,7 @@ from ring_attn.documents.cumulative import check_cumulative, documents_of, or_pa
 from ring_attn.functional import is_dtensor
 from ring_attn.ring import as_ring
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import MeshDim, MeshLike, Where
 
 if TYPE_CHECKING:
     from ring_attn.ring import Ring
@@ -52,7 +52,9 @@ class Along(TypedDict, total=False):
     layout: Layout
 
 
-def _where(*operands: object, ring: "Ring | None" = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **others: object) -> Any:
+def _where(
+    *operands: object, ring: "Ring | None" = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **others: object
+) -> Where:
     """Mesh and mesh dimension of a call."""
     return (mesh, mesh_dim) if ring is None else (getattr(ring, "mesh", None), getattr(ring, "mesh_dim", None))
 
@@ -171,7 +173,7 @@ def ssd(
 @explains(OTHERS)
 def layer_along(
     operands: Mapping[str, Tensor | None],
-    settings: dict[str, Any],
+    settings: Mapping[str, object],
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -184,7 +186,7 @@ def layer_along(
 ) -> Result:
     ring = as_ring(ring, mesh, mesh_dim, layout)
     where, layout = (ring.mesh, ring.mesh_dim), ring.layout
-    first = next(iter(operands.values()))
+    first: Any = next(iter(operands.values()))
     _check({**operands, "initial_state": initial_state, "segment_ids": segment_ids}, first)
     if cu_seqlens is not None:
         if segment_ids is not None:
@@ -199,7 +201,7 @@ def layer_along(
     return (y, last) if output_final_state else y
 
 
-def _check(tensors: Mapping[str, Any], first: Any) -> None:
+def _check(tensors: Mapping[str, object], first: Tensor) -> None:
     for name, x in tensors.items():
         if x is None:
             continue
@@ -216,7 +218,7 @@ def _check(tensors: Mapping[str, Any], first: Any) -> None:
             )
 
 
-def _ids(where: tuple[MeshLike, MeshDim], layout: Layout, cu_seqlens: Tensor, first: Any) -> Tensor:
+def _ids(where: Where, layout: Layout, cu_seqlens: Tensor, first: Tensor) -> Tensor:
     """``[1, seq]``: the documents of this rank's tokens."""
     total = first.shape[1] * tensors_per_sequence_of(where, first.device)
     check_cumulative("cu_seqlens", cu_seqlens, total, first.device)

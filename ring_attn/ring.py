@@ -1,7 +1,7 @@
 """``Ring``: what every call on one ring must agree on, in one object."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,14 @@ from ring_attn.sharding.sequence import ShardedBatch
 from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
 
 BUCKETS = 8  # lengths an octave
+
+
+class Place(TypedDict):
+    """A ring and its layout, for a function that takes them one by one."""
+
+    mesh: MeshLike
+    mesh_dim: MeshDim
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Ring:
         none, and torch takes None for all of them."""
         return self.processes.group
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Place:
         """``mesh``, ``mesh_dim`` and ``layout``, for a function that takes them one by one."""
         return {"mesh": self.mesh, "mesh_dim": self.mesh_dim, "layout": self.layout}
 
@@ -100,10 +108,8 @@ class Ring:
         **options: Any,
     ) -> ShardedBatch:
         """:func:`ring_attn.shard_batch`, padded as :meth:`pad` does; all tensors ``[batch, length]``."""
-        tensors: dict[str, Any] = dict(
-            labels=labels, position_ids=position_ids, segment_ids=segment_ids, attention_mask=attention_mask
-        )
-        return sequence.shard_batch(input_ids, **tensors, **{"buckets": self.buckets, **options}, **self.arguments())
+        tensors = labels, position_ids, segment_ids, attention_mask
+        return sequence.shard_batch(input_ids, *tensors, **{"buckets": self.buckets, **options}, **self.arguments())
 
     @overload
     def attention(

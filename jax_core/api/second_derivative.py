@@ -67,11 +67,11 @@ def _made_of(
     moving, along = _floating(operands, operands), _floating(direction, operands)
     moving = moving if done is None else tree_after(spec, moving, done)
 
-    def results(moving: dict[str, Any]) -> tuple[Array, Array]:
-        return spec.strategy.forward(spec, operands._replace(**moving))
+    def results(moving: dict[str, Array]) -> tuple[Array, Array]:
+        return spec.strategy.forward(spec, operands.replaced(**moving))
 
-    def gradients(moving: dict[str, Any], out: Array, lse: Array) -> dict[str, Any]:
-        grads = spec.strategy.backward(spec, operands._replace(**moving), out, lse, dout, dlse)
+    def gradients(moving: dict[str, Array], out: Array, lse: Array) -> dict[str, Array]:
+        grads = spec.strategy.backward(spec, operands.replaced(**moving), out, lse, dout, dlse)
         return _floating(grads, operands)
 
     (out, lse), (out_change, lse_change) = jax.jvp(results, (moving,), (along,))
@@ -89,21 +89,21 @@ def _made_of(
 _changes = jax.custom_vjp(_made_of, nondiff_argnums=(0,))
 
 
-def _floating(values: Operands, operands: Operands) -> dict[str, Any]:
+def _floating(values: Operands, operands: Operands) -> dict[str, Array]:
     """Those of the operands that have gradients. (What a mask function closes over has none.)"""
     named = operands._replace(predicate_arrays=())._asdict()
     names = [name for name, x in named.items() if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
     return {name: getattr(values, name) for name in names}
 
 
-def _done(spec: RingSpec, tree: Any) -> Array | None:
+def _done(spec: RingSpec, tree: object) -> Array | None:
     """A number that is there when all of ``tree`` is: on a CPU, collectives of one program must be ordered (``transfers``)."""
     if spec.problem.backend != "cpu" or spec.problem.size == 1:
         return None
     return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(tree))
 
 
-def _changes_forward(spec: RingSpec, *arguments: Any) -> tuple[Any, Any]:
+def _changes_forward(spec: RingSpec, *arguments: Any) -> tuple[Any, object]:
     return _changes(spec, *arguments), kept(arguments)
 
 
@@ -117,7 +117,7 @@ def _changes_backward(spec: RingSpec, arguments: Any, cotangents: Any) -> tuple[
     moving = _floating(operands, operands), dout, dlse, _floating(direction, operands)
     nothing = jax.tree.map(lambda _: None, operands)
 
-    def changes(moving: dict[str, Any], dout: Array, dlse: Array, direction: dict[str, Any]) -> Any:
+    def changes(moving: dict[str, Array], dout: Array, dlse: Array, direction: dict[str, Array]) -> Any:
         return _made_of(spec, operands._replace(**moving), dout, dlse, nothing._replace(**direction), done)
 
     _, transpose = jax.vjp(changes, *moving)

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jax_core.recurrence.halo import halo, halo_back
 from jax_core.recurrence.layer import Layer, Operand, Results, accumulation
@@ -26,10 +27,10 @@ class Convolution(Layer):
     like = "x"
     state_dims = "bsc"
 
-    def state_dtype(self, dtype: Any) -> Any:
+    def state_dtype(self, dtype: DTypeLike) -> DTypeLike:
         return dtype
 
-    def kept_shape(self, sizes: dict[str, Any], pieces: int) -> tuple[Any, ...]:
+    def kept_shape(self, sizes: dict[str, int], pieces: int) -> tuple[int, ...]:
         return pieces, sizes["b"], sizes["s"], sizes["c"]
 
     def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:

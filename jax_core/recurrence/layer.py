@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jax_core.recurrence.pieces import Pieces
 
@@ -24,13 +25,13 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Shaped(Protocol):
-    """An array of JAX or torch, or a form of one."""
+    """An array of JAX or torch, or a form of one. Lengths may be symbols."""
 
     @property
-    def shape(self) -> Sequence[Any]: ...
+    def shape(self) -> Sequence[int]: ...
 
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> object: ...
 
 
 class Operand(NamedTuple):
@@ -78,11 +79,11 @@ class Layer:
     def state_dims(self) -> str:
         raise NotImplementedError
 
-    def state_dtype(self, dtype: Any) -> Any:
+    def state_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """Of the state that leaves the sequence, for a ``y`` of this dtype."""
         return accumulation(dtype)
 
-    def kept_shape(self, sizes: dict[str, Any], pieces: int) -> tuple[Any, ...]:
+    def kept_shape(self, sizes: dict[str, int], pieces: int) -> tuple[int, ...]:
         raise NotImplementedError
 
     def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
@@ -101,9 +102,9 @@ class Layer:
         """The cotangents of operands and state; of those that all ranks hold, this rank's part. ``dlast``: this rank's."""
         raise NotImplementedError
 
-    def sizes(self, operands: Sequence[Shaped | None], state: Shaped | None, ids: Shaped | None) -> dict[str, Any]:
+    def sizes(self, operands: Sequence[Shaped | None], state: Shaped | None, ids: Shaped | None) -> dict[str, int]:
         """The length of each dimension, by its letter. Raises ValueError for operands that do not fit together."""
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, int] = {}
         for operand, x in zip(self.signature, operands, strict=True):
             if x is not None:
                 _bind(operand.name, operand.dims, x, sizes)
@@ -122,7 +123,7 @@ class Layer:
         return sizes
 
 
-def _bind(name: str, alternatives: tuple[str, ...], x: Shaped, sizes: dict[str, Any]) -> None:
+def _bind(name: str, alternatives: tuple[str, ...], x: Shaped, sizes: dict[str, int]) -> None:
     dims = next((dims for dims in alternatives if len(dims) == len(x.shape)), None)
     words = " or ".join(f"[{_words(dims)}]" for dims in alternatives)
     if str(x.dtype).removeprefix("torch.") not in FLOATS:
@@ -138,6 +139,6 @@ def _words(dims: str) -> str:
     return ", ".join(WORDS[letter] for letter in dims)
 
 
-def accumulation(dtype: Any) -> Any:
+def accumulation(dtype: DTypeLike) -> DTypeLike:
     """What is computed in: float32, and float64 for float64."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

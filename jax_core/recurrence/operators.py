@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_core.recurrence.prefix import transposed
 
 CHUNK = 64
 EPSILON = 1e-6  # of the l2 norm, as in fla and transformers
-Arrange = Callable[["Recurrence", Mapping[str, Any]], Inputs]  # of operands [batch, length, ...] by name
+Arrange = Callable[["Recurrence", Mapping[str, Array]], Inputs]  # of operands [batch, length, ...] by name
 
 
 class Operator(NamedTuple):
@@ -60,7 +60,7 @@ class Recurrence(Layer):
     def state_dims(self) -> str:
         return OPERATORS[self.operator].state
 
-    def kept_shape(self, sizes: dict[str, Any], pieces: int) -> tuple[Any, ...]:
+    def kept_shape(self, sizes: dict[str, int], pieces: int) -> tuple[int, ...]:
         return pieces, sizes["b"], sizes["h"], sizes["k"], sizes["v"]
 
     def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
@@ -115,7 +115,7 @@ def _cleared(x: Array, ids: Array) -> Array:
     return jnp.where((ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def _attention(recurrence: Recurrence, named: Mapping[str, Any]) -> Inputs:
+def _attention(recurrence: Recurrence, named: Mapping[str, Array]) -> Inputs:
     """Of q, k, v, g and beta, of which the last two may be absent."""
     q, k, v = (named[name] for name in "qkv")
     if recurrence.l2norm:
@@ -133,7 +133,7 @@ def _decay(g: Array | None, v: Array) -> Array:
     return jnp.broadcast_to(g, (*v.shape[:3], g.shape[-1]))
 
 
-def _state_space(recurrence: Recurrence, named: Mapping[str, Any]) -> Inputs:
+def _state_space(recurrence: Recurrence, named: Mapping[str, Array]) -> Inputs:
     x, dt, a, b, c = (named[name] for name in ("x", "dt", "A", "B", "C"))
     d = named.get("D")
     skip = None if d is None else x * (d[:, None] if d.ndim == 1 else d)

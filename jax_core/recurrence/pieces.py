@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +43,7 @@ class Pieces:
         return self.table.size
 
     @property
-    def rank(self) -> Any:
+    def rank(self) -> Array | int:
         return 0 if self.axis_name is None else lax.axis_index(self.axis_name)
 
     @property

@@ -48,7 +48,7 @@ def to_json(table: Table, device: str) -> str:
     return json.dumps({"schema": SCHEMA, "device": device, "configurations": entries}, indent=1) + "\n"
 
 
-def _plain(entry: Found) -> dict[str, Any]:
+def _plain(entry: Found) -> dict[str, object]:
     params = {name: value for name, value in vars(entry.params).items() if value is not None}
     return {**asdict(entry), "params": params, "versions": dict(entry.versions)}
 
@@ -92,5 +92,5 @@ def _found(
     return Found(kind(**params), ms, heuristic_ms, complete, day, versions)
 
 
-def _is_time(time: Any) -> bool:
+def _is_time(time: object) -> bool:
     return isinstance(time, (int, float)) and not isinstance(time, bool) and 0 < time < float("inf")

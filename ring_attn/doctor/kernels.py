@@ -38,7 +38,7 @@ def main() -> None:
         print(json.dumps(each), flush=True)
 
 
-def _tried() -> Iterator[dict[str, Any]]:
+def _tried() -> Iterator[dict[str, str]]:
     import ring_attn
 
     given = inputs()
@@ -114,7 +114,7 @@ def error(results: list[Tensor], exact: list[Tensor]) -> float:
     return max(float(largest(a.double().cpu() - b) / largest(b)) for a, b in zip(results, exact, strict=True))
 
 
-def _milliseconds(run: Callable[[], Any]) -> float:
+def _milliseconds(run: Callable[[], object]) -> float:
     """The least of a few runs, by the wall clock."""
     least = float("inf")
     for _ in range(RUNS):

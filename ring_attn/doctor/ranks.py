@@ -67,7 +67,7 @@ def _device() -> str:
 def _agreement() -> Finding:
     settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
     local = {**installed(), **settings, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"}
-    every: list[Any] = [None] * dist.get_world_size()
+    every: list[dict[str, object]] = [{}] * dist.get_world_size()
     dist.all_gather_object(every, local)
     names = sorted({name for one in every for name in one})
     other = [name for name in names if len({one.get(name) for one in every}) > 1]

@@ -67,7 +67,7 @@ def read_documents(batch: Mapping[str, Any], shape: torch.Size, device: torch.de
     return reading
 
 
-def _told(batch: Mapping[str, Any], shape: torch.Size) -> Iterator[tuple[str, Tensor]]:
+def _told(batch: Mapping[str, object], shape: torch.Size) -> Iterator[tuple[str, Tensor]]:
     """The document number of each token, negative on padding, by everything in the batch that says it."""
     for name in CUMULATIVE:
         if batch.get(name) is not None:
@@ -82,7 +82,7 @@ def _told(batch: Mapping[str, Any], shape: torch.Size) -> Iterator[tuple[str, Te
         yield "attention_mask", mask - 1
 
 
-def _by_cumulative(name: str, ends: Any, shape: torch.Size) -> Tensor:
+def _by_cumulative(name: str, ends: object, shape: torch.Size) -> Tensor:
     ends, total = torch.as_tensor(ends).long().flatten(), shape.numel()
     if len(ends) < 1 or ends[0] != 0 or bool((ends.diff() < 0).any()) or ends[-1] > total:
         raise ValueError(f"{name} must ascend from 0 to at most the {total} tokens of the batch, got {ends.tolist()}")
@@ -90,7 +90,7 @@ def _by_cumulative(name: str, ends: Any, shape: torch.Size) -> Tensor:
     return or_padding(documents_of(index, ends), ends).long().view(shape)
 
 
-def _of_shape(name: str, numbers: Any, shape: torch.Size) -> Tensor:
+def _of_shape(name: str, numbers: object, shape: torch.Size) -> Tensor:
     if not isinstance(numbers, Tensor) or numbers.shape != shape or numbers.is_floating_point():
         got = tuple(numbers.shape) if isinstance(numbers, Tensor) else type(numbers).__name__
         raise ValueError(f"{name} must be integers of the shape of input_ids, {tuple(shape)}, got {got}")

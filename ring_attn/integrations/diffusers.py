@@ -20,7 +20,7 @@ from diffusers.models.attention_processor import Attention, MochiAttention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.functional import ring_attention
+from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import gather_from_ring
 from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
@@ -132,7 +132,7 @@ class _GatherHook(ModelHook):
         super().__init__()
         self.outputs, self.group = outputs, group
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         given = (output,) if isinstance(output, Tensor) else tuple(output)
         whole = tuple(
             x if plan is None else _Gather.apply(x, plan.gather_dim, self.group)
@@ -192,7 +192,7 @@ def _attend(
     sizes = _sizes(local, query.device, resolve(group), "diffusers' attention") if config.ring_anything else [list(local)]
     rows, columns = (max(lengths) for lengths in zip(*sizes, strict=True))
     uneven = any(lengths != sizes[0] for lengths in sizes)
-    options: dict[str, Any] = {"mesh": group, "scale": scale, "dropout_p": dropout_p}
+    options: AttentionOptions = {"mesh": group, "scale": scale, "dropout_p": dropout_p}
     if attn_mask is not None or uneven:
         options |= _segments(attn_mask, query, key, rows, columns)
     q, k, v = _padded(query, 1, rows), _padded(key, 1, columns), _padded(value, 1, columns)
@@ -210,7 +210,7 @@ def _check(config: ContextParallelConfig, query: Tensor, key: Tensor, is_causal:
         raise ValueError(f"queries have {query.shape[2]} heads and keys {key.shape[2]}, which needs enable_gqa=True")
 
 
-def _segments(mask: Tensor | None, query: Tensor, key: Tensor, rows: int, columns: int) -> dict[str, Tensor]:
+def _segments(mask: Tensor | None, query: Tensor, key: Tensor, rows: int, columns: int) -> AttentionOptions:
     """Segment ids in which the padding and hidden keys are -1."""
     visible = query.new_ones(key.shape[:2], dtype=torch.bool) if mask is None else _visible_keys(mask, key)
     queries = query.new_zeros(query.shape[:2], dtype=torch.int32)

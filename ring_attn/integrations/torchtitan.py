@@ -145,7 +145,7 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
     class Config(activation_checkpoint.SelectiveAC.Config):
         pass
 
-    def get_save_ops(self) -> set[Any]:
+    def get_save_ops(self) -> set[object]:
         import torch_bridge.call.operators  # noqa: F401  registers the operator
 
         return super().get_save_ops() | {torch.ops.ring_attn.forward.default}
@@ -175,7 +175,7 @@ def _settling(config_class: type[BaseModel.Config]) -> type[BaseModel.Config]:
     """A class of model config that looks, when the trainer hands over its settings, at those that a ring depends on."""
 
     class Settling(config_class):
-        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+        def update_from_config(self, *, config: Any, **kwargs: object) -> None:
             config_class.update_from_config(self, config=config, **kwargs)
             layout = _checked_layout(config.parallelism, getattr(config, "training", None))
             for layer in self.layers:

@@ -81,7 +81,7 @@ class WholeBatches:
         return args, {**kwargs, **self._call.fused, _FUSED: True}
 
     @torch.compiler.disable
-    def _answer(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _answer(self, model: nn.Module, args: object, output: object) -> object:
         if self._call is None:
             return output
         call, self._call = self._call, None
@@ -100,7 +100,7 @@ class WholeBatches:
         gradient, value = (1.0, 1.0 / self._ring.size) if call.counted else (float(self._ring.size), 1.0)
         return loss * gradient + loss.detach() * (value - gradient)
 
-    def _of_tokens(self, call: _Call, output: MutableMapping[str, Any]) -> dict[str, Tensor]:
+    def _of_tokens(self, call: _Call, output: MutableMapping[str, Tensor]) -> dict[str, Tensor]:
         if {name for name in _ASKED_BY_TRL if output.get(name) is not None} != _ASKED_BY_SFT:
             raise NotImplementedError(_ONLY_SFT)
         mask = output["label_mask"]
@@ -128,11 +128,11 @@ class ShardedOutput:
         self.__getattr__("__reduce__")
 
 
-def reject_sharded(pad: Callable[..., Any]) -> Callable[..., Any]:
+def reject_sharded(pad: Callable[..., object]) -> Callable[..., object]:
     """accelerate's function to which the Trainer gives a model's outputs, whose own words would be of an unknown type."""
 
     @wraps(pad)
-    def padded(outputs: Any, *arguments: Any, **options: Any) -> Any:
+    def padded(outputs: object, *arguments: object, **options: object) -> object:
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(output, ShardedOutput):
                 output.gathered()  # raises

@@ -80,7 +80,7 @@ def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip() for name, *cells in lines]
 
 
-def _written(name: str, value: Any) -> str:
+def _written(name: str, value: object) -> str:
     return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
 
 
@@ -94,9 +94,9 @@ def room(memory: float) -> float:
 
 
 def plan(
-    model: Any,
+    model: object,
     tokens: int,
-    gpus: Any,
+    gpus: object,
     memory: float = 80,
     *,
     ring: int | None = None,
@@ -162,7 +162,7 @@ def _settings(levers: Levers) -> dict[str, Any]:
     return {name: value for name in _NAMES if (value := getattr(levers, name)) != getattr(Levers(), name)}
 
 
-def _count(gpus: Any) -> int:
+def _count(gpus: object) -> int:
     if isinstance(gpus, int):
         return gpus
     size = getattr(gpus, "size", None)

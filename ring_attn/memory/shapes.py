@@ -70,7 +70,7 @@ KNOWN = {
 }
 
 
-def shapes_of(model: Any) -> tuple[str, Shapes]:
+def shapes_of(model: object) -> tuple[str, Shapes]:
     """Of a model, its configuration, such a configuration's fields, a folder with ``config.json``, or a name of ``KNOWN``: what it
     is called, and its sizes. ValueError, by name of what is missing."""
     if isinstance(model, Shapes):

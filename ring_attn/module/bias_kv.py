@@ -1,15 +1,18 @@
 """The key and value of ``add_bias_kv``, which every query sees, merged into what attention to the ring's keys gave."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ring_attn.functional import is_dtensor
 
+if TYPE_CHECKING:
+    from ring_attn.module.attention import RingAttention
 
-def check_dropout(module: Any) -> None:
+
+def check_dropout(module: "RingAttention") -> None:
     """Attention drops weights of the ring's keys; this one is beside them."""
     if module.bias_k is not None and module.training and module.dropout > 0:
         raise NotImplementedError(
@@ -31,7 +34,7 @@ def of_padding(lse: Tensor, sinks: Tensor | None, ids: Mapping[str, Tensor | Non
     return torch.where(padding, sinks.to(lse.dtype).logsumexp(1)[:, None], lse)
 
 
-def join_bias_kv(module: Any, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def join_bias_kv(module: "RingAttention", q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """``out [batch, seq, heads, dim]`` and ``lse [batch, heads, seq]`` of attention to the ring's keys.
 
     The weight of the key is ``w = exp(s) / (exp(s) + exp(lse)) = sigmoid(s - lse)``; everything else is scaled by ``1 - w``."""
@@ -44,6 +47,7 @@ def join_bias_kv(module: Any, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     return (rest * out + weight * _per_query_head(module, module.bias_v, lse.dtype)).to(out.dtype)
 
 
-def _per_query_head(module: Any, extra: Tensor, dtype: torch.dtype) -> Tensor:
+def _per_query_head(module: "RingAttention", extra: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert extra is not None
     groups = module.num_heads // module.num_kv_heads
     return extra.to(dtype).view(module.num_kv_heads, module.head_dim).repeat_interleave(groups, 0)

@@ -1,20 +1,23 @@
 """The projections of ``RingAttention`` as one packed parameter or as three."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+if TYPE_CHECKING:
+    from ring_attn.module.attention import RingAttention
+
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
-def rows(module: Any) -> list[int]:
+def rows(module: "RingAttention") -> list[int]:
     """The rows of queries, keys and values in a packed projection."""
     kv_dim = module.num_kv_heads * module.head_dim
     return [module.embed_dim, kv_dim, kv_dim]
 
 
-def separate(module: Any) -> None:
+def separate(module: "RingAttention") -> None:
     """Makes three parameters of the packed one. The module's result is the same."""
     packed = module.in_proj_weight
     if packed is not None:
@@ -23,7 +26,7 @@ def separate(module: Any) -> None:
         module.register_parameter("in_proj_weight", None)
 
 
-def repack(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+def repack(module: "RingAttention", state_dict: dict[str, Any], prefix: str) -> None:
     """Changes the projections in ``state_dict`` to the form that the module has; leaves what does not fit, for torch to name."""
     packed, three = f"{prefix}in_proj_weight", [prefix + name for name in SEPARATE]
     if module.in_proj_weight is None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from ring_attn.torch_sdpa.function import sdpa
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.sanity_checks import warn_once
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Cross = Literal["sharded", "whole"] | None
 _COUNTED = (
     "under context_parallel_sdpa something was made of the positions 0 to {0} (torch.arange, or the first rows of a table), as "
@@ -76,7 +78,9 @@ class _Route(TorchFunctionMode):
         self.ring, self.cross = ring, cross
         self._counted: set[int] = set()  # how many positions from 0 something was made of
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
@@ -108,7 +112,7 @@ class _Route(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
-def _counts(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
+def _counts(func: object, args: tuple[Any, ...]) -> Iterator[int]:
     """How many positions from 0 a call makes: numbers, or the first rows of a table, which no gradient made."""
     if func is torch.arange and all(isinstance(x, int) for x in args):
         if len(args) == 1 or (len(args) == 2 and args[0] == 0):  # ring_attn's own have a start and a stride
@@ -133,24 +137,24 @@ def _carry_into_recomputations() -> None:
     generator, reentrant = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction.apply
 
     @wraps(generator)
-    def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def without_reentrant(function: Callable[..., object], *args: Any, **kwargs: Any) -> object:
         return generator(_routed(function), *args, **kwargs)
 
-    def apply(function: Callable[..., Any], *args: Any) -> Any:
+    def apply(function: Callable[..., object], *args: object) -> object:
         return reentrant(_routed(function), *args)
 
     setattr(checkpointing, "_checkpoint_without_reentrant_generator", without_reentrant)  # noqa: B010  (as mypy would have it)
     setattr(checkpointing.CheckpointFunction, "apply", staticmethod(apply))  # noqa: B010
 
 
-def _routed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(function: Callable[P, T]) -> Callable[P, T]:
     """``function`` under the manager that is active now, if there is one, whenever it is called."""
     routes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _Route)]
     if not routes:
         return function
 
     @wraps(function)
-    def under(*args: Any, **kwargs: Any) -> Any:
+    def under(*args: P.args, **kwargs: P.kwargs) -> T:
         with routes[-1]:
             return function(*args, **kwargs)
 

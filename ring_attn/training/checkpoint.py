@@ -53,11 +53,11 @@ class KeepingAttention:
     """``function``, which a checkpoint of any kind is to run twice, the second time with the results of the first one's ring calls.
     What ``torch.compile`` compiles is in the function; whether a run is the first, no graph can know."""
 
-    def __init__(self, function: Callable[..., Any], offload: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], offload: bool = False) -> None:
         self._function, self._calls, self._again = function, CheckpointedCalls(offload), False
 
     @torch.compiler.disable(recursive=False)
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         if not self._again:
             self._again = True
             with self._calls.first_run():
@@ -101,7 +101,7 @@ def moved_to_host(tensor: Tensor) -> AbstractContextManager[None]:
     """Around a checkpoint of which ``tensor`` is an input: what is saved of it is in pinned host memory until its backward, on the
     way while other layers compute. A CPU's stays where it is."""
 
-    def pack(saved: Tensor) -> Any:
+    def pack(saved: Tensor) -> _Moved | Tensor:
         is_it = saved.data_ptr() == tensor.data_ptr() and saved.shape == tensor.shape
         return _Moved(saved) if is_it and _moves(saved) else saved
 

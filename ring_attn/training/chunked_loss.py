@@ -16,13 +16,13 @@ from ring_attn.training.loss import check_labels, check_num_items, labels_of, me
 from ring_attn.training.partial_gradients import added, hooks_off, unknown_leaf
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.job.mesh import MeshDim, MeshLike, Where
 
 Summed = Callable[[Tensor, Tensor], Tensor]  # hidden states and labels of a chunk -> the sum of their losses
 CHUNK = 1024  # tokens: at a vocabulary of 128k their logits take 0.25 GiB in 16 bits, and 0.5 in float32
 
 
-def _where(*arguments: object, **options: Any) -> Any:
+def _where(*arguments: object, **options: Any) -> Where | None:
     """As for ``cross_entropy``, whose arguments follow the head."""
     return where_counted(*arguments[1:], **options)
 
@@ -119,9 +119,9 @@ class _InChunks(torch.autograd.Function):
     """The sum of the losses; its gradients are made in the forward, for a cotangent of 1."""
 
     @staticmethod
-    def forward(ctx: Any, summed: Summed, hidden: Tensor, labels: Tensor, size: int, *given: Any) -> Tensor:
+    def forward(ctx: Any, summed: Summed, hidden: Tensor, labels: Tensor, size: int, *given: Tensor) -> Tensor:
         ctx.needed = needed = [index for index in (1, *range(4, 4 + len(given))) if ctx.needs_input_grad[index]]
-        parameters: list[Tensor] = [given[index - 4] for index in needed if index > 1]
+        parameters = [given[index - 4] for index in needed if index > 1]
         of_hidden = torch.zeros_like(hidden) if 1 in needed else None
         sums: list[Tensor | None] = [None] * len(parameters)  # of one that no chunk used it stays None, as without chunks
         losses = []

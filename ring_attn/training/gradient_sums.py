@@ -7,7 +7,7 @@ are not detected.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def note_sums(parameters: list[Tensor], ring: ProcessRing) -> None:
 def gradient_state(parameters: list[Tensor], ring: ProcessRing) -> GradientState:
     """What has become of sums over ``ring``, if the gradients of all these parameters are such."""
     pairs = _with_gradients(parameters)
-    marks: list[tuple[Any, int]] = [getattr(gradient, _MARK, (None, 0)) for _, gradient in pairs]
+    marks: list[tuple[tuple[int, ...] | None, int]] = [getattr(gradient, _MARK, (None, 0)) for _, gradient in pairs]
     if any(ranks != ring.ranks for ranks, _ in marks):
         return GradientState()
     changes = [gradient._version - version for (_, gradient), (_, version) in zip(pairs, marks, strict=True)]

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -78,7 +77,7 @@ def sync_gradients(
     _sum(trained, device, processes, overlap)
 
 
-def in_ddp() -> Any:
+def in_ddp() -> nn.parallel.DistributedDataParallel | None:
     """The DistributedDataParallel in whose forward this is, if in any."""
     return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
 

@@ -2,7 +2,7 @@
 from another seed on each, raises no error, and every number is then wrong."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class SharedState:
         self._ring, self._forwards = ring, 0
         self._answers: list[_Answer] = []
 
-    def compare(self, batch: Mapping[str, Tensor], given: Tensor, model: nn.Module, items: Any = None) -> None:
+    def compare(self, batch: Mapping[str, Tensor], given: Tensor, model: nn.Module, items: int | Tensor | None = None) -> None:
         """Once a forward, by all ranks: the whole ``batch`` each time, integers or :func:`fingerprints` of floats, and ``items``,
         the number of labels that a loss is divided by; at the first forwards, and now and then, the buffers, and the parameters
         that are not meant to differ. ``given``: one of the forward's inputs; a batch may be moved after it is sharded.
@@ -116,7 +116,7 @@ def fingerprints(floats: Tensor) -> Tensor:
     return bits.sum(list(range(2, bits.ndim)), dtype=torch.int64) if bits.ndim > 2 else bits.long()
 
 
-def _number(items: Any, device: torch.device) -> Tensor:
+def _number(items: int | Tensor | None, device: torch.device) -> Tensor:
     """int64 ``[]``: the bits of a count, -1 for none."""
     if items is None:
         return torch.tensor(-1, device=device)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -63,7 +64,7 @@ class Tiles:
         check_tile_size(size)
         self.module, self.size, self.forward, self._tried = module, size, module.forward, False
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         if torch.compiler.is_compiling():
             _refuse_compiled()
         tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
@@ -142,7 +143,7 @@ class Tiles:
 class _Call:
     """A call of a module, as a function of its tensors' rows ``[tokens, width]``. It holds none of them."""
 
-    def __init__(self, tiles: Tiles, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    def __init__(self, tiles: Tiles, arguments: tuple[object, ...], options: Mapping[str, object]) -> None:
         self.tiles, self._positional, self._names = tiles, len(arguments), tuple(options)
         values = [*arguments, *options.values()]
         self._dims = {place: x.ndim for place, x in enumerate(values) if isinstance(x, Tensor)}
@@ -165,7 +166,7 @@ class _Call:
         self._made = [x.ndim for x in outputs]
         return [x.flatten(0, -2) for x in outputs]
 
-    def whole(self, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+    def whole(self, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """What the module returns of all tokens, with the leading dims of an argument of as many dims."""
         lead = {x.ndim: x.shape[:-1] for x in reversed(tensors)}
         outputs = [x.unflatten(0, lead[dims]) if dims in lead else x for x, dims in zip(rows, self._made, strict=True)]
@@ -177,7 +178,7 @@ class _Held(torch.autograd.Function):
     computes no tile."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, count: int, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors[:count])
         ctx.set_materialize_grads(False)
         return tensors[0].new_empty(0, dtype=torch.float32)

@@ -40,10 +40,10 @@ def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
 
 class _InChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, *options: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
         ctx.save_for_backward(logits, labels)
-        ctx.options = options
-        return torch.cat([_losses(logits[rows], labels[rows], *options) for rows in _chunks(*logits.shape)])
+        ctx.options = ignore_index, label_smoothing
+        return torch.cat([_losses(logits[rows], labels[rows], ignore_index, label_smoothing) for rows in _chunks(*logits.shape)])
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:

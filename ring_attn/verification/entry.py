@@ -1,7 +1,6 @@
 """``ring_attn.verify``."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -15,7 +14,7 @@ def verify(
     model: nn.Module | None = None,
     batch: Batch | None = None,
     *,
-    step: Callable[..., Any] | None = None,
+    step: Callable[..., object] | None = None,
     ring: Ring | None = None,
     forward: Forward | None = None,
 ) -> Verdict:

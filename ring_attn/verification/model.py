@@ -29,7 +29,7 @@ def verify_model(model: nn.Module, batch: Batch, ring: Ring, forward: Forward | 
         raise ValueError("this model is context-parallel: its ContextParallel compares it, cp.verify(batch)")
     runs: list[Seen] = []
 
-    def step(ring: Ring) -> dict[str, Any]:
+    def step(ring: Ring) -> dict[str, object]:
         model.zero_grad()
         with watched(model) as seen:
             share, logits = _forward(model, batch, ring) if forward is None else (forward(model, batch, ring), None)
@@ -65,7 +65,7 @@ def _forward(model: nn.Module, batch: Batch, ring: Ring) -> tuple[Tensor, Tensor
     return cross_entropy(logits, shard), ring.unshard(logits.detach(), length=shard.length)
 
 
-def _has_documents(given: Mapping[str, Any], shard: ShardedBatch) -> bool:
+def _has_documents(given: Mapping[str, object], shard: ShardedBatch) -> bool:
     mask = given.get("attention_mask")
     padded = isinstance(mask, Tensor) and bool((mask == 0).any())
     return padded or given.get("segment_ids") is not None or bool((shard.segment_ids > 0).any())

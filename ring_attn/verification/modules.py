@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,12 +26,12 @@ def watched(model: nn.Module) -> Iterator[Seen]:
 
     for name, module in model.named_modules():
 
-        def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+        def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], name: str = name) -> None:
             first = next((x for x in (*args, kwargs.get("hidden_states")) if isinstance(x, Tensor)), None)
             if first is not None and first.is_floating_point():
                 keep(_GETS.format(name), first)
 
-        def after(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
+        def after(_: nn.Module, args: object, output: object, name: str = name) -> None:
             first = output if isinstance(output, Tensor) else next(iter(output), None) if isinstance(output, tuple) else None
             if isinstance(first, Tensor) and first.is_floating_point():
                 keep(name, first)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -47,7 +46,7 @@ class _Seen:
     gradients: dict[int, list[Tensor]] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
 
-    def step(self, optimizer: Optimizer, *_: Any) -> None:
+    def step(self, optimizer: Optimizer, *_: object) -> None:
         self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         for parameter in (x for group in optimizer.param_groups for x in group["params"] if x.grad is not None):
             key = id(parameter)
@@ -56,7 +55,7 @@ class _Seen:
             self.gradients.setdefault(key, []).append(whole(parameter.grad))
 
 
-def run_step(step: Callable[[], Any], trial: Trial) -> Run:
+def run_step(step: Callable[[], object], trial: Trial) -> Run:
     """``step()``, which returns the trained model, with every dropout left out."""
     seen = _Seen()
     if "torch._dynamo" in sys.modules:  # graphs hold what a ring was when they were traced
@@ -76,7 +75,7 @@ def run_step(step: Callable[[], Any], trial: Trial) -> Run:
     return Run(gradients, before, after, max(seen.steps.values(), default=0), _states(), trial, bool(dropped))
 
 
-def named_parameters(trained: Any) -> dict[str, Tensor]:
+def named_parameters(trained: object) -> dict[str, Tensor]:
     """The parameters of a module, of several by their names or places, or of nothing but tensors; without the names that wrappers
     give them."""
     given = trained if isinstance(trained, Mapping) else {"": trained} if isinstance(trained, nn.Module) else None

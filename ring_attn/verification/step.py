@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _OTHER_PARAMETERS = (
     "or a broadcast)"
 )
 
-Step = Callable[..., Any]
+Step = Callable[..., object]
 Values = dict[tuple[str, str], Tensor]  # by what it is ("step 1", "after") and the parameter's name
 
 _MUST_AGREE = "verify compares parameters: on every rank of the ring the step must train the same model for as many steps"
@@ -112,7 +112,7 @@ def _run(step: Step, ring: Ring, trial: Trial | None) -> Run:
         raise
 
 
-def _with_ring(step: Step, ring: Ring) -> Callable[[], Any]:
+def _with_ring(step: Step, ring: Ring) -> Callable[[], object]:
     """Of a step that takes none, the ring is its own affair."""
     parameters = signature(step).parameters
     if "ring" in parameters:

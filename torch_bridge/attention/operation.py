@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -19,13 +19,14 @@ from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.pairs.rows import as_kernel_takes_them
 from torch_bridge.attention.decoding import Decoding, decoding_of
 from torch_bridge.attention.empty import Empty
-from torch_bridge.backends.operation import Form, Operation, Program, Request, Whole
+from torch_bridge.backends.operation import Form, Formed, Operation, Program, Request, Shapes, Whole
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import AnyRing, Tensors, tensors_per_sequence
 from torch_bridge.job.sanity_checks import check_same_queries, check_shards
 
 OPERANDS = Operands._fields[:GIVEN]
 QKV = (0, 1, 2)
+A = TypeVar("A")  # the kind of array
 VALUE, SINKS, ORIGIN = (OPERANDS.index(name) for name in ("value", "softmax_aux", "origin"))
 
 
@@ -57,13 +58,12 @@ class Attention(Operation):
         """As a mask function may. No compiled graph has a call with one."""
         return bool(self.options.predicates)
 
-    def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
-        forms: Any = operands[: len(OPERANDS)]
-        check_operands(Operands(*forms), self.options.layout, tensors_per_sequence(ring))
+    def check(self, operands: Sequence[Formed | None], ring: AnyRing) -> None:
+        check_operands(Operands.of(operands), self.options.layout, tensors_per_sequence(ring))
 
-    def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
+    def results(self, forms: Sequence[Formed | None]) -> tuple[Form, ...]:
         """Of ``out`` and ``lse``."""
-        query, _, value = forms[: len(QKV)]
+        query, _, value = Operands.of(forms).qkv
         batch, length, heads, _ = query.shape
         lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         return Form((batch, length, heads, value.shape[-1]), query.dtype), Form((batch, heads, length), lse_dtype)
@@ -113,18 +113,17 @@ class Attention(Operation):
         shapes = [None if form is None else (form.shape[2:], form.dtype) for form in forms[: len(QKV)]]
         return *shapes, *(form is None for form in forms)
 
-    def flops(self, shapes: Sequence[Any], tensors_per_sequence: int) -> tuple[int, int]:
+    def flops(self, shapes: Shapes, tensors_per_sequence: int) -> tuple[int, int]:
         """All queries with all keys of the ring, whatever the masks: two products, and five in the backward, where the scores are
         computed again before dP and dV, dQ and dK."""
-        (batch, queries, heads, dim), (_, keys, *_), (*_, value_dim) = shapes[: len(QKV)]
+        (batch, queries, heads, dim), (_, keys, *_), (*_, value_dim) = Operands.of(shapes).qkv
         pairs = batch * heads * queries * keys * tensors_per_sequence
         return 2 * pairs * (dim + value_dim), 2 * pairs * (3 * dim + 2 * value_dim)
 
-    def named(self, arrays: Sequence[Any], built: tuple[tuple[Any, ...], ...] = ()) -> Operands[Any]:
+    def named(self, arrays: Sequence[A | None], built: tuple[tuple[object, ...], ...] = ()) -> Operands[A]:
         """``arrays``, in the order of a request's forms, as operands. ``built``: the arrays of a mask builder, which come last."""
-        named: dict[str, Any] = dict(zip(OPERANDS, arrays, strict=False))
         lifted = (tuple(arrays[len(OPERANDS) :]),) if self.options.predicates else ()  # a mask function may have no arrays
-        return Operands(**named, predicate_arrays=lifted + built)
+        return Operands.of(arrays, lifted + built)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +144,9 @@ class LocalAttention:
         given = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))
         return self.spec.strategy.forward(self.spec, given)
 
-    def backward(self, wanted: Sequence[int], *arrays: Any) -> list[Any]:
+    def backward(self, wanted: Sequence[int], *arrays: jax.Array | None) -> list[jax.Array | None]:
         *operands, out, lse, dout, dlse = arrays
+        assert out is not None and lse is not None and dout is not None
         given = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))
         gradients = self.spec.strategy.backward(self.spec, given, out, lse, dout, dlse)
-        return [gradients[number] for number in wanted]
+        return [gradients.given[number] for number in wanted]

@@ -6,14 +6,15 @@ change from call to call, as those of a batch do, and the program stays the same
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import ArrayLike
 from torch import Tensor, fx
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -37,8 +38,8 @@ class _Value(NamedTuple):
 
 class _Step(NamedTuple):
     operator: str
-    arguments: tuple[Any, ...]
-    settings: tuple[tuple[str, Any], ...]
+    arguments: tuple[object, ...]
+    settings: tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class TracedPredicate:
     forms: tuple[tuple[tuple[int, ...], str], ...]
     arrays: tuple[np.ndarray, ...] = field(compare=False, repr=False)
 
-    def __call__(self, *where: Any) -> jax.Array:
-        values = [*where, *map(jnp.asarray, self.arrays)]
+    def __call__(self, *where: ArrayLike) -> jax.Array:
+        values: list[ArrayLike] = [*where, *map(jnp.asarray, self.arrays)]
         for step in self.steps:
-            values.append(_OPERATORS[step.operator](*_filled(step.arguments, values), **dict(step.settings)))
+            values.append(_OPERATORS[step.operator](*(_filled(x, values) for x in step.arguments), **dict(step.settings)))
         return jnp.asarray(values[-1]) != 0
 
 
@@ -93,9 +94,9 @@ def _graph(predicate: Predicate, name: str) -> fx.GraphModule:
     return module
 
 
-def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
+def _constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
     """The values of all nodes that do not depend on the four integers."""
-    known: dict[fx.Node, Any] = {}
+    known: dict[fx.Node, Tensor] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
             known[node] = getattr(module, str(node.target))
@@ -105,13 +106,14 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
     return known
 
 
-def _check_indices(name: str, live: Iterable[fx.Node], constants: dict[fx.Node, Any], needs: dict[fx.Node, int]) -> None:
+def _check_indices(name: str, live: Iterable[fx.Node], constants: dict[fx.Node, Tensor], needs: dict[fx.Node, int]) -> None:
     """``needs``: the length that a dimension must have which is indexed by the node."""
     for node in live:
         needs[node] = max((needs.get(x, 0) for x in node.all_input_nodes), default=0)
         if _name(node) != "index":
             continue
-        source: Any = node.args[0]
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
         shape = (constants[source] if source in constants else source.meta["val"]).shape
         for dim, index in enumerate(node.args[1]):  # type: ignore[arg-type]
             needed = needs.get(index, 0)
@@ -134,17 +136,17 @@ def _step(name: str, node: fx.Node, numbers: dict[fx.Node, _Value]) -> _Step:
         )
     arguments, settings = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
     kept = {key: _plain(value) for key, value in settings.items() if key not in _OF_TORCH_ALONE}
-    return _Step(_name(node), _plain(arguments), tuple(sorted(kept.items())))
+    return _Step(_name(node), tuple(map(_plain, arguments)), tuple(sorted(kept.items())))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Hashable: tuples for lists, names for dtypes."""
     if isinstance(value, (tuple, list)) and not isinstance(value, _Value):
         return tuple(map(_plain, value))
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def _filled(value: Any, values: list[Any]) -> Any:
+def _filled(value: object, values: Sequence[object]) -> object:
     if isinstance(value, _Value):
         return values[value.number]
     return tuple(_filled(x, values) for x in value) if isinstance(value, tuple) else value
@@ -161,26 +163,26 @@ _OF_TORCH_ALONE = ("layout", "device", "pin_memory", "memory_format", "non_block
 _KINDS = {"bool": jnp.bool_, "float16": jnp.float16, "bfloat16": jnp.bfloat16, "float32": jnp.float32, "float64": jnp.float32}
 
 
-def _cast(value: Any, dtype: str | None = None) -> Any:
+def _cast(value: ArrayLike, dtype: str | None = None) -> jax.Array:
     return jnp.asarray(value) if dtype is None else jnp.asarray(value).astype(_KINDS.get(dtype, jnp.int32))
 
 
-def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+def _divide(a: ArrayLike, b: ArrayLike, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode == "trunc":
         return jnp.sign(a) * jnp.sign(b) * (jnp.abs(a) // jnp.abs(b))
     return jnp.floor_divide(a, b) if rounding_mode == "floor" else jnp.true_divide(a, b)
 
 
-def _full(shape: tuple[int, ...], value: Any, dtype: str | None = None) -> Any:
+def _full(shape: tuple[int, ...], value: ArrayLike, dtype: str | None = None) -> jax.Array:
     return _cast(jnp.full(shape, value), dtype)
 
 
-def _clamp(value: Any, low: Any = None, high: Any = None, **bounds: Any) -> Any:
+def _clamp(value: ArrayLike, low: ArrayLike | None = None, high: ArrayLike | None = None, **bounds: ArrayLike) -> jax.Array:
     return jnp.clip(value, bounds.get("min", low), bounds.get("max", high))
 
 
 # Operators of torch, by name without the overload, in the meaning that they have on scalars and on arrays that broadcast.
-_OPERATORS: dict[str, Callable[..., Any]] = {
+_OPERATORS: dict[str, Callable[..., ArrayLike]] = {
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "mul")},
     **{f"bitwise_{name}": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor", "not")},
     **{f"logical_{name}": getattr(jnp, f"logical_{name}") for name in ("and", "or", "xor", "not")},

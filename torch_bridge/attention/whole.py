@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import torch
@@ -20,8 +19,7 @@ def whole_attention(options: Options, forms: Sequence[Form | None], mesh: Abstra
     not have."""
     names = Operands._fields[:GIVEN]
     _check_positions(options, dict(zip(names, forms, strict=False)))
-    structs: list[Any] = [None if form is None else _struct(form) for form in forms[: len(names)]]
-    operands = Operands(*structs)
+    operands = Operands.of([None if form is None else _struct(form) for form in forms])
     plan = None if mesh is None else plan_sequence(mesh, mesh.axis_names[dim], operands.query.shape[0])
     attention = attention_on_mesh(_without_pallas(options), operands, plan, platform)
 

@@ -11,13 +11,14 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import Lock, RLock, Thread, Timer
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jax_core.turns import in_turn
 
 LOG = logging.getLogger("ring_attn")
+Arrays = Sequence[jax.Array | jax.ShapeDtypeStruct | None]
 LONG = 3.0  # seconds after which it is said that a program is being compiled
 
 
@@ -70,9 +71,7 @@ class Executable:
         if precision not in self._compiled and precision not in self._ahead:
             self._ahead[precision] = _on_a_thread(partial(self._compile_within, scope, precision, tuple(arrays)))
 
-    def _compile_within(
-        self, scope: Callable[[], AbstractContextManager[object]], precision: str | None, arrays: tuple[Any, ...]
-    ) -> _Made:
+    def _compile_within(self, scope: Callable[[], AbstractContextManager[object]], precision: str | None, arrays: Arrays) -> _Made:
         with scope(), jax.default_matmul_precision(precision):  # None is JAX's default
             return self._compile(arrays)
 
@@ -83,7 +82,7 @@ class Executable:
         LOG.info("compiled %s: %s", made.told, self._of)
         return made.compiled
 
-    def _compile(self, arrays: tuple[Any, ...]) -> _Made:
+    def _compile(self, arrays: Arrays) -> _Made:
         started = time.perf_counter()
         with in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
             with _lowering:

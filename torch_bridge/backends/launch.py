@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import torch
@@ -20,7 +20,9 @@ from torch_bridge.backends.operation import Form
 from torch_bridge.job.jax_memory import reserve_pool, trim_jax_memory
 from torch_bridge.job.ring import Tensors
 
+T = TypeVar("T")
 Join = Callable[[jax.Array], jax.Array]
+Function = Callable[..., Sequence[jax.Array]]  # of global arrays, None for an absent one
 
 _LETTING_GO = 0.02  # seconds
 # What XLA's allocator says, before anything is launched. NCCL and the driver may be out of memory in the middle of a program.
@@ -31,7 +33,7 @@ class Compiled(NamedTuple):
     """A program of global arrays, and the forms of this process's shards of its results. If the launcher is ``in_place``, the
     program takes one more array for each result and is to write the result into it."""
 
-    function: Callable[..., Sequence[jax.Array]]
+    function: Function
     results: tuple[Form, ...]
 
 
@@ -138,7 +140,7 @@ class _OnGpu:
     def _empty(self, form: Form) -> torch.Tensor:
         return torch.empty(form.shape, dtype=form.dtype, device=self._torch_device)
 
-    def _allocated(self, allocate: Callable[[], list[Any]]) -> list[Any]:
+    def _allocated(self, allocate: Callable[[], list[T]]) -> list[T]:
         """What ``allocate`` returns; where torch is out of memory, once JAX has given back what it only keeps."""
         with suppress(torch.cuda.OutOfMemoryError):
             return allocate()
@@ -146,8 +148,8 @@ class _OnGpu:
         return allocate()
 
     def _run(
-        self, join: Join, function: Callable[..., Any], given: list[torch.Tensor | None], stream: torch.cuda.Stream
-    ) -> list[jax.Array]:
+        self, join: Join, function: Function, given: list[torch.Tensor | None], stream: torch.cuda.Stream
+    ) -> Sequence[jax.Array]:
         try:
             return self._sent(join, function, given, stream)
         except jax.errors.JaxRuntimeError as error:
@@ -158,8 +160,8 @@ class _OnGpu:
         return self._sent(join, function, given, stream)
 
     def _sent(
-        self, join: Join, function: Callable[..., Any], given: list[torch.Tensor | None], stream: torch.cuda.Stream
-    ) -> list[jax.Array]:
+        self, join: Join, function: Function, given: list[torch.Tensor | None], stream: torch.cuda.Stream
+    ) -> Sequence[jax.Array]:
         """The results of a program that ``stream`` waits for. JAX dispatches on a thread of its own, so what fails there is
         raised by the wait."""
         arrays = function(*self.arrays(join, given, stream))
@@ -186,7 +188,7 @@ class _OnGpu:
         self._streams[number].wait_stream(stream)
         return number
 
-    def _settle(self, arrays: list[jax.Array], homes: list[torch.Tensor], stream: torch.cuda.Stream) -> Outcome:
+    def _settle(self, arrays: Sequence[jax.Array], homes: list[torch.Tensor], stream: torch.cuda.Stream) -> Outcome:
         event = torch.cuda.Event()
         pointers = [array.unsafe_buffer_pointer() for array in arrays]
         if pointers == [home.data_ptr() for home in homes]:

@@ -7,13 +7,14 @@ this module loads no JAX.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from torch_bridge.job.ring import AnyRing, Tensors
 
 if TYPE_CHECKING:
+    import jax
     from jax.sharding import AbstractMesh
 
     from jax_core.options import Placement
@@ -28,6 +29,18 @@ class Form(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class Formed(Protocol):
+    """A tensor or its form. Lengths may be symbols."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+Shapes: TypeAlias = Sequence[Sequence[int] | None]  # of a call's operands
 
 
 def forms_of(tensors: Tensors) -> Forms:
@@ -58,9 +71,9 @@ class Local(Protocol):
     """A checked request as functions of one rank's JAX arrays, in the order of the request's forms; inside ``shard_map`` where the
     ring has several devices. Its ``str`` says what computes it."""
 
-    def forward(self, *operands: Any) -> Sequence[Any]: ...
+    def forward(self, *operands: "jax.Array | None") -> "Sequence[jax.Array]": ...
 
-    def backward(self, wanted: Sequence[int], *arrays: Any) -> Sequence[Any]:
+    def backward(self, wanted: Sequence[int], *arrays: "jax.Array | None") -> "Sequence[jax.Array | None]":
         """The gradients of the operands at the indices ``wanted``. ``arrays``: the operands, the results and their cotangents, of
         which all but the first may be None."""
 
@@ -104,11 +117,11 @@ class Operation:
         """Whether it holds arrays that should go with its last program."""
         return False
 
-    def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
-        """Raises ValueError unless shapes and dtypes, which may be symbols, fit together."""
+    def check(self, operands: Sequence[Formed | None], ring: AnyRing) -> None:
+        """Raises ValueError unless shapes and dtypes fit together."""
 
-    def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
-        """The forms of the results. Only shape and dtype of ``forms`` are read; shapes may be symbols."""
+    def results(self, forms: Sequence[Formed | None]) -> tuple[Form, ...]:
+        """The forms of the results."""
         raise NotImplementedError
 
     def local(self, request: "Request", place: "Placement") -> Local:
@@ -131,7 +144,7 @@ class Operation:
         """What of the forms is the same in calls that differ in lengths and batch sizes."""
         return forms
 
-    def flops(self, shapes: Sequence[Any], tensors_per_sequence: int) -> tuple[int, int]:
+    def flops(self, shapes: Shapes, tensors_per_sequence: int) -> tuple[int, int]:
         """Of this process's share of a forward and of a backward, as torch counts those of its own operators."""
         return 0, 0
 

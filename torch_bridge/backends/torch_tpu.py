@@ -182,7 +182,8 @@ def over_world(
         return out, lse
 
     def local_backward(arrays: Sequence[jax.Array], wanted: Sequence[int]) -> list[jax.Array]:
-        return list(local.backward(wanted, *spread(arrays), *arrays[len(given) :]))
+        gradients = local.backward(wanted, *spread(arrays), *arrays[len(given) :])
+        return [x for x in gradients if x is not None]  # which all are: none of an integer operand is wanted
 
     def forward(operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return _on_rows(rings, local_forward)(operands)

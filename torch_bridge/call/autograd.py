@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch._C import _are_functorch_transforms_active, _functorch
+from torch._C import DispatchKeySet, _are_functorch_transforms_active, _functorch
 from torch.autograd import forward_ad
 
 from torch_bridge.backends.dispatch import backend_of
@@ -20,8 +20,11 @@ from torch_bridge.call.call_cache import PLAIN, Repeat, observed
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
-from torch_bridge.call.refusal import Refused, refuse, refuse_forward_mode
+from torch_bridge.call.refusal import Context, Refused, refuse, refuse_forward_mode
 from torch_bridge.job.ring import Tensors
+
+# Of operands, results, cotangents and the indices of the wanted gradients.
+Backward = Callable[[Tensors, Tensors, Tensors, list[int]], Sequence[torch.Tensor]]
 
 
 def apply(key: str, operands: Tensors) -> Results:
@@ -82,7 +85,7 @@ class _Traced(torch.autograd.Function):
     end, of a call that has been made; None if they have to be looked up."""
 
     @staticmethod
-    def forward(ctx: Any, key: str, again: tuple[Program, tuple[None, ...]] | None, *operands: torch.Tensor | None) -> Results:
+    def forward(ctx: Context, key: str, again: tuple[Program, tuple[None, ...]] | None, *operands: torch.Tensor | None) -> Results:
         program, absent = (None, ()) if again is None else again
         operands += absent
         if program is None and _unobserved(operands):
@@ -93,7 +96,7 @@ class _Traced(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or _in_forward_mode()):
             return None, None, *_Traced.gradients(ctx, ctx.saved_tensors, cotangents)
         saved = ctx.saved_tensors
@@ -104,9 +107,9 @@ class _Traced(torch.autograd.Function):
         return None, None, *Refused.apply(ctx.key, len(made), *made, *saved, *cotangents)
 
     @staticmethod
-    def gradients(ctx: Any, saved: Tensors, cotangents: Tensors) -> list[torch.Tensor | None]:
-        direct = ctx.program is not None and _unobserved((*saved, *cotangents))
-        run = ctx.program.backward if direct else partial(_backward, ctx.key)
+    def gradients(ctx: Context, saved: Tensors, cotangents: Tensors) -> list[torch.Tensor | None]:
+        program = ctx.program
+        run = program.backward if program is not None and _unobserved((*saved, *cotangents)) else partial(_backward, ctx.key)
         return _gradients(ctx.key, ctx.needs_input_grad[2:], saved, cotangents, run)
 
 
@@ -114,7 +117,7 @@ class _Call(_Traced):
     """The same where Dynamo, which takes no function with a forward mode, does not trace."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: object) -> NoReturn:
+    def jvp(ctx: Context, *tangents: object) -> NoReturn:
         refuse_forward_mode(ctx.key)
 
 
@@ -128,20 +131,20 @@ class _Transformable(torch.autograd.Function):
         return _forward(key, operands)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    def setup_context(ctx: Context, inputs: tuple[str, *tuple[torch.Tensor | None, ...]], output: Results) -> None:
         key, *operands = inputs
         _save(ctx, key, operands, output)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        def once(*arguments: Any) -> Results:
-            *groups, made = arguments
+    def backward(ctx: Context, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        def once(operands: Tensors, results: Tensors, cotangents: Tensors, made: list[int]) -> Results:
+            groups = operands, results, cotangents
             return _Once.apply(ctx.key, tuple(map(len, groups)), tuple(made), *(x for tensors in groups for x in tensors))
 
         return None, *_gradients(ctx.key, ctx.needs_input_grad[1:], ctx.saved_tensors, cotangents, once)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: object) -> NoReturn:
+    def jvp(ctx: Context, *tangents: object) -> NoReturn:
         refuse_forward_mode(ctx.key)
 
 
@@ -157,20 +160,20 @@ class _Once(torch.autograd.Function):
         return tuple(_backward(key, tensors[:first], tensors[first:second], tensors[second:], made))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    def setup_context(ctx: Context, inputs: tuple[str, *tuple[object, ...]], output: Results) -> None:
         ctx.key = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: object) -> NoReturn:
+    def backward(ctx: Context, *cotangents: object) -> NoReturn:
         refuse(ctx.key)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: object) -> NoReturn:
+    def jvp(ctx: Context, *tangents: object) -> NoReturn:
         refuse_forward_mode(ctx.key)
 
 
 def _gradients(
-    key: str, needed: Sequence[bool], saved: Tensors, cotangents: Tensors, backward: Callable[..., Sequence[torch.Tensor]]
+    key: str, needed: Sequence[bool], saved: Tensors, cotangents: Tensors, backward: Backward
 ) -> list[torch.Tensor | None]:
     count = len(saved) - len(cotangents)
     operands, results = saved[:count], saved[count:]
@@ -183,7 +186,7 @@ def _gradients(
     return [gradients[number] if need else None for number, need in enumerate(needed)]
 
 
-def _forward_of_graph(keys: Any, operands: Tensors, call: str) -> list[torch.Tensor]:
+def _forward_of_graph(keys: DispatchKeySet, operands: Tensors, call: str) -> list[torch.Tensor]:
     """The operator where torch differentiates, as in a compiled or an exported graph."""
     if _differentiable(operands):
         return list(_Call.apply(call, None, *operands))
@@ -191,12 +194,14 @@ def _forward_of_graph(keys: Any, operands: Tensors, call: str) -> list[torch.Ten
         return forward_op._opoverload.redispatch(keys & torch._C._after_autograd_keyset, operands, call)
 
 
-def _backward_of_graph(keys: Any, operands: Tensors, results: Tensors, cotangents: Tensors, *more: Any) -> list[torch.Tensor]:
+def _backward_of_graph(
+    keys: DispatchKeySet, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: list[int], call: str
+) -> list[torch.Tensor]:
     given = *operands, *results, *cotangents
     with torch._C._AutoDispatchBelowAutograd():
         keys &= torch._C._after_autograd_keyset
-        made = backward_op._opoverload.redispatch(keys, operands, results, cotangents, *more)
-    return list(Refused.apply(more[-1], len(made), *made, *given)) if _differentiable(given) else made
+        made = backward_op._opoverload.redispatch(keys, operands, results, cotangents, wanted, call)
+    return list(Refused.apply(call, len(made), *made, *given)) if _differentiable(given) else made
 
 
 def _differentiable(tensors: Tensors) -> bool:
@@ -217,7 +222,7 @@ def _differentiated(key: str) -> tuple[int, ...]:
     return call_of(key).operation.differentiated
 
 
-def _save(ctx: Any, key: str, operands: Tensors, results: Results) -> None:
+def _save(ctx: Context, key: str, operands: Tensors, results: Results) -> None:
     ctx.save_for_backward(*operands, *results)
     ctx.set_materialize_grads(False)  # an unused result gets no cotangent, rather than one of zeros
     ctx.key = key
@@ -228,9 +233,9 @@ def _forward(key: str, operands: Tensors) -> Results:
     return tuple(forward_op(operands, key)) if own is None else results_of(key, operands, partial(own.forward, operands))
 
 
-def _backward(key: str, operands: Tensors, *arguments: Any) -> list[torch.Tensor]:
-    own = _own_operators(key, operands)
-    return backward_op(operands, *arguments, key) if own is None else own.backward(operands, *arguments)
+def _backward(key: str, operands: Tensors, results: Tensors, cotangents: Tensors, made: Sequence[int]) -> list[torch.Tensor]:
+    own, given = _own_operators(key, operands), (operands, results, cotangents, made)
+    return backward_op(*given, key) if own is None else own.backward(*given)
 
 
 def _own_operators(key: str, operands: Tensors) -> Operators | None:

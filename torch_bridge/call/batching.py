@@ -8,12 +8,13 @@ from torch import Tensor
 
 from torch_bridge.job.ring import Tensors
 
+Mapped = Sequence[int | None] | None  # for a list of tensors the mapped dimension of each; None for any other argument
+
 
 def of_each_entry(
-    op: Callable[..., list[Tensor]], size: int, in_dims: Sequence[Any], *arguments: Any
+    op: Callable[..., list[Tensor]], size: int, in_dims: Sequence[Mapped], *arguments: Any
 ) -> tuple[list[Tensor], list[int]]:
-    """The results of all entries, stacked: gradients are each entry's own, also of an operand that is not mapped. ``in_dims``: for
-    a list of tensors the mapped dimension of each; None for any other argument."""
+    """The results of all entries, stacked: gradients are each entry's own, also of an operand that is not mapped."""
     entries = [
         [x if dims is None else _entry(x, dims, number) for x, dims in zip(arguments, in_dims, strict=True)]
         for number in range(size)

@@ -4,7 +4,6 @@ short sequence that would take longer than the attention. Importing this module 
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from typing import Any
 from weakref import ref
 
 import torch
@@ -12,10 +11,10 @@ import torch.distributed as dist
 from torch._C import _are_functorch_transforms_active
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge.job.mesh import started_by_a_launcher
+from torch_bridge.job.mesh import Where, started_by_a_launcher
 from torch_bridge.job.trial import current
 
-Repeat = Callable[[tuple[torch.Tensor | None, ...]], tuple[Any, ...]]  # of the operands, in the order of the operation
+Repeat = Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor, ...]]  # of the operands, in the order of the operation
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 MOST = 4096  # calls: of one program there may be many, as with a mesh made anew each time
@@ -54,7 +53,7 @@ def observed() -> bool:
     )
 
 
-def key(where: tuple[Any, Any], tensors: Iterable[object], *settings: Hashable) -> Hashable:
+def key(where: Where, tensors: Iterable[object], *settings: Hashable) -> Hashable:
     """What the checks of a call look at: its settings, the forms of its tensors, who shares the sequence, and torch's own settings.
     None if it must be looked at each time: something observes it, or a tensor is no plain one on a CPU or a GPU."""
     forms: list[Hashable] = []

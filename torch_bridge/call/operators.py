@@ -3,13 +3,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import VmapInfo
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge.call.batching import of_each_entry
+from torch_bridge.backends.operation import Shapes
+from torch_bridge.call.batching import Mapped, of_each_entry
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.call.refusal import refuse_in_compiled
@@ -26,7 +27,7 @@ def forward_op(operands: Tensors, call: str) -> list[Tensor]:
 
 
 @forward_op.register_fake
-def _(operands: Sequence[Any], call: str) -> list[Tensor]:
+def _(operands: Sequence[Tensor], call: str) -> list[Tensor]:
     check(call, operands)
     return [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in call_of(call).operation.results(operands)]
 
@@ -42,30 +43,30 @@ def backward_op(operands: Tensors, results: Tensors, cotangents: Tensors, wanted
 
 
 @backward_op.register_fake
-def _(operands: Sequence[Any], results: Tensors, cotangents: Tensors, wanted: list[int], call: str) -> list[Tensor]:
+def _(operands: Sequence[Tensor], results: Tensors, cotangents: Tensors, wanted: list[int], call: str) -> list[Tensor]:
     return [operands[number].new_empty(operands[number].shape) for number in wanted]
 
 
 @forward_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
+def _(info: VmapInfo, in_dims: Sequence[Mapped], *arguments: object) -> tuple[list[Tensor], list[int]]:
     return of_each_entry(forward_op, info.batch_size, in_dims, *arguments)
 
 
 @backward_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
+def _(info: VmapInfo, in_dims: Sequence[Mapped], *arguments: object) -> tuple[list[Tensor], list[int]]:
     return of_each_entry(backward_op, info.batch_size, in_dims, *arguments)
 
 
 @register_flop_formula(torch.ops.ring_attn.forward)
-def _forward_flops(operands: Any, call: str, **_: Any) -> int:
+def _forward_flops(operands: Shapes, call: str, **_: object) -> int:
     return _flops(operands, call)[0]
 
 
 @register_flop_formula(torch.ops.ring_attn.backward)
-def _backward_flops(operands: Any, *arguments: Any, **_: Any) -> int:
-    return _flops(operands, arguments[-1])[1]
+def _backward_flops(operands: Shapes, results: Shapes, cotangents: Shapes, wanted: list[int], call: str, **_: object) -> int:
+    return _flops(operands, call)[1]
 
 
-def _flops(shapes: Any, key: str) -> tuple[int, int]:
+def _flops(shapes: Shapes, key: str) -> tuple[int, int]:
     call = call_of(key)
     return call.operation.flops(shapes, tensors_per_sequence(call.ring))

@@ -2,14 +2,28 @@
 
 import sys
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch.autograd import functional
 
+from torch_bridge.backends.operation import Program
 from torch_bridge.call.programs import call_of
 
 _SECOND = ("hessian", "hvp", "vhp", "jvp")  # of torch.autograd.functional; jvp is made of two backwards
+
+
+class Context(Protocol):
+    """What torch hands an autograd function of a call. ``program``: if it need not be looked up. Saved are the operands, then the
+    results."""
+
+    key: str
+    program: Program | None
+    saved_tensors: tuple[torch.Tensor | None, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class Refused(torch.autograd.Function):
@@ -17,16 +31,16 @@ class Refused(torch.autograd.Function):
     for the derivative by each of those that has one."""
 
     @staticmethod
-    def forward(ctx: Any, key: str, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Context, key: str, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.key = key
         return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: object) -> NoReturn:
+    def backward(ctx: Context, *cotangents: object) -> NoReturn:
         refuse(ctx.key)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: object) -> NoReturn:
+    def jvp(ctx: Context, *tangents: object) -> NoReturn:
         refuse_forward_mode(ctx.key)
 
 

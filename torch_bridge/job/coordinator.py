@@ -40,7 +40,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -306,7 +306,7 @@ class Exchange:
         for other in self._peers().values():
             self._send(other, notice)
 
-    def _tell(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
+    def _tell(self, ranks: Iterable[int], message: Mapping[str, object]) -> None:
         peers, line = self._peers(), _line(message)
         for rank in ranks:
             if rank in peers:
@@ -317,7 +317,7 @@ class Exchange:
             peer.connection.sendall(line)
 
 
-def _line(message: dict[str, Any]) -> bytes:
+def _line(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 

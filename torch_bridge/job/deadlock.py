@@ -83,7 +83,7 @@ class RankStatus(NamedTuple):
         }
         return cls(0.0, 0.0, "it goes on", rings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**self._asdict(), "rings": list(self.rings.items())}
 
 

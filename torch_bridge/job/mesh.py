@@ -322,7 +322,7 @@ class _Joiner:
 
     def __init__(self, size: int, over: "jax.sharding.NamedSharding") -> None:
         self._size, self._sharding = size, over
-        self._known: dict[tuple[tuple[int, ...], Any], Any] = {}
+        self._known: dict[tuple[tuple[int, ...], np.dtype], jax.core.ShapedArray] = {}
 
     def __call__(self, local: "jax.Array") -> "jax.Array":
         aval = self._known.get((local.shape, local.dtype))
@@ -340,8 +340,9 @@ class _Joiner:
             self._known[local.shape, local.dtype] = array.aval
         return array
 
-    def _constructed(self, local: Any, aval: Any) -> "jax.Array":
-        return type(local)(aval, self._sharding, [local], committed=True, _skip_checks=True)
+    def _constructed(self, local: "jax.Array", aval: "jax.core.ShapedArray") -> "jax.Array":
+        constructor: Any = type(local)
+        return constructor(aval, self._sharding, [local], committed=True, _skip_checks=True)
 
 
 def to_local(array: "jax.Array") -> "jax.Array":

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -167,7 +168,7 @@ def _forget() -> None:
     state.connection = None
 
 
-def send(message: dict[str, Any]) -> None:
+def send(message: Mapping[str, object]) -> None:
     with suppress(OSError), state.sending:  # the listener notices if the coordinator has ended
         if state.connection is not None:
             state.connection.sendall(json.dumps(message).encode() + b"\n")

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import FrameType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
@@ -49,13 +49,13 @@ _sharded: defaultdict[tuple[tuple[int, ...], int], set[str]] = defaultdict(set)
 _batches: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
 
 
-def note_layout(ring: Any, layout: Layout, length: int) -> None:
+def note_layout(ring: object, layout: Layout, length: int) -> None:
     """Remember that this process has taken its shard, of this length, for ``ring`` in ``layout``."""
     if isinstance(ring, ProcessRing) and ring.size > 1:
         _sharded[ring.ranks, length].add(str(layout))
 
 
-def note_batch(ring: Any, sums: torch.Tensor) -> None:
+def note_batch(ring: object, sums: torch.Tensor) -> None:
     """Remember the checksums of a whole batch, of which each rank of ``ring`` takes its part."""
     if isinstance(ring, ProcessRing) and len(batches := _batches[ring.ranks]) < _BATCHES:
         batches.append(sums)

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from jax_core.masks.layout import Layout
 from jax_core.options import Placement
 from jax_core.recurrence.layer import Layer, Operand
 from jax_core.recurrence.pieces import Pieces, pieces_of
-from torch_bridge.backends.operation import Form, Operation, Program, Request, Results
+from torch_bridge.backends.operation import Form, Formed, Operation, Program, Request, Results
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import AnyRing, Tensors
 from torch_bridge.job.sanity_checks import check_shards, check_shared
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ class LayerWithState(Operation):
     def has_one_cotangent(self) -> bool:
         return not self.layer.final_state
 
-    def check(self, operands: Sequence[Any], ring: AnyRing) -> None:
+    def check(self, operands: Sequence[Formed | None], ring: AnyRing) -> None:
         *inputs, state, ids = operands
         length = self.layer.sizes(inputs, state, ids)["t"]
         pieces_of(None, ring.size, self.layout, length)
 
-    def results(self, forms: Sequence[Any]) -> tuple[Form, ...]:
+    def results(self, forms: Sequence[Formed | None]) -> tuple[Form, ...]:
         *inputs, state, ids = forms
         sizes, like = self.layer.sizes(inputs, state, ids), self._like(forms)
         dtype = like.dtype if self.layer.name == "causal_conv1d" else accumulation(like.dtype)
@@ -82,8 +84,10 @@ class LayerWithState(Operation):
     def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
         return tuple(None if form is None else (form.shape[2:], form.dtype) for form in forms)
 
-    def _like(self, operands: Sequence[Any]) -> Any:
-        return operands[self.operands.index(self.layer.like)]
+    def _like(self, operands: Sequence[T | None]) -> T:
+        like = operands[self.operands.index(self.layer.like)]
+        assert like is not None
+        return like
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +107,9 @@ class LocalLayer:
         *inputs, state, ids = operands
         return tuple(self.layer.forward(self.pieces, tuple(inputs), state, _of_batch(inputs, ids)))
 
-    def backward(self, wanted: Sequence[int], *arrays: Any) -> list[Any]:
+    def backward(self, wanted: Sequence[int], *arrays: jax.Array | None) -> list[jax.Array | None]:
         *operands, _, last, residuals, dy, dlast, _ = arrays
+        assert last is not None and residuals is not None and dy is not None
         *inputs, state, ids = operands
         if dlast is None and self.layer.final_state:  # on another rank it may be there, and what is sent must not depend on that
             dlast = jnp.zeros_like(last)

@@ -2,13 +2,15 @@
 
 from collections import Counter
 from contextvars import ContextVar
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.ring import Ring
+
+Items: TypeAlias = int | Tensor | None  # how many labels a loss is the mean of
 
 
 class Sharded:
@@ -17,7 +19,7 @@ class Sharded:
     made of them, by name. No dataclass: FSDP takes those apart."""
 
     def __init__(
-        self, owner: object, sequences: dict[str, Sequence], items: Any, whole: dict[str, Tensor], entries: dict[str, Tensor]
+        self, owner: object, sequences: dict[str, Sequence], items: Items, whole: dict[str, Tensor], entries: dict[str, Tensor]
     ) -> None:
         self.owner, self.sequences, self.items, self.whole = owner, sequences, items, whole
         self.entries = {name: (tensor, _version(tensor)) for name, tensor in entries.items()}

@@ -7,7 +7,7 @@ from types import CodeType
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 try:
     from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
@@ -48,49 +48,49 @@ _PLAIN = {
 }
 
 
-def origin(function: Callable[..., Any]) -> str | None:
+def origin(function: Callable[..., object]) -> str | None:
     """The name of the mask function of transformers, or of the factory that made it; None for any other."""
     if function in _PLAIN:
         return _PLAIN[function]
     return _MADE_BY.get(getattr(function, "__code__", None))  # type: ignore[arg-type]
 
 
-def captured(function: Callable[..., Any]) -> dict[str, Any]:
+def captured(function: Callable[..., object]) -> dict[str, Any]:
     """What a function closes over, by name."""
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-def chunked(size: int, left_padding: Any) -> Callable[..., Any]:
+def chunked(size: int, left_padding: Tensor) -> Callable[..., Tensor]:
     """transformers' mask of chunks that count from the first token."""
     return masks.chunked_overlay(size, left_padding)
 
 
-def mask_function_of(implementation: str) -> Callable[..., Any] | None:
+def mask_function_of(implementation: str) -> Callable[..., object] | None:
     """The mask function of another attention implementation; None where it needs no mask."""
     return masks.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(implementation)
 
 
-def attention_function_of(implementation: str, module: nn.Module) -> Callable[..., Any]:
+def attention_function_of(implementation: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Another attention implementation, as the layer ``module`` would call it; "eager" is one of its modelling file."""
     if implementation in AttentionInterface._global_mapping:
         return AttentionInterface._global_mapping[implementation]
     return in_modelling_file(module, "eager_attention_forward")
 
 
-def pretrained_in(module: nn.Module) -> Any:
+def pretrained_in(module: nn.Module) -> PreTrainedModel | None:
     """The transformers model that a module is or wraps; None where there is none."""
     return next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
 
 
-def uses_the_interface(model: Any) -> bool:
+def uses_the_interface(model: PreTrainedModel) -> bool:
     """Whether the layers of the model, or of the text model in it (LLaVA's), look their attention function up by name."""
     text = type(model.config.get_text_config())
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is text)
     return any(in_modelling_file(part, "ALL_ATTENTION_FUNCTIONS") is not None for part in (model, *parts))
 
 
-def load_balancing_loss(model: nn.Module) -> Callable[..., Any] | None:
+def load_balancing_loss(model: nn.Module) -> Callable[..., Tensor] | None:
     """The auxiliary loss of the routers, as the model's modelling file defines it."""
     return in_modelling_file(model, "load_balancing_loss_func")
 

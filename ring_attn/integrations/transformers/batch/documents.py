@@ -1,6 +1,6 @@
 """The documents of a batch of transformers', and where transformers itself would see others."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch_bridge.job.sanity_checks import warn_once
 
 
 def documents_of(
-    tokens: Tensor, mask: Tensor | None, positions: Tensor | None, packing: dict[str, Any], axes: int = 3
+    tokens: Tensor, mask: Tensor | None, positions: Tensor | None, packing: Mapping[str, object], axes: int = 3
 ) -> tuple[Tensor | None, bool]:
     """Ids ``[batch, seq]`` of the documents (:mod:`ring_attn.documents`), negative on padding, None for one a row; and whether
     position ids tell them. ``axes``: how many coordinates ``position_ids [axes (+ 1), batch, seq]`` have.

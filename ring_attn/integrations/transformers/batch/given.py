@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_attn.integrations.transformers.batch.entries import REFUSED
-from ring_attn.integrations.transformers.calls import Sharded
+from ring_attn.integrations.transformers.calls import Items, Sharded
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.sharding.marks import is_shard
 
@@ -14,14 +14,13 @@ CHANGED = "Change the whole batch before cp.shard, which keeps positions and shi
 _LABELS = ("labels", "shift_labels")  # which a caller may keep for cp.loss
 
 
-def check_given(plan: Plan, sharded: Sharded, options: dict[str, Any]) -> None:
+def check_given(plan: Plan, sharded: Sharded, options: Mapping[str, object]) -> None:
     """ValueError and NotImplementedError, by name of the entry."""
     for name in REFUSED:
         if name in options and not (options[name] is None or options[name] is False or name == plan.whole_encoder):
             raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
-    mask: Any = None if plan.whole_encoder else options.get("attention_mask")
-    ours = not isinstance(mask, Tensor) or mask.ndim != 2 or is_shard(mask)
-    if not ours and bool(mask.ne(1).any()):
+    mask = None if plan.whole_encoder else options.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not is_shard(mask) and bool(mask.ne(1).any()):
         raise ValueError("the attention mask of a sharded batch was changed; give the whole mask to cp.shard")
     missing = [name for name in sharded.entries if name not in _LABELS and options.get(name) is None]
     if missing and missing[0] == "input_ids" and options.get("inputs_embeds") is not None:
@@ -31,7 +30,7 @@ def check_given(plan: Plan, sharded: Sharded, options: dict[str, Any]) -> None:
     check_labels(plan, sharded, options)
 
 
-def check_labels(plan: Plan, sharded: Sharded, given: Mapping[str, Any]) -> None:
+def check_labels(plan: Plan, sharded: Sharded, given: Mapping[str, object]) -> None:
     """Labels beside a batch that was sharded without any: nobody knows whether they were shifted."""
     unknown = "labels" not in sharded.entries and given.get("labels") is not None and given.get("shift_labels") is None
     if unknown and plan.shifts_labels:
@@ -42,7 +41,7 @@ def check_labels(plan: Plan, sharded: Sharded, given: Mapping[str, Any]) -> None
         )
 
 
-def taken(sharded: Sharded, options: dict[str, Any]) -> tuple[Tensor | None, Any]:
+def taken(sharded: Sharded, options: dict[str, Any]) -> tuple[Tensor | None, Items]:
     """Takes the labels and their count out of a model's inputs, which the model would use by itself."""
     items, shifted = options.pop("num_items_in_batch", None), options.pop("shift_labels", None)
     labels = options.pop("labels", None)

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -16,6 +17,8 @@ from ring_attn.training.chunked_loss import check_chunk_size
 
 FIRST = 2  # tokens of which the model's forward makes logits: one sees another if a head looks at more than one
 _NEAR = 0.02  # of the largest logit: other shapes of a product may round otherwise in 16 bits
+
+Outputs: TypeAlias = ModelOutput | tuple[Tensor, ...]  # of a model, as its user asks for them
 
 
 class Head:
@@ -97,10 +100,10 @@ class _Given(nn.Module):
         object.__setattr__(self, "_base", base)
         self._hidden = hidden
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *_: object, **__: object) -> "_Result":
         return _Result(last_hidden_state=self._hidden)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -118,25 +121,29 @@ class _Result(ModelOutput):
             raise AttributeError(name)
 
 
+class _Context(FunctionCtx):
+    rest: int
+
+
 class _Cut(torch.autograd.Function):
     """Hidden states ``[batch, seq, hidden]``, and those of the first tokens, of one node: what waits for the backward of either, as
     FSDP does to gather parameters, is called before it goes on, though no gradient comes by the first tokens."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _Context, hidden: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.rest = max(0, hidden.shape[1] - FIRST)
         return hidden.view_as(hidden), hidden[:, :FIRST].clone()
 
     @staticmethod
-    def backward(ctx: Any, of_all: Tensor | None, of_first: Tensor | None) -> Tensor | None:
+    def backward(ctx: _Context, of_all: Tensor | None, of_first: Tensor | None) -> Tensor | None:
         if of_first is None:  # as ever: their logits are not among the outputs
             return of_all
         padded = functional.pad(of_first, (0, 0, 0, ctx.rest))
         return padded if of_all is None else of_all + padded
 
 
-def first_tokens(output: Any) -> tuple[Any, Tensor]:
+def first_tokens(output: Outputs) -> tuple[Outputs, Tensor]:
     """A base model's result with the hidden states of the first tokens alone, of which the head is then made; and all of them."""
     hidden, first = _Cut.apply(output[0])
     if isinstance(output, tuple):

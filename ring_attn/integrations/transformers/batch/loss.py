@@ -1,11 +1,11 @@
 """The loss over the ring, and the auxiliary loss of routers, whose means are over all tokens."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ring_attn.integrations.transformers.batch.head import Head
-from ring_attn.integrations.transformers.calls import Sharded
+from ring_attn.integrations.transformers.batch.head import Head, Outputs
+from ring_attn.integrations.transformers.calls import Items, Sharded
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.versions import load_balancing_loss
 from ring_attn.ring import Ring
@@ -21,7 +21,13 @@ class InChunks(NamedTuple):
 
 
 def loss_of(
-    plan: Plan, ring: Ring, outputs: Any, labels: Tensor, sharded: Sharded, items: Any, chunks: InChunks | None = None
+    plan: Plan,
+    ring: Ring,
+    outputs: Outputs | Tensor,
+    labels: Tensor,
+    sharded: Sharded,
+    items: Items,
+    chunks: InChunks | None = None,
 ) -> Tensor:
     """The loss of the whole ring, divided by ``items``, with the gradient of this rank's share of it."""
     if chunks is None:
@@ -55,17 +61,17 @@ def _balance(plan: Plan, routers: tuple[Tensor, ...], sharded: Sharded) -> Tenso
     return coefficient * balance(gathered, model.num_experts, model.num_experts_per_tok, mask)
 
 
-def logits_of(outputs: Any) -> Tensor:
+def logits_of(outputs: Outputs | Tensor) -> Tensor:
     """Of a model's outputs, or logits themselves."""
     found: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs.logits
     return found
 
 
-def with_loss(outputs: Any, loss: Tensor, logits: bool = True) -> Any:
+def with_loss(outputs: Outputs, loss: Tensor, logits: bool = True) -> Outputs:
     """The outputs with this loss, in the place where transformers has it; without the routers' loss of this rank's tokens, and,
     where there are none of all tokens, without logits."""
     if isinstance(outputs, tuple):
         return (loss, *outputs[0 if logits else 1 :])
-    without: dict[str, Any] = {"aux_loss": None} if "aux_loss" in outputs else {}
+    without = {"aux_loss": None} if "aux_loss" in outputs else {}
     without |= {} if logits else {"logits": None}
     return type(outputs)(**{**outputs, **without, "loss": loss})

@@ -28,7 +28,9 @@ class OfOneToken:
         self._refuse()
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(
+        cls, function: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> NoReturn:
         found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
         (found[0] if found else cls("a pooled output"))._refuse()
 
@@ -43,7 +45,7 @@ def without_pooled(output: Any, sequences: dict[str, Sequence]) -> Any:
     return output
 
 
-def _pooled(name: str, value: Any, sequences: dict[str, Sequence]) -> bool:
+def _pooled(name: str, value: object, sequences: dict[str, Sequence]) -> bool:
     """By its name, or its shape ``[batch, ...]`` that is not ``[batch, local, ...]``. What an encoder returns may be whole."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or name.startswith("encoder_"):
         return False

@@ -38,7 +38,7 @@ _MAIN = _Names("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _OF_DECODER = _Names("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids")
 
 
-def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any]) -> dict[str, Any]:
+def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, object]) -> dict[str, Any]:
     """This rank's part of a whole batch: what :meth:`ContextParallel.shard` returns."""
     given = {name: _tensor(value) for name, value in batch.items() if value is not None}
     _check_whole(given)
@@ -67,7 +67,7 @@ def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, Any])
     return {**own, MARK: Sharded(owner, sequences, items, whole, entries)}
 
 
-def _check_whole(given: Mapping[str, Any]) -> None:
+def _check_whole(given: Mapping[str, object]) -> None:
     sharded = [name for name, value in given.items() if is_shard(value)]
     if sharded:
         raise ValueError(
@@ -76,7 +76,7 @@ def _check_whole(given: Mapping[str, Any]) -> None:
         )
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: object) -> Any:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 

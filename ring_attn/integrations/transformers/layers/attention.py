@@ -4,14 +4,15 @@ Which batch a mask is made for is a context variable that the model's pre-forwar
 mask. The mask then carries all that attention needs, so it is right where a layer is run again, in the backward of a checkpoint.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from ring_attn.functional import AttentionOptions
 from ring_attn.integrations.transformers.calls import CALL, Call
-from ring_attn.integrations.transformers.layers.masks import Rule, translate
+from ring_attn.integrations.transformers.layers.masks import Predicate, Rule, translate
 from ring_attn.integrations.transformers.layers.padding import mean_of_values
 from ring_attn.integrations.transformers.layers.positions import at_global_positions, bias_of_all_keys
 from ring_attn.integrations.transformers.sequence import Sequence
@@ -42,20 +43,33 @@ _INSTEAD = {
 }
 
 
+class MaskArguments(TypedDict, total=False):
+    """What transformers calls its mask functions with, as far as it is read here."""
+
+    batch_size: int
+    q_length: int | None
+    kv_length: int
+    q_offset: int
+    kv_offset: int
+    cache_position: Tensor
+    mask_function: Predicate
+    attention_mask: object
+
+
 class _Prepared:
     """A mask that is made already. Models of images and text give theirs to the text model, which gives it to the mask functions
     again; these ask for its shape."""
 
     ndim = 4
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: MaskArguments) -> None:
         self.shape = (arguments.get("batch_size"), 1, arguments.get("q_length"), arguments["kv_length"])
 
 
 class WholeMask(_Prepared):
     """A mask of whole sequences, as the model's own attention implementation makes it."""
 
-    def __init__(self, arguments: dict[str, Any], implementation: str, mask: Any) -> None:
+    def __init__(self, arguments: MaskArguments, implementation: str, mask: object) -> None:
         super().__init__(arguments)
         self.implementation, self.mask = implementation, mask
 
@@ -67,17 +81,17 @@ class RingMask(_Prepared):
     """
 
     def __init__(
-        self, arguments: dict[str, Any], call: Call, keys: Sequence, options: dict[str, Any], averaging: Tensor | None
+        self, arguments: MaskArguments, call: Call, keys: Sequence, options: AttentionOptions, averaging: Tensor | None
     ) -> None:
         super().__init__(arguments)
         self.call, self.ring, self.keys, self.options, self.averaging = call, keys.ring, keys, options, averaging
 
-    def __getitem__(self, index: Any) -> "RingMask":
+    def __getitem__(self, index: object) -> "RingMask":
         if all(part == slice(None) or part == slice(0, None) for part in (index if isinstance(index, tuple) else (index,))):
             return self  # Gemma 4's layers with shared keys cut to the logits to keep, which are all
         raise NotImplementedError("this layer cuts its mask into parts, which a mask over a ring does not allow")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copy and pickle ask for these
             raise AttributeError(name)
         raise NotImplementedError(f"this layer reads {name} of its mask, as of a tensor, and a mask over a ring is none")
@@ -89,7 +103,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask_of_call)
 
 
-def mask_of_call(**arguments: Any) -> Any:
+def mask_of_call(**arguments: Unpack[MaskArguments]) -> object:
     """The mask function that transformers calls, with the arguments of ``sdpa_mask``; lengths are those of this rank's tensors."""
     call, prepared = _call_of("a mask"), arguments.get("attention_mask")
     if isinstance(prepared, _Prepared):
@@ -102,7 +116,7 @@ def mask_of_call(**arguments: Any) -> Any:
     return _ring_mask(call, rule, arguments)
 
 
-def _previous_mask(call: Call, arguments: dict[str, Any]) -> Any:
+def _previous_mask(call: Call, arguments: MaskArguments) -> object:
     make = mask_function_of(call.previous)
     return None if make is None else make(**arguments)
 
@@ -128,7 +142,7 @@ def check_sharded(call: Call) -> None:
         )
 
 
-def _ring_mask(call: Call, rule: Rule, arguments: dict[str, Any]) -> RingMask:
+def _ring_mask(call: Call, rule: Rule, arguments: MaskArguments) -> RingMask:
     assert call.sharded is not None
     own = call.sharded.sequences[call.part]
     cross = call.part == "decoder" and "encoder" in call.sharded.sequences and not rule.causal
@@ -140,7 +154,7 @@ def _ring_mask(call: Call, rule: Rule, arguments: dict[str, Any]) -> RingMask:
     return RingMask(arguments, call, keys, _options(rule, own, keys), averaging)
 
 
-def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence) -> None:
+def _check_lengths(arguments: MaskArguments, queries: Sequence, keys: Sequence) -> None:
     length = arguments.get("q_length")
     length = arguments["cache_position"].shape[0] if length is None else length
     offsets = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
@@ -151,7 +165,7 @@ def _check_lengths(arguments: dict[str, Any], queries: Sequence, keys: Sequence)
         )
 
 
-def _options(rule: Rule, queries: Sequence, keys: Sequence) -> dict[str, Any]:
+def _options(rule: Rule, queries: Sequence, keys: Sequence) -> AttentionOptions:
     if rule.chunk is not None and rule.counts_from_first and queries.left is not None:
         rule = rule.with_predicate(chunked(rule.chunk, queries.left))
     if rule.predicates and queries.offsets is not None:
@@ -164,7 +178,7 @@ def _options(rule: Rule, queries: Sequence, keys: Sequence) -> dict[str, Any]:
             "documents that restart position_ids cannot be combined with the mask function "
             f"{rule.predicates[0].__qualname__}, which transformers would count from each document's start"
         )
-    options: dict[str, Any] = {"causal": rule.causal}
+    options: AttentionOptions = {"causal": rule.causal}
     if rule.left is not None or rule.right is not None:
         options["sliding_window"] = (rule.left, None if rule.causal else rule.right)
     positions = queries.offsets
@@ -185,7 +199,7 @@ def _chunked_by(queries: Sequence) -> Tensor | None:
     return queries.ring.positions(queries.padded, device=queries.device)[None]
 
 
-def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., Any]:
+def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., object]:
     # Imported here so that JAX is loaded by the first mask that needs it.
     from torch_bridge.attention.torch_predicate import Lengths, traced
 
@@ -193,8 +207,8 @@ def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., An
 
 
 def attention_function(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, Any]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
+) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls: query, key and value ``[batch, heads, seq, dim]``, the output
     ``[batch, seq, heads, dim]``, and None for the weights."""
     if isinstance(attention_mask, WholeMask):
@@ -210,7 +224,7 @@ def attention_function(
     return _on_ring(module, (query, key, value), attention_mask, **options), None
 
 
-def _hides_nothing(mask: Any, key: Tensor) -> bool:
+def _hides_nothing(mask: object, key: Tensor) -> bool:
     """Whether a tensor is a mask of keys, the same for all queries, and hides none: what Switch's encoder makes by itself of the
     ones that a sharded batch has. What padding there is, the batch knows."""
     keys = key.shape[2]
@@ -228,31 +242,29 @@ def _on_ring(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     deterministic: bool | None = None,
-    **others: Any,
+    **others: object,
 ) -> Tensor:
     _check_others(module, others)
     query, key, value = (x.transpose(1, 2) for x in qkv)
     query = at_global_positions(module, query, mask.ring)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = mask.ring.attention(
-        query,
-        key,
-        value,
-        scale=scale,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout_p=dropout,
-        bias=bias_of_all_keys(module, position_bias, mask.keys),
-        deterministic=bool(deterministic),
-        head_groups=mask.call.head_groups,
+    options: AttentionOptions = {
+        "scale": scale,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "dropout_p": dropout,
+        "bias": bias_of_all_keys(module, position_bias, mask.keys),
+        "deterministic": bool(deterministic),
+        "head_groups": mask.call.head_groups,
         **mask.options,
-    )
+    }
+    out = mask.ring.attention(query, key, value, **options)
     if mask.averaging is None or s_aux is not None:  # a sink takes all the weight where nothing is seen
         return out
     return torch.where(mask.averaging[:, :, None, None], mean_of_values(query, key, value, scale, softcap, mask.keys), out)
 
 
-def _check_others(module: nn.Module, others: dict[str, Any]) -> None:
+def _check_others(module: nn.Module, others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if value is None or value is False or name in _NEEDLESS or not (isinstance(value, Tensor) or name in _INSTEAD):
             continue
@@ -265,7 +277,7 @@ def _named(module: nn.Module) -> str:
     return type(module).__name__ if number is None else f"{type(module).__name__} of layer {number}"
 
 
-def _no_mask(module: nn.Module, mask: Any) -> str:
+def _no_mask(module: nn.Module, mask: object) -> str:
     if isinstance(mask, Tensor):
         what = (
             f"got the attention mask {list(mask.shape)} as a tensor, which covers this rank's tokens only; give a mask "

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
-from typing import Any
 
 from torch import Tensor
 
 from ring_attn.integrations.transformers.versions import captured, origin
 
-Predicate = Callable[..., Any]
+Predicate = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)

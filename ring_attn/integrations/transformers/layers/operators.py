@@ -2,16 +2,15 @@
 ``num_items_in_batch`` of its loss: those not named here mean nothing to the operators of transformers either."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ring_attn.recurrence import causal_conv1d, gated_delta_rule, kda, ssd
+from ring_attn.recurrence import Along, Result, causal_conv1d, gated_delta_rule, kda, ssd
 
 
-def _without(name: str, **given: Any) -> None:
+def _without(name: str, **given: object) -> None:
     """States of a cache and documents in transformers' words, which a sharded batch has none of."""
     for argument, value in given.items():
         if value is not None and value is not False:
@@ -19,23 +18,24 @@ def _without(name: str, **given: Any) -> None:
 
 
 def _convolution(
-    along: dict[str, Any],
+    along: Along,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    seq_idx: Any = None,
-    **others: Any,
+    seq_idx: object = None,
+    **others: object,
 ) -> Tensor:
     """``hidden_states [batch, channels, seq]``."""
     _without("causal_conv1d_fn", seq_idx=seq_idx)
-    y: Any = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation, **along)
+    y = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation, **along)
+    assert isinstance(y, Tensor)
     return y.transpose(1, 2)
 
 
-def _delta_rule(function: Callable[..., Any]) -> Callable[..., Any]:
+def _delta_rule(function: Callable[..., Result]) -> Callable[..., tuple[Result, None]]:
     def delta_rule(
-        along: dict[str, Any],
+        along: Along,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -45,9 +45,9 @@ def _delta_rule(function: Callable[..., Any]) -> Callable[..., Any]:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Any = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
+        cu_seqlens: object = None,
+        **others: object,
+    ) -> tuple[Result, None]:
         given = dict(initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
         _without(function.__name__, **given)
         settings = dict(qk_l2norm=use_qk_l2norm_in_kernel, chunk_size=chunk_size)
@@ -57,7 +57,7 @@ def _delta_rule(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _state_space(
-    along: dict[str, Any],
+    along: Along,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -71,9 +71,9 @@ def _state_space(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     z: Tensor | None = None,
-    seq_idx: Any = None,
-    **others: Any,
-) -> Any:
+    seq_idx: object = None,
+    **others: object,
+) -> Result:
     """Time steps are float32 at least, as in mamba_ssm."""
     given = dict(initial_states=initial_states, return_final_states=return_final_states, z=z, seq_idx=seq_idx)
     _without("mamba2_chunk_scan", **given)
@@ -84,7 +84,7 @@ def _state_space(
 
 
 # Each takes first what the operators of a ring take beside their own operands.
-OPERATORS: dict[str, Callable[..., Any]] = {
+OPERATORS: dict[str, Callable[..., object]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule(gated_delta_rule),
     "chunk_kimi_delta_attention": _delta_rule(kda),

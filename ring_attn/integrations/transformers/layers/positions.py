@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ring_attn.integrations.transformers.calls import CALL
 from ring_attn.integrations.transformers.sequence import Sequence
@@ -45,33 +46,37 @@ def embeds_positions(module: nn.Module) -> bool:
     return hasattr(module, _FROM_IDS) or "position_ids" in inspect.signature(type(module).forward).parameters
 
 
-def of_this_rank(module: Any, is_off: Callable[[], bool]) -> dict[str, Callable[..., Any]]:
+_Instead = Callable[[Sequence, tuple[object, ...], dict[str, object]], object]  # given positional and named arguments
+
+
+def of_this_rank(module: nn.Module, is_off: Callable[[], bool]) -> dict[str, Callable[..., object]]:
     """What takes the place of a layer's functions, by name, so that it embeds this rank's positions."""
 
-    def unless_whole(name: str, instead: Callable[[Sequence, Any, Any], Any]) -> Callable[..., Any]:
+    def unless_whole(name: str, instead: _Instead) -> Callable[..., object]:
         original = getattr(module, name)
 
-        def function(*arguments: Any, **options: Any) -> Any:
+        def function(*arguments: object, **options: object) -> object:
             sequence = None if is_off() else _sequence()
             return original(*arguments, **options) if sequence is None else instead(sequence, arguments, options)
 
         return function
 
-    def counted(sequence: Sequence, arguments: Any, options: Any) -> Any:
+    def counted(sequence: Sequence, *_: object) -> Tensor:
+        assert sequence.position_ids is not None
         return sequence.position_ids
 
     if not hasattr(module, _FROM_IDS):  # one row is what these layers take: they count no padding, so all rows' are the same
-        return {"forward": unless_whole("forward", _with(module.forward, "position_ids", lambda x: x.position_ids[0]))}
+        return {"forward": unless_whole("forward", _with(module.forward, "position_ids", lambda x: counted(x)[0]))}
     room = _with(module.forward, "past_key_values_length", lambda x: x.padded - x.local)  # in its table, for all positions
     counts = [name for name in (_FROM_IDS, _FROM_EMBEDDINGS) if hasattr(module, name)]
     return {"forward": unless_whole("forward", room), **{name: unless_whole(name, counted) for name in counts}}
 
 
-def _with(forward: Callable[..., Any], name: str, value: Callable[[Any], Any]) -> Callable[[Sequence, Any, Any], Any]:
+def _with(forward: Callable[..., object], name: str, value: Callable[[Sequence], object]) -> _Instead:
     """A call of ``forward`` with another argument of this name."""
     signature = inspect.signature(forward)
 
-    def call(sequence: Sequence, arguments: Any, options: Any) -> Any:
+    def call(sequence: Sequence, arguments: tuple[object, ...], options: dict[str, object]) -> object:
         bound = signature.bind(*arguments, **options)
         bound.arguments[name] = value(sequence)
         return forward(*bound.args, **bound.kwargs)
@@ -94,7 +99,7 @@ def relative_bias(module: Any, ring: Ring, is_off: Callable[[], bool]) -> Callab
     """``compute_bias`` of a layer of T5's kind, for this rank's queries and the keys of all ranks: ``[1, heads, local, whole]``."""
     original = module.compute_bias
 
-    def compute_bias(query_length: int, key_length: int, device: Any = None, **cache: Any) -> Tensor:
+    def compute_bias(query_length: int, key_length: int, device: torch.device | None = None, **cache: object) -> Tensor:
         if ring.size == 1 or is_off():
             return original(query_length, key_length, device=device, **cache)
         device = module.relative_attention_bias.weight.device if device is None else device
@@ -127,7 +132,7 @@ def bias_of_all_keys(module: nn.Module, bias: Tensor | None, keys: Sequence) -> 
 _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the longest position they see
 
 
-def sees_the_longest(module: nn.Module) -> list[Any]:
+def sees_the_longest(module: nn.Module) -> list[RemovableHandle]:
     """Hooks by which a rotary embedding of such a kind sees the longest position of the whole sequence; none for another module."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
@@ -144,7 +149,9 @@ def _sequence() -> Sequence | None:
     return None if call is None or call.sharded is None else call.sharded.sequences[call.part]
 
 
-def _with_the_longest(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _with_the_longest(
+    module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
     sequence = _sequence()
     if sequence is None:
         return None
@@ -156,7 +163,9 @@ def _with_the_longest(module: nn.Module, arguments: tuple[Any, ...], options: di
     return (x, positions, *arguments[2:]), options
 
 
-def _without_the_longest(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+def _without_the_longest(
+    module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]
+) -> Tensor | tuple[Tensor, ...] | None:
     if _sequence() is None:
         return None
     return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]

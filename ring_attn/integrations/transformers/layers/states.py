@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dis import get_instructions
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ring_attn.integrations.transformers.calls import CALL, Call
 from ring_attn.integrations.transformers.layers.attention import check_sharded
 from ring_attn.integrations.transformers.layers.operators import FUSED, OPERATORS
+from ring_attn.recurrence import Along
 from ring_attn.ring import Ring
 from torch_bridge.call.counting import ON_CALL
 
@@ -46,7 +47,7 @@ class StateMask:
     def __init__(self, ring: Ring | None, ids: Tensor | None, mask: Tensor | None) -> None:
         self.ring, self.ids, self.mask = ring, ids, mask
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copy and pickle ask for these
             raise AttributeError(name)
         raise NotImplementedError(
@@ -58,7 +59,7 @@ class StateMask:
 class _Layer(NamedTuple):
     """A layer's forward under way on the ring, and which operators it has called."""
 
-    along: dict[str, Any]
+    along: Along
     called: set[str]
 
 
@@ -86,7 +87,7 @@ def family_of(module: nn.Module) -> str:
     return operators_of(module)[1].get("__package__", "").split(".")[-1]
 
 
-def on_the_ring(module: nn.Module, is_off: Callable[[], bool]) -> Callable[..., Any]:
+def on_the_ring(module: nn.Module, is_off: Callable[[], bool]) -> Callable[..., object]:
     """A layer's forward, whose operators run on the ring of the batch that its mask is of."""
     names, file = operators_of(module)
     for name in (*OPERATORS, *FUSED, _MASK):
@@ -97,7 +98,7 @@ def on_the_ring(module: nn.Module, is_off: Callable[[], bool]) -> Callable[..., 
 
     @wraps(forward)
     @torch.compiler.disable
-    def on_ring(*arguments: Any, **options: Any) -> Any:
+    def on_ring(*arguments: object, **options: object) -> object:
         bound = signature.bind(*arguments, **options)
         mask = bound.arguments.get("attention_mask")
         if not isinstance(mask, StateMask):
@@ -135,9 +136,9 @@ def _no_mask(module: nn.Module) -> str:
     )
 
 
-def _of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_masks(original: Callable[..., Tensor | None]) -> Callable[..., object]:
     @wraps(original)
-    def make(*arguments: Any, **options: Any) -> Any:
+    def make(*arguments: object, **options: object) -> object:
         call = CALL.get()
         if call is None:
             return original(*arguments, **options)
@@ -155,9 +156,9 @@ def _mask_of(call: Call) -> StateMask:
     return StateMask(sequence.ring, sequence.segments_with(sequence, causal=True)[1], hidden)
 
 
-def _of_layers(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_layers(name: str, original: Callable[..., object]) -> Callable[..., object]:
     @wraps(original)
-    def operator(*arguments: Any, **options: Any) -> Any:
+    def operator(*arguments: object, **options: object) -> object:
         # A layer on the ring is never in a graph; others' graphs need not know of it.
         layer = None if torch.compiler.is_compiling() else _LAYER.get()
         if layer is None:

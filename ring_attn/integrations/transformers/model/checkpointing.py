@@ -1,8 +1,7 @@
 """Attention kept in the activation checkpoints of a context-parallel model, whoever makes them, and their inputs on the host."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +46,10 @@ def keep_no_more(model: nn.Module) -> None:
 class _Keeping:
     """A checkpointing function; ``keeps``: whether its functions' ring calls are kept."""
 
-    def __init__(self, checkpoint: Callable[..., Any], keeps: bool, levers: Levers) -> None:
+    def __init__(self, checkpoint: Callable[..., object], keeps: bool, levers: Levers) -> None:
         self.checkpoint, self._keeps, self._levers = checkpoint, keeps, levers
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def __call__(self, function: Callable[..., object], *arguments: object, **options: object) -> object:
         offload = self._keeps and self._levers.checkpoint == "offload"
         if torch.compiler.is_compiling():
             if offload or self._levers.offload_inputs:
@@ -58,12 +57,12 @@ class _Keeping:
             # Newer transformers make the checkpoint in the layer's forward, so that the graph of a compiled layer has it.
             return self.checkpoint(function, *arguments, **options, use_reentrant=False, context_fn=_keeping_the_operator)
         function = KeepingAttention(function, offload) if self._keeps else function
-        moves = self._levers.offload_inputs and arguments and isinstance(arguments[0], Tensor)
-        with moved_to_host(arguments[0]) if moves else nullcontext():
+        moved = arguments[0] if self._levers.offload_inputs and arguments else None
+        with moved_to_host(moved) if isinstance(moved, Tensor) else nullcontext():
             return self.checkpoint(function, *arguments, **options)
 
 
-def _keeping_the_operator() -> Any:
+def _keeping_the_operator() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     return create_selective_checkpoint_contexts([torch.ops.ring_attn.forward.default])
 
 
@@ -75,6 +74,6 @@ def _refuse_offload() -> None:
     )
 
 
-def _has_contexts(function: Any) -> bool:
+def _has_contexts(function: object) -> bool:
     """Whether its user has said what is kept, by a ``context_fn``."""
     return "context_fn" in getattr(function, "keywords", {})

@@ -2,11 +2,12 @@
 state, ``generate``."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ring_attn.integrations.transformers.calls import CALL
 from ring_attn.integrations.transformers.layers.attention import NAME
@@ -19,18 +20,28 @@ from ring_attn.integrations.transformers.layers.positions import (
 )
 from ring_attn.integrations.transformers.layers.states import on_the_ring
 from ring_attn.integrations.transformers.model.plan import Plan
-from ring_attn.integrations.transformers.versions import PretrainedConfig
+from ring_attn.integrations.transformers.versions import PretrainedConfig, PreTrainedModel
 from ring_attn.ring import Ring
+
+
+class Owner(Protocol):
+    """The ``ContextParallel`` of a model. ``off``: whether the model runs as it did before."""
+
+    @property
+    def off(self) -> bool: ...
+
+    def generate(self, *arguments: object, **options: object) -> object: ...
 
 
 class Patches:
     """Applied when made. The model gets configurations of its own: another model may have been made with the same ones."""
 
-    def __init__(self, plan: Plan, ring: Ring, owner: Any, forwards: dict[nn.Module, Any]) -> None:
-        self._set: list[tuple[nn.Module, str, Any]] = []  # module, attribute, what it was
-        self._configs: list[Any] = []
-        self._copied: list[tuple[Any, Any, dict[str, Any]]] = []  # configuration, the model's own copy, and what was in it
-        self._hooks: list[Any] = []
+    def __init__(self, plan: Plan, ring: Ring, owner: Owner, forwards: Mapping[nn.Module, Callable[..., object]]) -> None:
+        self._set: list[tuple[nn.Module, str, object]] = []  # module, attribute, what it was
+        self._configs: list[PretrainedConfig] = []
+        # Configuration, the model's own copy, and what was in it.
+        self._copied: list[tuple[PretrainedConfig, PretrainedConfig, dict[str, object]]] = []
+        self._hooks: list[RemovableHandle] = []
         self._previous = plan.config._attn_implementation
         self._own_configs(plan)
         for module, forward in forwards.items():
@@ -76,12 +87,12 @@ class Patches:
         for config in self._configs:
             config._attn_implementation = implementation
 
-    def _assign(self, module: nn.Module, name: str, value: Any) -> None:
+    def _assign(self, module: nn.Module, name: str, value: object) -> None:
         self._set.append((module, name, vars(module).get(name, _ABSENT)))
         setattr(module, name, value)
 
     def _own_configs(self, plan: Plan) -> None:
-        copies: dict[int, Any] = {}
+        copies: dict[int, PretrainedConfig] = {}
         self._replace(plan.model, copies)
         # Some versions give the layers a copy of the text configuration, so it is told by its type.
         sharded = plan.model.config.get_text_config()
@@ -91,11 +102,11 @@ class Patches:
         self._use(NAME)
 
     def _replace_all(self, modules: dict[nn.Module, None]) -> None:
-        copies: dict[int, Any] = {}
+        copies: dict[int, PretrainedConfig] = {}
         for module in modules:
             self._replace(module, copies, deep=False)
 
-    def _replace(self, root: nn.Module, copies: dict[int, Any], deep: bool = True) -> None:
+    def _replace(self, root: nn.Module, copies: dict[int, PretrainedConfig], deep: bool = True) -> None:
         for module in root.modules() if deep else (root,):
             for name, value in list(vars(module).items()):
                 if isinstance(value, PretrainedConfig):
@@ -107,7 +118,7 @@ class Patches:
         """Notes which half of the model runs."""
         for part, module in (("encoder", plan.model.get_encoder()), ("decoder", plan.model.get_decoder())):
 
-            def enter(module: nn.Module, inputs: Any, part: str = part) -> None:
+            def enter(module: nn.Module, inputs: object, part: str = part) -> None:
                 call = CALL.get()
                 if call is not None:
                     call.part = part
@@ -118,7 +129,7 @@ class Patches:
 _ABSENT = object()
 
 
-def _pairs(config: Any, own: Any) -> Iterator[tuple[Any, Any]]:
+def _pairs(config: PretrainedConfig, own: PretrainedConfig) -> Iterator[tuple[PretrainedConfig, PretrainedConfig]]:
     """A configuration and those in it, each with its copy."""
     yield config, own
     for name, value in vars(config).items():
@@ -126,7 +137,7 @@ def _pairs(config: Any, own: Any) -> Iterator[tuple[Any, Any]]:
             yield from _pairs(value, vars(own)[name])
 
 
-def _set_back(original: Any, own: Any, before: dict[str, Any]) -> None:
+def _set_back(original: object, own: object, before: dict[str, object]) -> None:
     """What was changed in a copy since it was made is changed in the original too."""
     for name, value in vars(own).items():
         inner = isinstance(value, PretrainedConfig)  # has a pair of its own
@@ -134,12 +145,12 @@ def _set_back(original: Any, own: Any, before: dict[str, Any]) -> None:
             setattr(original, name, value)
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
+def _configs(model: nn.Module) -> Iterator[PretrainedConfig]:
     for module in model.modules():
         yield from (value for value in vars(module).values() if isinstance(value, PretrainedConfig))
 
 
-def _kept_whole(model: Any) -> dict[nn.Module, None]:
+def _kept_whole(model: PreTrainedModel) -> dict[nn.Module, None]:
     """The modules that attend to whole sequences on every rank: those of an encoder of features, and the decoder's layers that
     attend to what it returned."""
     encoder = list(model.get_encoder().modules())

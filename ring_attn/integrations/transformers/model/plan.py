@@ -18,6 +18,8 @@ from ring_attn.integrations.transformers.layers.positions import (
 from ring_attn.integrations.transformers.layers.states import FAMILIES, FIRST_RELEASE, family_of, layers_with_a_state
 from ring_attn.integrations.transformers.model.table import BOTH, OPTIONS, STATES, check_layer_types, types_of
 from ring_attn.integrations.transformers.versions import (
+    PretrainedConfig,
+    PreTrainedModel,
     counts_within_documents,
     in_modelling_file,
     mentions,
@@ -53,9 +55,9 @@ class Plan:
     ``whole_encoder``: the name of the encoder's input where that is no sequence of tokens: every rank encodes all of it.
     ``states``: the layers with a state, and the operators that each looks up."""
 
-    model: Any
-    base: Any
-    config: Any
+    model: PreTrainedModel
+    base: PreTrainedModel
+    config: PretrainedConfig
     head: str | None
     encoder_decoder: bool
     whole_encoder: str | None
@@ -162,7 +164,7 @@ class Plan:
         return [(name, module) for name, module in found if isinstance(getattr(module, "expert_capacity", None), int)]
 
 
-def pretrained_model(model: nn.Module) -> Any:
+def pretrained_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model that a module is or wraps; NotImplementedError for PEFT's virtual tokens, ValueError for none."""
     found = pretrained_in(model)
     peft = (getattr(part, "active_peft_config", None) for part in model.modules())
@@ -177,7 +179,7 @@ def pretrained_model(model: nn.Module) -> Any:
     return found
 
 
-def plan_of(model: Any) -> Plan:
+def plan_of(model: PreTrainedModel) -> Plan:
     """NotImplementedError, by name of what stands in the way."""
     kind, config = type(model).__name__, model.config.get_text_config()
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
@@ -200,7 +202,7 @@ def plan_of(model: Any) -> Plan:
     return Plan(model, _base(model), config, head, encoder_decoder, whole_encoder, parameters, layers, states)
 
 
-def _states(model: Any, config: Any) -> dict[nn.Module, frozenset[str]]:
+def _states(model: nn.Module, config: object) -> dict[nn.Module, frozenset[str]]:
     """The layers with a state, where all of them are known, or none. NotImplementedError where a newer transformers has them so."""
     expected = sum(kind in (*STATES, *BOTH) for kind in types_of(config))
     if not (expected or getattr(model, "_is_stateful", False)):
@@ -217,16 +219,16 @@ def _states(model: Any, config: Any) -> dict[nn.Module, frozenset[str]]:
     return {}
 
 
-def _attending(config: Any) -> int:
+def _attending(config: object) -> int:
     """How many layers of a family with states attend."""
     return sum(kind in (*OPTIONS, *BOTH) for kind in types_of(config))
 
 
-def _only_states(config: Any, states: dict[nn.Module, frozenset[str]]) -> bool:
+def _only_states(config: object, states: dict[nn.Module, frozenset[str]]) -> bool:
     return bool(states) and not _attending(config)
 
 
-def _layers(config: Any, encoder_decoder: bool, whole_encoder: str | None) -> dict[str, int]:
+def _layers(config: object, encoder_decoder: bool, whole_encoder: str | None) -> dict[str, int]:
     """How many layers must attend over the ring, by the part of the model."""
     own = getattr(config, "num_hidden_layers", None) or 1
     if not encoder_decoder:  # Mllama's cross-attention is skipped where there is no image
@@ -236,7 +238,7 @@ def _layers(config: Any, encoder_decoder: bool, whole_encoder: str | None) -> di
     return {"decoder": decoder} if whole_encoder else {"encoder": own, "decoder": decoder}
 
 
-def _check_kind(model: Any, encoder_decoder: bool, states: bool) -> None:
+def _check_kind(model: PreTrainedModel, encoder_decoder: bool, states: bool) -> None:
     kind, source = type(model).__name__, model.main_input_name
     if getattr(model, "_is_stateful", False) and not states:
         raise NotImplementedError(
@@ -250,7 +252,7 @@ def _check_kind(model: Any, encoder_decoder: bool, states: bool) -> None:
         )
 
 
-def _head(model: Any) -> str | None:
+def _head(model: nn.Module) -> str | None:
     names = [kind.__name__ for kind in type(model).__mro__]
     found = next((head for name in names for head in _HEADS if head in name), None)
     other = next((head for name in names for head in _OTHER_HEADS if head in name), None) if found is None else None
@@ -260,7 +262,7 @@ def _head(model: Any) -> str | None:
     return found
 
 
-def _base(model: Any) -> Any:
+def _base(model: PreTrainedModel) -> PreTrainedModel:
     base = model.base_model
     if base is model:  # it names none: Llama 4, and in older versions all models of images and text
         base = getattr(model, "model", model)
@@ -268,7 +270,7 @@ def _base(model: Any) -> Any:
     return model if found is None else found
 
 
-def _check_layers(model: Any, config: Any) -> None:
+def _check_layers(model: nn.Module, config: object) -> None:
     for name, module in model.named_modules():
         if getattr(module, "token_dropout", False) is True:
             raise NotImplementedError(
@@ -290,7 +292,7 @@ def _check_layers(model: Any, config: Any) -> None:
             raise NotImplementedError(f"{name} would leave out other layers on other ranks, which then wait forever; set it to 0")
 
 
-def _check_parameters(model: Any, parameters: frozenset[str], encoder_decoder: bool) -> None:
+def _check_parameters(model: nn.Module, parameters: frozenset[str], encoder_decoder: bool) -> None:
     name = "decoder_position_ids" if encoder_decoder else "position_ids"
     told = any(has_relative_bias(module) or embeds_positions(module) for module in model.modules())
     if name not in parameters and not told:

@@ -1,7 +1,5 @@
 """The one table from transformers' layer types to options of :func:`ring_attn.ring_attention`."""
 
-from typing import Any
-
 # What the mask of a layer of each type may ask for, beside padding, documents and predicates.
 OPTIONS = {
     "full_attention": ("causal",),
@@ -27,12 +25,12 @@ REFUSED = {
 LEGACY = {"attention": "full_attention"}
 
 
-def types_of(config: Any) -> list[str]:
+def types_of(config: object) -> list[str]:
     """The type of each layer, in the words of newer versions."""
     return [LEGACY.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]
 
 
-def check_layer_types(config: Any, states: bool = False) -> None:
+def check_layer_types(config: object, states: bool = False) -> None:
     """NotImplementedError that names the first layer whose type is not in the table, and why. ``states``: whether the family's
     layers with a state are known."""
     known = (*OPTIONS, *STATES, *BOTH, *NEITHER) if states else tuple(OPTIONS)

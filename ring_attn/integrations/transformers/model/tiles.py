@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from ring_attn.training.tiles import Tiles, check_tile_size
 _NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "experts")
 
 
-def tiles_of(model: Any, config: Any, size: int) -> dict[nn.Module, Tiles]:
+def tiles_of(model: nn.Module, config: object, size: int) -> dict[nn.Module, Tiles]:
     """The modules to be computed ``size`` tokens at a time, each with its new forward. NotImplementedError where there are none.
 
     Of a mixture of experts it is the experts, given their routing: routers see all tokens, so that their losses stay exact.
@@ -28,7 +27,7 @@ def tiles_of(model: Any, config: Any, size: int) -> dict[nn.Module, Tiles]:
     return found
 
 
-def _blocks(model: Any, kind: type) -> Iterator[nn.Module]:
+def _blocks(model: nn.Module, kind: type) -> Iterator[nn.Module]:
     """In the layers of the text model alone: those of images are short."""
     texts = [x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is kind]
     layers = [layer for text in texts for stack in text.children() if isinstance(stack, nn.ModuleList) for layer in stack]
@@ -53,7 +52,7 @@ def _has_weights(module: nn.Module) -> bool:
     return sum(1 for x in module.parameters() if x.ndim > 1) > 1
 
 
-def check_tiles(model: Any, tiles: Mapping[nn.Module, Tiles], options: Mapping[str, Any]) -> None:
+def check_tiles(model: PreTrainedModel, tiles: Mapping[nn.Module, Tiles], options: Mapping[str, object]) -> None:
     """Before each forward: ``torch.compile`` and requests for router logits may come at any time."""
     if not tiles:
         return
@@ -72,7 +71,7 @@ def check_tiles(model: Any, tiles: Mapping[nn.Module, Tiles], options: Mapping[s
         )
 
 
-def _recorded_in_tiles(model: Any, tiles: Mapping[nn.Module, Tiles]) -> str | None:
+def _recorded_in_tiles(model: nn.Module, tiles: Mapping[nn.Module, Tiles]) -> str | None:
     """The class of modules inside of tiles whose results are recorded as router logits."""
     for part in model.modules():
         recorder = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits")

@@ -3,7 +3,6 @@ short batch ends before a window does. A comparison that does not reach a featur
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ _DOUBLINGS = 10
 _SEEN = 10 * TOLERANCE  # relative: by how much the logits must be moved by a feature
 
 
-def reach_features(model: Any, batch: Mapping[str, Any]) -> str:
+def reach_features(model: nn.Module, batch: Mapping[str, object]) -> str:
     """Enlarges queries and keys until a soft cap of attention moves the logits. What is to be said of it."""
     capped = [(module, name) for module in model.modules() for name in vars(module) if "softcap" in name and _caps(module, name)]
     tokens = batch.get("input_ids")
@@ -40,7 +39,7 @@ def _projects(name: str) -> bool:
 
 
 @torch.no_grad()
-def _moved(model: Any, tokens: Tensor, capped: list[tuple[nn.Module, str]]) -> float:
+def _moved(model: nn.Module, tokens: Tensor, capped: list[tuple[nn.Module, str]]) -> float:
     with_cap = model(input_ids=tokens).logits
     with _uncapped(capped):
         without = model(input_ids=tokens).logits

@@ -6,17 +6,20 @@ differ say which layer is wrong: one whose input is right and whose output is no
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.batch.sharding import MARK
+from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.sequence import IGNORED
 from ring_attn.integrations.transformers.verify.documents import documents_of_batch
 from ring_attn.integrations.transformers.verify.reached import reach_features
+from ring_attn.integrations.transformers.versions import ModelOutput, PretrainedConfig, PreTrainedModel
 from ring_attn.ring import Ring
 from ring_attn.training.loss import total_loss
 from ring_attn.verification.modules import first_that_differs, watched
@@ -28,7 +31,24 @@ LARGEST = 2**31  # bytes of float32 parameters of which a process holds a copy
 _EARLY = 0.1  # times the tolerance: a forward that is off by more is not called right
 _NOT_THERE = 0.1  # times what rounding makes: what moves by less in one process is not moved
 
-LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
+Batch = Mapping[str, object]
+LossOf = Callable[[ModelOutput, Batch], Tensor]
+Run = Callable[..., Any]  # the model, of a batch's entries
+
+
+class Parallel(Protocol):
+    """A ``ContextParallel``, as far as it is compared."""
+
+    model: PreTrainedModel
+    ring: Ring
+    plan: Plan
+    previous: str
+
+    def detached(self) -> AbstractContextManager[None]: ...
+    def shard(self, batch: Batch) -> dict[str, Any]: ...
+    def unshard(self, tensor: Tensor, batch: Batch) -> Tensor: ...
+    def reduce_gradients(self) -> None: ...
+    def remove(self) -> None: ...
 
 
 class _Run(NamedTuple):
@@ -41,7 +61,7 @@ class _Run(NamedTuple):
     seen: dict[str, Tensor]
 
 
-def verify(context: Any, batch: Mapping[str, Any], loss: LossOf | None, make: Callable[[nn.Module], Any]) -> Verdict:
+def verify(context: Parallel, batch: Batch, loss: LossOf | None, make: Callable[[nn.Module], Parallel]) -> Verdict:
     """See :meth:`ContextParallel.verify`. ``make``: the context-parallel twin of a model that is not."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
@@ -70,11 +90,11 @@ def verify(context: Any, batch: Mapping[str, Any], loss: LossOf | None, make: Ca
     return _verdict(rows, batch, expected, ring, leaks, by_itself=expected is not whole, processes=context.ring.processes)
 
 
-def _twin(context: Any, batch: Mapping[str, Any]) -> tuple[Any, str]:
+def _twin(context: Parallel, batch: Batch) -> tuple[PreTrainedModel, str]:
     """A float32 copy of the model as it was before, without dropout and without a cache, which hides packed documents from
     transformers' masks. If the model is too large, it has fewer layers of the same kinds; if the
     weights are not on this rank (FSDP's shards, meta tensors, quantised weights), it has random ones."""
-    model: Any = context.model
+    model = context.model
     parameters = list(model.parameters())
     elsewhere = any(hasattr(x, "device_mesh") or x.device.type == "meta" or not x.is_floating_point() for x in parameters)
     large = 4 * sum(x.numel() for x in parameters) > LARGEST
@@ -101,18 +121,18 @@ def _twin(context: Any, batch: Mapping[str, Any]) -> tuple[Any, str]:
     return twin, f"{kind} with {text.num_hidden_layers} of its {layers} layers, random weights{reached}"
 
 
-def _without_cache(config: Any) -> None:
+def _without_cache(config: PretrainedConfig) -> None:
     for part in (config, config.get_text_config()):
         if getattr(part, "use_cache", False):
             part.use_cache = False
 
 
-def _layers_of_all_kinds(config: Any) -> int:
+def _layers_of_all_kinds(config: object) -> int:
     kinds = getattr(config, "layer_types", None) or []
     return max(2, max((kinds.index(kind) + 1 for kind in set(kinds)), default=2))
 
 
-def _in_one_process(model: nn.Module, run: Callable[..., Any], batch: Mapping[str, Any]) -> _Run:
+def _in_one_process(model: nn.Module, run: Run, batch: Batch) -> _Run:
     model.zero_grad()
     with watched(model) as seen:
         outputs = run(**batch)
@@ -120,7 +140,7 @@ def _in_one_process(model: nn.Module, run: Callable[..., Any], batch: Mapping[st
     return _Run(outputs.loss.detach(), outputs.logits.detach(), _gradients(model), seen)
 
 
-def _on_the_ring(parallel: Any, batch: Mapping[str, Any], loss: LossOf | None) -> _Run:
+def _on_the_ring(parallel: Parallel, batch: Batch, loss: LossOf | None) -> _Run:
     model, ring = parallel.model, parallel.ring
     model.zero_grad()
     sharded = parallel.shard(batch)
@@ -151,19 +171,19 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------------------- documents
 
 
-def _logits_on_the_ring(parallel: Any, batch: Mapping[str, Any]) -> Tensor:
+def _logits_on_the_ring(parallel: Parallel, batch: Batch) -> Tensor:
     sharded = parallel.shard(batch)
     return parallel.unshard(parallel.model(**sharded).logits, sharded)
 
 
-def _changed(batch: Mapping[str, Any], places: Tensor) -> dict[str, Any]:
+def _changed(batch: Batch, places: Tensor) -> dict[str, object]:
     """The batch with other tokens at these places ``[batch, seq]``; the vocabulary is that of the batch."""
-    tokens = batch["input_ids"]
+    tokens = _tensor(batch, "input_ids")
     return {**batch, "input_ids": torch.where(places, tokens.flip(1).roll(1, 0), tokens)}
 
 
 @torch.no_grad()
-def _leaks(context: Any, logits: Callable[..., Tensor], batch: Mapping[str, Any], documents: Tensor) -> bool:
+def _leaks(context: Parallel, logits: Callable[[Batch], Tensor], batch: Batch, documents: Tensor) -> bool:
     """Whether other tokens in the first document move another's logits on the ring: by a bit, or, where experts multiply the tokens
     of all documents together, by more than the order of their sums can."""
     first = documents == documents[:, :1]
@@ -175,7 +195,7 @@ def _leaks(context: Any, logits: Callable[..., Tensor], batch: Mapping[str, Any]
 
 
 @torch.no_grad()
-def _joins(run: Callable[..., Any], batch: Mapping[str, Any], documents: Tensor, logits: Tensor) -> bool:
+def _joins(run: Run, batch: Batch, documents: Tensor, logits: Tensor) -> bool:
     """Whether packed documents see each other in one process."""
     first = documents == documents[:, :1]
     changed = {name: x for name, x in _changed(batch, first).items() if name != "labels"}
@@ -184,22 +204,22 @@ def _joins(run: Callable[..., Any], batch: Mapping[str, Any], documents: Tensor,
 
 
 @torch.no_grad()
-def _each_alone(run: Callable[..., Any], batch: Mapping[str, Any], documents: Tensor, logits: Tensor) -> Tensor:
+def _each_alone(run: Run, batch: Batch, documents: Tensor, logits: Tensor) -> Tensor:
     """The logits of each document by itself, for a model that does not keep them apart in one process: its own are no measure."""
-    alone = torch.zeros_like(logits)
+    alone, tokens = torch.zeros_like(logits), _tensor(batch, "input_ids")
     for row in range(documents.shape[0]):
         for document in documents[row].unique():
             places = (documents[row] == document).nonzero().flatten()
-            alone[row, places] = run(input_ids=batch["input_ids"][row, places][None]).logits[0]
+            alone[row, places] = run(input_ids=tokens[row, places][None]).logits[0]
     return alone
 
 
 @torch.no_grad()
-def _moved_by_the_first(logits: Callable[[Mapping[str, Any]], Tensor], batch: Mapping[str, Any]) -> Tensor | None:
+def _moved_by_the_first(logits: Callable[[Batch], Tensor], batch: Batch) -> Tensor | None:
     """By how much another first token moves each token's logits ``[batch, seq]``, relative to the largest. No reading of the batch
     is asked: what it means shows in what moves."""
     tokens = batch.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.shape != batch["labels"].shape:
+    if not isinstance(tokens, Tensor) or tokens.shape != _tensor(batch, "labels").shape:
         return None
     changed = tokens.clone()
     for row, real in enumerate(_real(batch, tokens)):
@@ -218,7 +238,7 @@ def _sees_more(in_process: Tensor | None, on_ring: Tensor | None) -> bool:
     return bool(((on_ring > ROUNDING) & (in_process < _NOT_THERE * ROUNDING)).any())
 
 
-def _differ(batch: Mapping[str, Any], one: Tensor, other: Tensor) -> float:
+def _differ(batch: Batch, one: Tensor, other: Tensor) -> float:
     real = _real(batch, one)
     return relative(other[real], one[real])
 
@@ -226,9 +246,7 @@ def _differ(batch: Mapping[str, Any], one: Tensor, other: Tensor) -> float:
 # ---------------------------------------------------------------------------------------------------- verdict
 
 
-def _verdict(
-    tried: str, batch: Mapping[str, Any], whole: _Run, ring: _Run, leaks: bool, *, by_itself: bool, processes: ProcessRing
-) -> Verdict:
+def _verdict(tried: str, batch: Batch, whole: _Run, ring: _Run, leaks: bool, *, by_itself: bool, processes: ProcessRing) -> Verdict:
     most = max((largest(x) for x in whole.gradients.values()), default=1.0)
     errors = {"logits": _differ(batch, whole.logits, ring.logits)}
     if not by_itself:  # the loss and its gradients are of documents that see each other
@@ -265,11 +283,11 @@ def _of_one_process(ring: ProcessRing) -> list[str]:
     ]
 
 
-def _about_the_loss(batch: Mapping[str, Any], whole: _Run, ring: _Run, logits_differ: bool) -> str:
+def _about_the_loss(batch: Batch, whole: _Run, ring: _Run, logits_differ: bool) -> str:
     values = f"{float(ring.loss):.6f} on the ring, {float(whole.loss):.6f} on one process"
     if logits_differ:
         return f"the loss differs with the logits: {values}"
-    labels = batch["labels"]
+    labels = _tensor(batch, "labels")
     unshifted = nn.functional.cross_entropy(whole.logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
     if relative(ring.loss, unshifted) <= ROUNDING:
         return f"the labels are not shifted: a token's label must be the token after it ({values})"
@@ -294,7 +312,13 @@ def _about_gradients(
     return f"{where}: the gradients of {len(names)} parameters differ ({few}), worst {worst}"
 
 
-def _real(batch: Mapping[str, Any], like: Tensor) -> Tensor:
+def _tensor(batch: Batch, name: str) -> Tensor:
+    found = batch[name]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _real(batch: Batch, like: Tensor) -> Tensor:
     """Where a token is, bool ``[batch, seq]``."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
