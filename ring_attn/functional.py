@@ -315,13 +315,13 @@ def _first(
     elif options.bottom_right:
         operands, options = with_positions(where, operands, options)
     # Imported here so that importing ring_attn does not load JAX.
-    from torch_bridge.attention.functional import differentiable_attention, repetition
+    from torch_bridge.attention.functional import cached_call, differentiable_attention
 
     seed = _seed(options.dropout_prob, dropout_seed)
-    operands, renamed = _autocast(operands), tuple(names.items())
-    out, lse = differentiable_attention(where, operands, seed, options, renamed)
+    operands, arg_names = _autocast(operands), tuple(names.items())
+    out, lse = differentiable_attention(where, operands, seed, options, arg_names)
     if key is not None:
-        call_cache.store(key, repetition(where, operands, options, renamed))
+        call_cache.store(key, cached_call(where, operands, options, arg_names))
     return as_given(*(whole(out, lse) if whole else (out, lse)), qkv_format)
 
 

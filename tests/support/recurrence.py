@@ -10,7 +10,7 @@ import torch
 from jax import lax
 
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.backends.operation import Form, Operation
+from torch_bridge.backends.operation import Operation, TensorSpec
 from torch_bridge.call import autograd
 from torch_bridge.call.programs import describe
 
@@ -30,12 +30,12 @@ class Recurrence(Operation):
         if operands[0].shape != operands[1].shape:
             raise ValueError(f"decay must have the shape of x, got {list(operands[0].shape)} and {list(operands[1].shape)}")
 
-    def results(self, forms):
-        shape, dtype = forms[1].shape, forms[1].dtype
-        return Form(tuple(shape), dtype), Form((shape[0], shape[2]), dtype)
+    def results(self, specs):
+        shape, dtype = specs[1].shape, specs[1].dtype
+        return TensorSpec(tuple(shape), dtype), TensorSpec((shape[0], shape[2]), dtype)
 
     def local(self, request, place):
-        self.check(request.forms, request.ring)
+        self.check(request.specs, request.ring)
         return _Local(place.axis_name)
 
 

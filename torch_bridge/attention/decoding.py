@@ -19,7 +19,7 @@ from jax_core.operands import GIVEN, Operands
 from jax_core.request.dispatch import KERNELS, STRATEGIES
 from jax_core.strategies.contract import RingSpec
 from torch_bridge.backends.compiled import Program
-from torch_bridge.backends.operation import Form, Results
+from torch_bridge.backends.operation import Results, TensorSpec
 from torch_bridge.job import capture
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import Tensors
@@ -48,7 +48,7 @@ def decoding_of(program: object) -> "Decoding | None":
     spec: RingSpec = program.local.spec  # type: ignore[attr-defined]  # of an attention
     if spec.strategy is not STRATEGIES["decode"] or not launches(spec.kernel, program.request.device):
         return None
-    return Decoding(program, spec) if _computes(spec, program.request.forms) else None
+    return Decoding(program, spec) if _computes(spec, program.request.specs) else None
 
 
 def launches(kernel: object, device: torch.device) -> bool:
@@ -56,10 +56,10 @@ def launches(kernel: object, device: torch.device) -> bool:
     return capture.DECODES_ON_GPUS and kernel is KERNELS["triton"] and device.type == "cuda"
 
 
-def _computes(spec: RingSpec, forms: Sequence[Form | None]) -> bool:
+def _computes(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> bool:
     """No mask function, ids of 32 bits, float32 at most."""
-    given = {name: form for name, form in zip(_NAMES, forms, strict=False) if form is not None}
-    narrow = all(form.dtype == torch.int32 for name, form in given.items() if name in _IDS)
+    given = {name: each for name, each in zip(_NAMES, specs, strict=False) if each is not None}
+    narrow = all(each.dtype == torch.int32 for name, each in given.items() if name in _IDS)
     plain = given.keys() <= _TAKEN and not spec.problem.scores.predicates
     return narrow and plain and spec.problem.dtype != "float64" and max(spec.problem.dim, spec.problem.value_dim) <= _WIDEST
 
@@ -116,14 +116,14 @@ class Decoding:
 
     @cached_property
     def _constants(self) -> "DecodeConstants":
-        return constants_of(self.spec, self.program.request.forms)
+        return constants_of(self.spec, self.program.request.specs)
 
 
-def constants_of(spec: RingSpec, forms: Sequence[Form | None]) -> "DecodeConstants":
+def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeConstants":
     """What the kernel is compiled for: parts of the keys so short that the launch fills a GPU."""
     from jax_core.kernels.triton.decode_kernels import DecodeConstants
 
-    problem, given = spec.problem, dict(zip(_NAMES, forms, strict=False))
+    problem, given = spec.problem, dict(zip(_NAMES, specs, strict=False))
     rows, dim, value_dim = (
         problem.q_length * (problem.heads // problem.kv_heads),
         padded_dim(problem.dim),
@@ -166,9 +166,9 @@ def _itemsize(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _rows(form: Form | None) -> int:
+def _rows(each: TensorSpec | None) -> int:
     """Of ids ``[length]`` or ``[batch|1, length]``, slopes likewise: 0 without."""
-    return 0 if form is None else form.shape[0] if len(form.shape) == 2 else 1
+    return 0 if each is None else each.shape[0] if len(each.shape) == 2 else 1
 
 
 def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:

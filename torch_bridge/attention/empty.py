@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_bridge.backends.operation import Form, Results
+from torch_bridge.backends.operation import Results, TensorSpec
 from torch_bridge.job.ring import Tensors
 
 
@@ -14,7 +14,7 @@ class Empty:
     """The program of an empty request. Results are empty or 0; without keys the LSE is that of the sinks, the operand with
     this index, or ``-inf``."""
 
-    results: tuple[Form, ...]
+    results: tuple[TensorSpec, ...]
     device: torch.device
     sinks: int
     operators: None = None

@@ -11,7 +11,7 @@ from torch_bridge.attention.operands import gather
 from torch_bridge.attention.operation import Attention
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.call import autograd
-from torch_bridge.call.call_cache import Repeat
+from torch_bridge.call.call_cache import CachedCall
 from torch_bridge.call.programs import Names, describe
 from torch_bridge.job.mesh import Where
 
@@ -44,9 +44,9 @@ def _call(
 _untraced_call = torch.compiler.disable(_call)
 
 
-def repetition(where: Where, operands: Operands[torch.Tensor], options: Options, names: Names) -> Repeat:
-    """A call that has been made, as a function of other operands of the same forms. For calls with these operands alone."""
-    return autograd.repetition(_described(where, options, operands.query.device, names), operands.given)
+def cached_call(where: Where, operands: Operands[torch.Tensor], options: Options, names: Names) -> CachedCall:
+    """A call that has been made, as a function of other operands of the same specs. For calls with these operands alone."""
+    return autograd.cached_call(_described(where, options, operands.query.device, names), operands.given)
 
 
 def _described(where: Where, options: Options, device: torch.device, names: Names) -> str:

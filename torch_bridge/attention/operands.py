@@ -26,7 +26,7 @@ def gather(
     dropout_seed: int | torch.Tensor | None,
     options: Options,
 ) -> tuple[Options, Tensors]:
-    """Returns the options without ``mask_mod``, and the operands in the order of a request's forms."""
+    """Returns the options without ``mask_mod``, and the operands in the order of a request's specs."""
     backend.check(operands.query)
     ids = {name: _narrow(x, name) for name in _IDS if (x := getattr(operands, name)) is not None}
     seed = _seed_words(dropout_seed, operands.query.device)

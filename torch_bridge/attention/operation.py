@@ -1,4 +1,4 @@
-"""Attention as an operation: its options, and what follows from them for operands of certain forms."""
+"""Attention as an operation: its options, and what follows from them for operands of certain specs."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.pairs.rows import as_kernel_takes_them
 from torch_bridge.attention.decoding import Decoding, decoding_of
 from torch_bridge.attention.empty import Empty
-from torch_bridge.backends.operation import Form, Formed, Operation, Program, Request, Shapes, Whole
+from torch_bridge.backends.operation import GlobalProgram, Operation, Program, Request, Shapes, TensorLike, TensorSpec
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import AnyRing, Tensors, tensors_per_sequence
 from torch_bridge.job.sanity_checks import check_same_queries, check_shards
@@ -50,38 +50,38 @@ class Attention(Operation):
         return str(settings)
 
     @property
-    def of_this_process(self) -> bool:
+    def is_process_local(self) -> bool:
         return bool(self.options.predicates or self.options.mask_builder)
 
     @property
-    def holds_arrays(self) -> bool:
+    def captures_arrays(self) -> bool:
         """As a mask function may. No compiled graph has a call with one."""
         return bool(self.options.predicates)
 
-    def check(self, operands: Sequence[Formed | None], ring: AnyRing) -> None:
+    def check(self, operands: Sequence[TensorLike | None], ring: AnyRing) -> None:
         check_operands(Operands.of(operands), self.options.layout, tensors_per_sequence(ring))
 
-    def results(self, forms: Sequence[Formed | None]) -> tuple[Form, ...]:
+    def results(self, specs: Sequence[TensorLike | None]) -> tuple[TensorSpec, ...]:
         """Of ``out`` and ``lse``."""
-        query, _, value = Operands.of(forms).qkv
+        query, _, value = Operands.of(specs).qkv
         batch, length, heads, _ = query.shape
         lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        return Form((batch, length, heads, value.shape[-1]), query.dtype), Form((batch, heads, length), lse_dtype)
+        return TensorSpec((batch, length, heads, value.shape[-1]), query.dtype), TensorSpec((batch, heads, length), lse_dtype)
 
     def local(self, request: Request, place: Placement) -> "LocalAttention":
-        spec, completed = make_spec(self.options, self.named(request.forms[: len(OPERANDS)]), place)
+        spec, completed = make_spec(self.options, self.named(request.specs[: len(OPERANDS)]), place)
         built = completed.predicate_arrays[len(self.options.predicates) :]
         # NumPy arrays belong to no device.
         return LocalAttention(self, spec, tuple(tuple(np.asarray(array) for array in arrays) for arrays in built))
 
-    def whole(self, request: Request, mesh: AbstractMesh | None, dim: int, platform: str) -> Whole:
+    def whole(self, request: Request, mesh: AbstractMesh | None, dim: int, platform: str) -> GlobalProgram:
         from torch_bridge.attention.whole import whole_attention
 
-        return whole_attention(self.options, request.forms, mesh, dim, platform)
+        return whole_attention(self.options, request.specs, mesh, dim, platform)
 
     def in_torch(self, request: Request, program: Program) -> Empty | Decoding | None:
         """A batch or a sequence of length 0 has no query-key pair; a GPU decodes on torch's stream."""
-        if any(form is not None and 0 in form.shape[:2] for form in request.forms[: len(QKV)]):
+        if any(spec is not None and 0 in spec.shape[:2] for spec in request.specs[: len(QKV)]):
             return Empty(request.results, request.device, SINKS)
         return decoding_of(program)
 
@@ -92,13 +92,13 @@ class Attention(Operation):
     def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
         query, value = operands[0], operands[VALUE]
         assert query is not None and value is not None
-        check_shards(ring, self.layout_in_use(request.forms), value)
+        check_shards(ring, self.layout_in_use(request.specs), value)
         if self.shared_queries:
             check_same_queries(ring, query)
 
-    def layout_in_use(self, forms: Sequence[Form | None]) -> str:
+    def layout_in_use(self, specs: Sequence[TensorSpec | None]) -> str:
         """The layout; empty where nothing goes by it: no mask, or by position ids that say all that it would, or in any order."""
-        options, given = self.options, {name for name, form in zip(OPERANDS, forms, strict=False) if form is not None}
+        options, given = self.options, {name for name, spec in zip(OPERANDS, specs, strict=False) if spec is not None}
         by_place = bool(given & {"bias", "mask", "documents"}) or options.mask_builder is not None
         static = options.causal or options.sliding_window is not None or options.chunk_size is not None or options.predicates
         by_position = (static or "alibi_slopes" in given) and "q_position_ids" not in given
@@ -109,9 +109,9 @@ class Attention(Operation):
         """Whether the queries are the same on all ranks."""
         return self.options.strategy in SHARED_QUERIES
 
-    def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
-        shapes = [None if form is None else (form.shape[2:], form.dtype) for form in forms[: len(QKV)]]
-        return *shapes, *(form is None for form in forms)
+    def fixed(self, specs: tuple[TensorSpec | None, ...]) -> Hashable:
+        shapes = [None if spec is None else (spec.shape[2:], spec.dtype) for spec in specs[: len(QKV)]]
+        return *shapes, *(spec is None for spec in specs)
 
     def flops(self, shapes: Shapes, tensors_per_sequence: int) -> tuple[int, int]:
         """All queries with all keys of the ring, whatever the masks: two products, and five in the backward, where the scores are
@@ -121,7 +121,7 @@ class Attention(Operation):
         return 2 * pairs * (dim + value_dim), 2 * pairs * (3 * dim + 2 * value_dim)
 
     def named(self, arrays: Sequence[A | None], built: tuple[tuple[object, ...], ...] = ()) -> Operands[A]:
-        """``arrays``, in the order of a request's forms, as operands. ``built``: the arrays of a mask builder, which come last."""
+        """``arrays``, in the order of a request's specs, as operands. ``built``: the arrays of a mask builder, which come last."""
         lifted = (tuple(arrays[len(OPERANDS) :]),) if self.options.predicates else ()  # a mask function may have no arrays
         return Operands.of(arrays, lifted + built)
 

@@ -48,7 +48,7 @@ class TracedPredicate:
 
     name: str
     steps: tuple[_Step, ...]
-    forms: tuple[tuple[tuple[int, ...], str], ...]
+    specs: tuple[tuple[tuple[int, ...], str], ...]
     arrays: tuple[np.ndarray, ...] = field(compare=False, repr=False)
 
     def __call__(self, *where: ArrayLike) -> jax.Array:

@@ -11,35 +11,37 @@ from jax.sharding import AbstractMesh
 from jax_core.api.global_arrays import GlobalAttention, attention_on_mesh, plan_sequence
 from jax_core.operands import GIVEN, Operands
 from jax_core.options import Options
-from torch_bridge.backends.operation import Form, Whole
+from torch_bridge.backends.operation import GlobalProgram, TensorSpec
 
 
-def whole_attention(options: Options, forms: Sequence[Form | None], mesh: AbstractMesh | None, dim: int, platform: str) -> Whole:
+def whole_attention(
+    options: Options, specs: Sequence[TensorSpec | None], mesh: AbstractMesh | None, dim: int, platform: str
+) -> GlobalProgram:
     """Raises ValueError for 64-bit position ids together with a mask function, NotImplementedError for what torch-xla's graphs do
     not have."""
     names = Operands._fields[:GIVEN]
-    _check_positions(options, dict(zip(names, forms, strict=False)))
-    operands = Operands.of([None if form is None else _struct(form) for form in forms])
+    _check_positions(options, dict(zip(names, specs, strict=False)))
+    operands = Operands.of([None if spec is None else _struct(spec) for spec in specs])
     plan = None if mesh is None else plan_sequence(mesh, mesh.axis_names[dim], operands.query.shape[0])
     attention = attention_on_mesh(_without_pallas(options), operands, plan, platform)
 
     def backward(wanted: tuple[int, ...], given: tuple[bool, ...]) -> Callable[..., object]:
         return partial(_backward, attention, tuple(names[number] for number in wanted), given[1])
 
-    return Whole(attention.forward, backward)
+    return GlobalProgram(attention.forward, backward)
 
 
-def _struct(form: Form) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(form.shape, jax.numpy.dtype(str(form.dtype).removeprefix("torch.")))
+def _struct(spec: TensorSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, jax.numpy.dtype(str(spec.dtype).removeprefix("torch.")))
 
 
-def _check_positions(options: Options, forms: dict[str, Form | None]) -> None:
+def _check_positions(options: Options, specs: dict[str, TensorSpec | None]) -> None:
     if not options.predicates:
         return
-    for name, form in forms.items():
+    for name, spec in specs.items():
         # Whether the values fit in 32 bits is not known until the graph has run.
-        if form is not None and name.endswith("_position_ids") and form.dtype == torch.int64:
-            raise ValueError(f"mask_mod takes positions of 32 bits: {name} must be int32, got {form.dtype}; call .to(torch.int32)")
+        if spec is not None and name.endswith("_position_ids") and spec.dtype == torch.int64:
+            raise ValueError(f"mask_mod takes positions of 32 bits: {name} must be int32, got {spec.dtype}; call .to(torch.int32)")
 
 
 def _without_pallas(options: Options) -> Options:

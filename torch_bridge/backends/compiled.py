@@ -14,7 +14,7 @@ from jax_core.options import Placement
 from torch_bridge.backends.dlpack import keeping_device, precision_scope
 from torch_bridge.backends.executable import Compilation, Executable
 from torch_bridge.backends.launch import Compiled, Join, Launcher, jax_device, launcher
-from torch_bridge.backends.operation import Form, Local, Request, Results
+from torch_bridge.backends.operation import Request, Results, ShardProgram, TensorSpec
 from torch_bridge.job.capture import is_captured
 from torch_bridge.job.mesh import ProcessRing, jax_mesh, jax_platform, joiner, sharding
 from torch_bridge.job.ring import Tensors
@@ -32,11 +32,11 @@ _CAPTURED = "what JAX computes cannot be captured in a CUDA graph, and a ring ca
 
 @dataclass(eq=False)
 class Program:
-    """One request, ready to run on this process's shards, which are given in the order of the request's forms."""
+    """One request, ready to run on this process's shards, which are given in the order of the request's specs."""
 
     request: Request
     call: str  # a description of the request that is equal on all ranks
-    local: Local
+    local: ShardProgram
     ring: ProcessRing
     dtype: torch.dtype  # of the first result
     launcher: Launcher
@@ -75,8 +75,8 @@ class Program:
         request, absent = self.request, (None,) * (len(self.request.results) - 1)
         compiled = self.compiled_backward(wanted, (True, *(False for _ in absent)))
         memory = compiled.results if self.launcher.in_place else ()
-        forms = *request.forms, *request.results, request.results[0], *absent, *memory
-        arrays = [form and _abstract(form, self.ring, request.device) for form in forms]
+        specs = *request.specs, *request.results, request.results[0], *absent, *memory
+        arrays = [spec and _abstract(spec, self.ring, request.device) for spec in specs]
         assert isinstance(compiled.function, Executable)
         compiled.function.compile_ahead(arrays, partial(_scope, request.device, self.dtype))
 
@@ -107,15 +107,15 @@ def program(request: Request) -> Program:
     way, platform, call = launcher(device), jax_platform(device), str(request)
     executables: list[Executable] = []
 
-    def compiled(what: str, function: Callable[..., object], operands: int, results: tuple[Form, ...]) -> Compiled:
+    def compiled(what: str, function: Callable[..., object], operands: int, results: tuple[TensorSpec, ...]) -> Compiled:
         on_ring = _on_ring(ring, platform, way.in_place, function, operands, results)
         executables.append(Executable(on_ring, what, f"{call} by {local}", loud=ring.ranks[ring.rank] == 0))
         return Compiled(executables[-1], results)
 
     @cache
     def backward(wanted: tuple[int, ...], given: tuple[bool, ...]) -> Compiled:
-        gradients = tuple(form for number in wanted if (form := request.forms[number]) is not None)
-        return compiled("backward", partial(local.backward, wanted), len(request.forms) + len(results) + len(given), gradients)
+        gradients = tuple(spec for number in wanted if (spec := request.specs[number]) is not None)
+        return compiled("backward", partial(local.backward, wanted), len(request.specs) + len(results) + len(given), gradients)
 
     return Program(
         request=request,
@@ -125,20 +125,20 @@ def program(request: Request) -> Program:
         dtype=results[0].dtype,
         launcher=way,
         join=joiner(ring, platform),
-        compiled_forward=compiled("forward", local.forward, len(request.forms), results),
+        compiled_forward=compiled("forward", local.forward, len(request.specs), results),
         compiled_backward=backward,
         executables=executables,
     )
 
 
-def _checked(request: Request, ring: ProcessRing) -> Local:
+def _checked(request: Request, ring: ProcessRing) -> ShardProgram:
     """Checks the request on this rank, then compares it with those of the other ranks."""
     local = local_of(request, ring)
     compare(ring, str(request), _MUST_AGREE.format(request.operation.name))
     return local
 
 
-def local_of(request: Request, ring: ProcessRing) -> Local:
+def local_of(request: Request, ring: ProcessRing) -> ShardProgram:
     """Checks the request on this rank, and decides what computes it. Starts JAX."""
     device = request.device
     with keeping_device(device), precision_scope(request.results[0].dtype):
@@ -154,12 +154,12 @@ def _scope(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def _abstract(form: Form, ring: ProcessRing, device: torch.device) -> jax.ShapeDtypeStruct:
-    """What a launcher makes of this rank's tensor of this form."""
-    dtype = jax.numpy.dtype(str(form.dtype).removeprefix("torch."))
+def _abstract(spec: TensorSpec, ring: ProcessRing, device: torch.device) -> jax.ShapeDtypeStruct:
+    """What a launcher makes of this rank's tensor of this spec."""
+    dtype = jax.numpy.dtype(str(spec.dtype).removeprefix("torch."))
     if ring.size == 1:
-        return jax.ShapeDtypeStruct(form.shape, dtype, sharding=SingleDeviceSharding(jax_device(device)))
-    whole = ring.size * form.shape[0], *form.shape[1:]
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=SingleDeviceSharding(jax_device(device)))
+    whole = ring.size * spec.shape[0], *spec.shape[1:]
     return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding(ring, jax_platform(device)))
 
 
@@ -174,13 +174,18 @@ def _placement(ring: ProcessRing, platform: str) -> Placement:
 
 
 def _on_ring(
-    ring: ProcessRing, platform: str, in_place: bool, function: Callable[..., object], operands: int, results: tuple[Form, ...]
+    ring: ProcessRing,
+    platform: str,
+    in_place: bool,
+    function: Callable[..., object],
+    operands: int,
+    results: tuple[TensorSpec, ...],
 ) -> "jax.stages.Wrapped":
     """``function`` of local shards, jitted over the ring. Every operand and result is treated as a block of rows of a global array,
     whatever its dimensions mean, so none needs its own sharding."""
     settings: dict[str, Any] = {}
     if in_place:
-        # Arguments that nothing reads: they are donated, and each becomes the memory of the result with its form.
+        # Arguments that nothing reads: they are donated, and each becomes the memory of the result with its spec.
         memory = tuple(range(operands, operands + len(results)))
         settings, function = dict(donate_argnums=memory, keep_unused=True), partial(_first, operands, function)
     if _alone(ring):

@@ -16,7 +16,7 @@ import jax
 import torch
 
 from torch_bridge.backends.dlpack import DEFAULT_STREAM, conversions, exportable
-from torch_bridge.backends.operation import Form
+from torch_bridge.backends.operation import TensorSpec
 from torch_bridge.job.jax_memory import reserve_pool, trim_jax_memory
 from torch_bridge.job.ring import Tensors
 
@@ -30,11 +30,11 @@ _OUT_OF_MEMORY = re.compile("Out of memory while trying to allocate(?!.*NCCL)", 
 
 
 class Compiled(NamedTuple):
-    """A program of global arrays, and the forms of this process's shards of its results. If the launcher is ``in_place``, the
+    """A program of global arrays, and the specs of this process's shards of its results. If the launcher is ``in_place``, the
     program takes one more array for each result and is to write the result into it."""
 
     function: Function
-    results: tuple[Form, ...]
+    results: tuple[TensorSpec, ...]
 
 
 class Outcome(NamedTuple):
@@ -109,7 +109,7 @@ class _OnGpu:
         with self._lock:
             stream = torch.cuda.current_stream(self._torch_device)
             before = self._release(stream)
-            homes = self._allocated(lambda: [self._empty(form) for form in compiled.results])
+            homes = self._allocated(lambda: [self._empty(spec) for spec in compiled.results])
             # Held until the stream waits for JAX: they are the only owners of what JAX uses, the caller's tensors or copies.
             given = self._allocated(lambda: [None if tensor is None else exportable(tensor) for tensor in tensors])
             held = [*given, *homes]
@@ -137,8 +137,8 @@ class _OnGpu:
         copied, self._copied = self._copied, None
         return copied
 
-    def _empty(self, form: Form) -> torch.Tensor:
-        return torch.empty(form.shape, dtype=form.dtype, device=self._torch_device)
+    def _empty(self, spec: TensorSpec) -> torch.Tensor:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self._torch_device)
 
     def _allocated(self, allocate: Callable[[], list[T]]) -> list[T]:
         """What ``allocate`` returns; where torch is out of memory, once JAX has given back what it only keeps."""
@@ -194,7 +194,7 @@ class _OnGpu:
         if pointers == [home.data_ptr() for home in homes]:
             event.record(stream)
             return Outcome(homes, event)
-        # XLA may have swapped the memory of two results of the same form.
+        # XLA may have swapped the memory of two results of the same spec.
         found = {(home.data_ptr(), home.shape, home.dtype): home for home in homes}
         results = [found.get((pointer, home.shape, home.dtype)) for pointer, home in zip(pointers, homes, strict=True)]
         elsewhere = [array for array, result in zip(arrays, results, strict=True) if result is None]

@@ -1,4 +1,4 @@
-"""What a backend is asked for: an operation on tensors of certain forms, shared by the ranks of a ring.
+"""What a backend is asked for: an operation on tensors of certain specs, shared by the ranks of a ring.
 
 :class:`Operation` is all that a call's way and the backends know of what is computed; ``torch_bridge.attention`` is one. Importing
 this module loads no JAX.
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from jax_core.options import Placement
     from torch_bridge.job.mesh import ProcessRing
 
-# What the forms of a request are made of: shape and dtype of each operand, None for an absent one.
-Forms: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+# What the specs of a request are made of: shape and dtype of each operand, None for an absent one.
+TensorSpecs: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor: all that checking and compiling need to know."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Formed(Protocol):
-    """A tensor or its form. Lengths may be symbols."""
+class TensorLike(Protocol):
+    """A tensor or its spec. Lengths may be symbols."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -43,7 +43,7 @@ class Formed(Protocol):
 Shapes: TypeAlias = Sequence[Sequence[int] | None]  # of a call's operands
 
 
-def forms_of(tensors: Tensors) -> Forms:
+def specs_of(tensors: Tensors) -> TensorSpecs:
     return tuple(None if x is None else (tuple(x.shape), x.dtype) for x in tensors)
 
 
@@ -51,7 +51,7 @@ Results: TypeAlias = tuple[torch.Tensor, ...]
 
 
 class Program(Protocol):
-    """A request, ready to run. ``operands`` are given in the order of its forms, None for an absent one.
+    """A request, ready to run. ``operands`` are given in the order of its specs, None for an absent one.
 
     ``operators``: the number of its own custom ops, for ``Backend.OPERATORS``; None if the library's two custom ops call it.
     """
@@ -60,15 +60,15 @@ class Program(Protocol):
     def operators(self) -> int | None: ...
 
     def forward(self, operands: Tensors) -> Results:
-        """With the forms of ``Request.results``."""
+        """With the specs of ``Request.results``."""
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
         """The gradients of the operands whose indices are in ``wanted``, in that order. Only the first result always has a
         cotangent."""
 
 
-class Local(Protocol):
-    """A checked request as functions of one rank's JAX arrays, in the order of the request's forms; inside ``shard_map`` where the
+class ShardProgram(Protocol):
+    """A checked request as functions of one rank's JAX arrays, in the order of the request's specs; inside ``shard_map`` where the
     ring has several devices. Its ``str`` says what computes it."""
 
     def forward(self, *operands: "jax.Array | None") -> "Sequence[jax.Array]": ...
@@ -81,7 +81,7 @@ class Local(Protocol):
         """What computes it and why, to print."""
 
 
-class Whole(NamedTuple):
+class GlobalProgram(NamedTuple):
     """A checked request as functions of whole arrays, which the compiler splits. ``backward(wanted, given)``: a function of the
     results, of the cotangents of those that are ``given`` one, and of the operands that are there."""
 
@@ -108,27 +108,27 @@ class Operation:
         return False
 
     @property
-    def of_this_process(self) -> bool:
+    def is_process_local(self) -> bool:
         """Whether it holds functions, which may differ under one name in another process."""
         return False
 
     @property
-    def holds_arrays(self) -> bool:
+    def captures_arrays(self) -> bool:
         """Whether it holds arrays that should go with its last program."""
         return False
 
-    def check(self, operands: Sequence[Formed | None], ring: AnyRing) -> None:
+    def check(self, operands: Sequence[TensorLike | None], ring: AnyRing) -> None:
         """Raises ValueError unless shapes and dtypes fit together."""
 
-    def results(self, forms: Sequence[Formed | None]) -> tuple[Form, ...]:
-        """The forms of the results."""
+    def results(self, specs: Sequence[TensorLike | None]) -> tuple[TensorSpec, ...]:
+        """The specs of the results."""
         raise NotImplementedError
 
-    def local(self, request: "Request", place: "Placement") -> Local:
+    def local(self, request: "Request", place: "Placement") -> ShardProgram:
         """Checks the request (ValueError, NotImplementedError)."""
         raise NotImplementedError
 
-    def whole(self, request: "Request", mesh: "AbstractMesh | None", dim: int, platform: str) -> Whole:
+    def whole(self, request: "Request", mesh: "AbstractMesh | None", dim: int, platform: str) -> GlobalProgram:
         """Checks the request (ValueError, NotImplementedError) for a sequence sharded over dimension ``dim`` of ``mesh``."""
         raise NotImplementedError(f"{self.name} has no form for torch-xla's graphs; use torch's own device")
 
@@ -140,9 +140,9 @@ class Operation:
     def check_ranks(self, request: "Request", ring: "ProcessRing", operands: Tensors) -> None:
         """Compares what the ranks hold, when a program runs for the first time. A ring call."""
 
-    def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
-        """What of the forms is the same in calls that differ in lengths and batch sizes."""
-        return forms
+    def fixed(self, specs: tuple[TensorSpec | None, ...]) -> Hashable:
+        """What of the specs is the same in calls that differ in lengths and batch sizes."""
+        return specs
 
     def flops(self, shapes: Shapes, tensors_per_sequence: int) -> tuple[int, int]:
         """Of this process's share of a forward and of a backward, as torch counts those of its own operators."""
@@ -151,22 +151,22 @@ class Operation:
 
 @dataclass(frozen=True)
 class Request:
-    """An operation on this process's tensors. Equal requests share one program. ``forms``: those of the operands in their order,
+    """An operation on this process's tensors. Equal requests share one program. ``specs``: those of the operands in their order,
     None for an absent one."""
 
     ring: AnyRing
     operation: Operation
-    forms: tuple[Form | None, ...]
+    specs: tuple[TensorSpec | None, ...]
     device: torch.device
 
     @cached_property
-    def results(self) -> tuple[Form, ...]:
-        return self.operation.results(self.forms)
+    def results(self) -> tuple[TensorSpec, ...]:
+        return self.operation.results(self.specs)
 
     def __str__(self) -> str:
         """A description that is equal on all ranks if the requests are."""
-        named = zip(self.operation.operands, self.forms, strict=False)
-        operands = [f"{name} {list(form.shape)} {form.dtype}" for name, form in named if form]
+        named = zip(self.operation.operands, self.specs, strict=False)
+        operands = [f"{name} {list(spec.shape)} {spec.dtype}" for name, spec in named if spec]
         # Rings of the same ranks may differ in shape, and so in what they send; of one dimension they have none.
         shape = f" on {self.ring}" if len(getattr(self.ring, "sizes", ())) > 1 else ""
         return f"{', '.join(operands)} with {self.operation}{shape}"

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_core.experimental import warn_experimental
 from jax_core.options import Placement
 from torch_bridge.backends.interface import Operators
-from torch_bridge.backends.operation import Local, Request, Results
+from torch_bridge.backends.operation import Request, Results, ShardProgram
 from torch_bridge.job.mesh import AXIS, ProcessRing
 from torch_bridge.job.mesh import resolve as resolve
 from torch_bridge.job.ring import AnyRing, Tensors
@@ -107,7 +107,7 @@ OPERATORS = Operators(forward, backward)
 class Program:
     """One request as two custom ops of its own: ``tpu_forward_N (Tensor[] operands) -> (Tensor out, Tensor lse)``, and
     ``tpu_backward_N (Tensor[] arrays, int[] wanted) -> Tensor[]`` of the operands, the results and their cotangents. ``wanted``
-    holds indices into the request's forms."""
+    holds indices into the request's specs."""
 
     operators: int
 
@@ -166,16 +166,16 @@ def placement(grid: Grid | None) -> Placement:
 
 
 def over_world(
-    request: Request, local: Local, world: Mesh | None, grid: Grid | None
+    request: Request, local: ShardProgram, world: Mesh | None, grid: Grid | None
 ) -> tuple[Callable[..., object], Callable[..., object]]:
     """Its forward and backward on arrays whose blocks of rows are the shards of the world's processes. As in
     :mod:`torch_bridge.backends.compiled`, no operand needs its own sharding. ``jax_op`` reads the functions' signatures."""
-    rings, given = _rings(world, grid), [number for number, form in enumerate(request.forms) if form is not None]
+    rings, given = _rings(world, grid), [number for number, spec in enumerate(request.specs) if spec is not None]
 
     def spread(arrays: Sequence[jax.Array]) -> list[jax.Array | None]:
-        """Put the arrays at the indices of the request's forms."""
+        """Put the arrays at the indices of the request's specs."""
         places = dict(zip(given, arrays, strict=False))
-        return [places.get(number) for number in range(len(request.forms))]
+        return [places.get(number) for number in range(len(request.specs))]
 
     def local_forward(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         out, lse = local.forward(*spread(arrays))

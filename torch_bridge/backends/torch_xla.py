@@ -24,7 +24,7 @@ import torch_xla.runtime as xla_runtime
 from jax.sharding import AbstractMesh
 
 from jax_core.experimental import warn_experimental
-from torch_bridge.backends.operation import Request, Results, Whole
+from torch_bridge.backends.operation import GlobalProgram, Request, Results
 from torch_bridge.job.mesh import MeshDim, MeshLike
 from torch_bridge.job.ring import AnyRing, Tensors
 
@@ -133,7 +133,7 @@ def check(query: torch.Tensor) -> None:
 class Program:
     """One request as part of torch-xla's graph."""
 
-    whole: Whole
+    whole: GlobalProgram
     platform: str
     operators: None = None
 
@@ -156,7 +156,7 @@ def program(request: Request) -> Program:
     assert isinstance(ring, Ring)
     with _jax_for_torch_xla():
         forward, backward = request.operation.whole(request, ring.mesh, ring.dim, platform)
-    return Program(Whole(forward, cache(backward)), platform)  # a function is traced anew for each new object
+    return Program(GlobalProgram(forward, cache(backward)), platform)  # a function is traced anew for each new object
 
 
 def _platform() -> str:
@@ -172,17 +172,17 @@ def _platform() -> str:
 def call(function: Callable[..., object], tensors: Sequence[torch.Tensor], platform: str) -> list[torch.Tensor]:
     """Adds ``function`` of JAX arrays to the graph of ``tensors``, which are on an XLA device. It is traced once for each
     combination of shapes and dtypes, so reuse the same function object."""
-    forms = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-    return _computation(function, forms, platform)(list(tensors))
+    specs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    return _computation(function, specs, platform)(list(tensors))
 
 
 @cache
 def _computation(
-    function: Callable[..., object], forms: tuple[tuple[tuple[int, ...], torch.dtype], ...], platform: str
+    function: Callable[..., object], specs: tuple[tuple[tuple[int, ...], torch.dtype], ...], platform: str
 ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    wide = any(dtype in _WIDE for _, dtype in forms)
+    wide = any(dtype in _WIDE for _, dtype in specs)
     with _jax_for_torch_xla(), jax.enable_x64(wide):
-        traced = jax.jit(function, keep_unused=True).trace(*(_struct(*form) for form in forms))
+        traced = jax.jit(function, keep_unused=True).trace(*(_struct(*spec) for spec in specs))
         module = traced.lower(lowering_platforms=(platform,)).compiler_ir("hlo")
     computation = xla_builder.computation_from_module_proto("ring_attn", module.as_serialized_hlo_module_proto())
     return xla_builder.xla_computation_as_func(computation, "ring_attn")

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.interface import Operators
-from torch_bridge.backends.operation import Forms, Program, Results
-from torch_bridge.call.call_cache import PLAIN, Repeat, observed
+from torch_bridge.backends.operation import Program, Results, TensorSpecs
+from torch_bridge.call.call_cache import PLAIN, CachedCall, observed
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
@@ -60,8 +60,8 @@ def _distinct(operands: Tensors) -> Tensors:
     return tuple(x.view_as(x) if x is not None and again else x for x, again in zip(operands, twice, strict=True))
 
 
-def repetition(key: str, operands: Tensors) -> Repeat:
-    """A call that has been made, as a function of other operands of the same forms."""
+def cached_call(key: str, operands: Tensors) -> CachedCall:
+    """A call that has been made, as a function of other operands of the same specs."""
     program = program_of(key, operands)
     count = 1 + max(number for number, x in enumerate(operands) if x is not None)
     absent = (None,) * (len(operands) - count)  # each further argument of an autograd function takes time, also a None
@@ -246,14 +246,14 @@ def _own_operators(key: str, operands: Tensors) -> Operators | None:
     operators = backend_of(first.device).OPERATORS
     if operators is None:
         return None
-    forms = tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands)
-    number = _number_of_operators(key, forms, first.device)
+    specs = tuple(None if x is None else (tuple(map(index, x.shape)), x.dtype) for x in operands)
+    number = _number_of_operators(key, specs, first.device)
     return None if number is None else Operators(partial(operators.forward, number), partial(operators.backward, number))
 
 
 @torch.compiler.assume_constant_result
-def _number_of_operators(key: str, forms: Forms, device: torch.device) -> int | None:
-    return program_for(key, forms, device).operators
+def _number_of_operators(key: str, specs: TensorSpecs, device: torch.device) -> int | None:
+    return program_for(key, specs, device).operators
 
 
 def _unobserved(tensors: Tensors) -> bool:

@@ -1,4 +1,4 @@
-"""Calls that were made before. What was checked then, by the options and the forms of the tensors, need not be checked again: for a
+"""Calls that were made before. What was checked then, by the options and the specs of the tensors, need not be checked again: for a
 short sequence that would take longer than the attention. Importing this module loads no JAX.
 """
 
@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch_bridge.job.mesh import Where, started_by_a_launcher
 from torch_bridge.job.trial import current
 
-Repeat = Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor, ...]]  # of the operands, in the order of the operation
+CachedCall = Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor, ...]]  # of the operands, in the order of the operation
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 MOST = 4096  # calls: of one program there may be many, as with a mesh made anew each time
 _DEVICES = ("cpu", "cuda")  # the devices whose tensors go through no graph
 # A process has one JAX and one set of programs, hence module-level state.
-_CALLS: dict[Hashable, Repeat] = {}
+_CALLS: dict[Hashable, CachedCall] = {}
 
 
-def lookup(key: Hashable) -> Repeat | None:
+def lookup(key: Hashable) -> CachedCall | None:
     """How to make the call of this key once more, if it was made before."""
     try:
         return _CALLS.get(key) if key is not None else None
@@ -31,7 +31,7 @@ def lookup(key: Hashable) -> Repeat | None:
         return None
 
 
-def store(key: Hashable, repeat: Repeat) -> None:
+def store(key: Hashable, repeat: CachedCall) -> None:
     if len(_CALLS) >= MOST:
         clear()
     with suppress(TypeError):
@@ -54,24 +54,24 @@ def observed() -> bool:
 
 
 def key(where: Where, tensors: Iterable[object], *settings: Hashable) -> Hashable:
-    """What the checks of a call look at: its settings, the forms of its tensors, who shares the sequence, and torch's own settings.
+    """What the checks of a call look at: its settings, the specs of its tensors, who shares the sequence, and torch's own settings.
     None if it must be looked at each time: something observes it, or a tensor is no plain one on a CPU or a GPU."""
-    forms: list[Hashable] = []
+    specs: list[Hashable] = []
     kind = ""
     for x in tensors:
         if x is None:
-            forms.append(None)
+            specs.append(None)
         elif type(x) not in PLAIN or x.is_nested:  # type: ignore[attr-defined]
             return None
         else:
             device = x.device  # type: ignore[attr-defined]
             kind = kind or device.type
-            forms += (x.shape, x.dtype, device, x.layout)  # type: ignore[attr-defined]
+            specs += (x.shape, x.dtype, device, x.layout)  # type: ignore[attr-defined]
     if observed() or kind not in _DEVICES:
         return None
     mesh, dim = where
     kinds = tuple(map(type, dim)) if isinstance(dim, tuple) else type(dim)  # True equals 1, and is refused
-    return *settings, *forms, _weak(mesh), kinds, dim, *_surroundings(mesh, kind)
+    return *settings, *specs, _weak(mesh), kinds, dim, *_surroundings(mesh, kind)
 
 
 def _surroundings(mesh: object, kind: str) -> tuple[Hashable, ...]:

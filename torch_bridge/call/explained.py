@@ -1,17 +1,17 @@
 """What a call would run, and what was compiled for it."""
 
 from torch_bridge.backends.executable import Compilation
-from torch_bridge.backends.operation import Request, forms_of
+from torch_bridge.backends.operation import Request, specs_of
 from torch_bridge.call.programs import in_words_of_the_caller, made_for, request_of
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import Tensors
 
 
 def requested(key: str, operands: Tensors) -> Request:
-    """What the call with this key asks for with tensors of these forms."""
+    """What the call with this key asks for with tensors of these specs."""
     first = operands[0]
     assert first is not None
-    return request_of(key, forms_of(operands), first.device)
+    return request_of(key, specs_of(operands), first.device)
 
 
 def explain_request(key: str, request: Request) -> object:

@@ -14,7 +14,7 @@ from uuid import uuid4
 import torch
 
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.backends.operation import Form, Forms, Operation, Program, Request, forms_of
+from torch_bridge.backends.operation import Operation, Program, Request, TensorSpec, TensorSpecs, specs_of
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagating
 from torch_bridge.job.ring import AnyRing, Tensors
@@ -44,7 +44,7 @@ _CALLS: dict[str, Call] = {}
 _KEYS: dict[Call, str] = {}
 _NAMES: dict[str, Names] = {}  # by which the caller who described the call last knows its arguments, for errors
 _NUMBERS: Counter[str] = Counter()  # how many calls have had one description
-_PROGRAMS: dict[tuple[str, Forms, torch.device], _Made] = {}
+_PROGRAMS: dict[tuple[str, TensorSpecs, torch.device], _Made] = {}
 
 
 def describe(ring: AnyRing, operation: Operation, names: Names) -> str:
@@ -59,7 +59,7 @@ def describe(ring: AnyRing, operation: Operation, names: Names) -> str:
 
 def _describe(call: Call) -> str:
     key = f"{call.operation} on {call.ring}"
-    if call.operation.of_this_process:
+    if call.operation.is_process_local:
         key += f", in process {_process()}"
     _NUMBERS[key] += 1
     key += f", number {_NUMBERS[key]}" if _NUMBERS[key] > 1 else ""
@@ -86,20 +86,20 @@ def program_of(key: str, tensors: Tensors) -> Program:
     """The program of the call for these tensors, as :func:`program_for`."""
     first = tensors[0]
     assert first is not None
-    return program_for(key, forms_of(tensors), first.device)
+    return program_for(key, specs_of(tensors), first.device)
 
 
-def program_for(key: str, forms: Forms, device: torch.device) -> Program:
-    """The program of the call for tensors of these forms. On a ring of several processes making one is a collective, in which they
+def program_for(key: str, specs: TensorSpecs, device: torch.device) -> Program:
+    """The program of the call for tensors of these specs. On a ring of several processes making one is a collective, in which they
     compare their requests. Raises ValueError and NotImplementedError for a request that cannot be, in the caller's words."""
     if current() is not None:
-        _note(key, forms)
-    found = _PROGRAMS.get((key, forms, device))
-    return _make(key, forms, device) if found is None else found.program
+        _note(key, specs)
+    found = _PROGRAMS.get((key, specs, device))
+    return _make(key, specs, device) if found is None else found.program
 
 
-def _note(key: str, forms: Forms) -> None:
-    first = forms[0]
+def _note(key: str, specs: TensorSpecs) -> None:
+    first = specs[0]
     assert first is not None
     note_ring(tuple(getattr(call_of(key).ring, "ranks", ())))
     note_dtype(first[1])
@@ -107,7 +107,7 @@ def _note(key: str, forms: Forms) -> None:
 
 def made_for(key: str, request: Request) -> Program | None:
     """The program of the request, if a call has made it."""
-    found = _PROGRAMS.get((key, request.forms, request.device))
+    found = _PROGRAMS.get((key, request.specs, request.device))
     return None if found is None else found.program
 
 
@@ -116,17 +116,17 @@ def last_on(ring: AnyRing) -> Program | None:
     return next((made.program for made in reversed(_PROGRAMS.values()) if made.request.ring == ring), None)
 
 
-def request_of(key: str, forms: Forms, device: torch.device) -> Request:
+def request_of(key: str, specs: TensorSpecs, device: torch.device) -> Request:
     call = call_of(key)
-    return Request(call.ring, call.operation, tuple(None if form is None else Form(*form) for form in forms), device)
+    return Request(call.ring, call.operation, tuple(None if spec is None else TensorSpec(*spec) for spec in specs), device)
 
 
-def _make(key: str, forms: Forms, device: torch.device) -> Program:
-    call, request = call_of(key), request_of(key, forms, device)
+def _make(key: str, specs: TensorSpecs, device: torch.device) -> Program:
+    call, request = call_of(key), request_of(key, specs, device)
     with propagating(call.ring, device), in_words_of_the_caller(key):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, request.operation.in_torch(request, program) or program)
-    _PROGRAMS[key, forms, device] = made
+    _PROGRAMS[key, specs, device] = made
     _drop_the_oldest(call.ring)
     _warn_of_many(key, request)
     return made.program
@@ -143,7 +143,7 @@ def _drop_the_oldest(ring: AnyRing) -> None:
 def _drop_arrays(key: str) -> None:
     """Without programs a call that holds arrays is dropped too."""
     call = _CALLS[key]
-    if call.operation.holds_arrays and not any(of == key for of, *_ in _PROGRAMS):
+    if call.operation.captures_arrays and not any(of == key for of, *_ in _PROGRAMS):
         del _CALLS[key], _KEYS[call], _NAMES[key]
 
 
@@ -158,7 +158,7 @@ def _warn_of_many(key: str, request: Request) -> None:
 
 
 def _but_lengths(request: Request) -> tuple[object, ...]:
-    return request.device, request.operation.fixed(request.forms)
+    return request.device, request.operation.fixed(request.specs)
 
 
 def check(key: str, tensors: Tensors) -> None:
@@ -175,11 +175,11 @@ def in_words_of_the_caller(key: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        error.args = (renamed(str(error), _NAMES[key]),)
+        error.args = (rename_args(str(error), _NAMES[key]),)
         raise
 
 
-def renamed(text: str, names: Names) -> str:
+def rename_args(text: str, names: Names) -> str:
     if not names:
         return text
     to = dict(names)

@@ -12,7 +12,7 @@ from jax_core.masks.layout import Layout
 from jax_core.options import Placement
 from jax_core.recurrence.layer import Layer, Operand
 from jax_core.recurrence.pieces import Pieces, pieces_of
-from torch_bridge.backends.operation import Form, Formed, Operation, Program, Request, Results
+from torch_bridge.backends.operation import Operation, Program, Request, Results, TensorLike, TensorSpec
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import AnyRing, Tensors
 from torch_bridge.job.sanity_checks import check_shards, check_shared
@@ -50,25 +50,25 @@ class LayerWithState(Operation):
     def has_one_cotangent(self) -> bool:
         return not self.layer.final_state
 
-    def check(self, operands: Sequence[Formed | None], ring: AnyRing) -> None:
+    def check(self, operands: Sequence[TensorLike | None], ring: AnyRing) -> None:
         *inputs, state, ids = operands
         length = self.layer.sizes(inputs, state, ids)["t"]
         pieces_of(None, ring.size, self.layout, length)
 
-    def results(self, forms: Sequence[Formed | None]) -> tuple[Form, ...]:
-        *inputs, state, ids = forms
-        sizes, like = self.layer.sizes(inputs, state, ids), self._like(forms)
+    def results(self, specs: Sequence[TensorLike | None]) -> tuple[TensorSpec, ...]:
+        *inputs, state, ids = specs
+        sizes, like = self.layer.sizes(inputs, state, ids), self._like(specs)
         dtype = like.dtype if self.layer.name == "causal_conv1d" else accumulation(like.dtype)
         state_shape = tuple(sizes[letter] for letter in self.layer.state_dims)
-        residuals = Form(self.layer.kept_shape(sizes, self.pieces), dtype)
-        return Form(tuple(like.shape), like.dtype), Form(state_shape, dtype), residuals
+        residuals = TensorSpec(self.layer.kept_shape(sizes, self.pieces), dtype)
+        return TensorSpec(tuple(like.shape), like.dtype), TensorSpec(state_shape, dtype), residuals
 
     def local(self, request: Request, place: Placement) -> "LocalLayer":
-        self.check(request.forms, request.ring)
-        return LocalLayer(self.layer, pieces_of(place.axis_name, place.size, self.layout, self._like(request.forms).shape[1]))
+        self.check(request.specs, request.ring)
+        return LocalLayer(self.layer, pieces_of(place.axis_name, place.size, self.layout, self._like(request.specs).shape[1]))
 
     def in_torch(self, request: Request, program: Program) -> "Empty | None":
-        nothing = 0 in self._like(request.forms).shape[:2]
+        nothing = 0 in self._like(request.specs).shape[:2]
         return Empty(request.results, request.device, len(self.operands) - 2) if nothing else None
 
     def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
@@ -81,8 +81,8 @@ class LayerWithState(Operation):
         if shared:
             check_shared(ring, self.name, shared)
 
-    def fixed(self, forms: tuple[Form | None, ...]) -> Hashable:
-        return tuple(None if form is None else (form.shape[2:], form.dtype) for form in forms)
+    def fixed(self, specs: tuple[TensorSpec | None, ...]) -> Hashable:
+        return tuple(None if spec is None else (spec.shape[2:], spec.dtype) for spec in specs)
 
     def _like(self, operands: Sequence[T | None]) -> T:
         like = operands[self.operands.index(self.layer.like)]
@@ -128,13 +128,13 @@ def _of_batch(operands: Sequence[jax.Array | None], ids: jax.Array | None) -> ja
 class Empty:
     """The program of a batch or a sequence without tokens: the state passes through. ``state``: its index among the operands."""
 
-    forms: tuple[Form, ...]
+    specs: tuple[TensorSpec, ...]
     device: torch.device
     state: int
     operators: None = None
 
     def forward(self, operands: Tensors) -> Results:
-        y, last, residuals = (torch.zeros(form.shape, dtype=form.dtype, device=self.device) for form in self.forms)
+        y, last, residuals = (torch.zeros(spec.shape, dtype=spec.dtype, device=self.device) for spec in self.specs)
         state = operands[self.state]
         return y, last if state is None else last + state, residuals
 

@@ -11,8 +11,8 @@ from torch_bridge.attention.operands import gather
 from torch_bridge.attention.operation import OPERANDS, Attention
 from torch_bridge.backends import shared_memory, torch_tpu
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.backends.operation import Form, Request, forms_of
-from torch_bridge.call.programs import renamed
+from torch_bridge.backends.operation import Request, TensorSpec, specs_of
+from torch_bridge.call.programs import rename_args
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import tensors_per_sequence
 
@@ -25,9 +25,11 @@ def tensors(**more):
     return dict(query=q, key=k, value=k) | more
 
 
-def request(ring=ALONE, forms=None, **options):
-    forms = forms or forms_of([*tensors().values()])
-    return Request(ring, Attention(Options(**options)), tuple(Form(*form) if form else None for form in forms), torch.device("cpu"))
+def request(ring=ALONE, specs=None, **options):
+    specs = specs or specs_of([*tensors().values()])
+    return Request(
+        ring, Attention(Options(**options)), tuple(TensorSpec(*form) if form else None for form in specs), torch.device("cpu")
+    )
 
 
 def test_the_device_chooses_the_backend():
@@ -61,7 +63,7 @@ def test_a_mask_functions_arrays_are_further_operands():
     assert options.mask_mod is None and len(options.predicates) == 1
     further = arrays[len(OPERANDS) :]
     assert sorted(x.tolist() for x in further) == [[0, 1, 2, 3, 4, 5], [3]]
-    lifted = request(forms=forms_of(arrays), predicates=options.predicates).operation.named(arrays)
+    lifted = request(specs=specs_of(arrays), predicates=options.predicates).operation.named(arrays)
     assert lifted.predicate_arrays == (further,) and lifted.query is arrays[0]
 
 
@@ -81,17 +83,17 @@ def test_equal_requests_are_one_and_say_the_same():
 
 def test_the_forms_of_results():
     wide = [((2, 4, 2, 8), torch.float64), ((2, 6, 1, 8), torch.float64), ((2, 6, 1, 5), torch.float64)]
-    assert request(forms=wide).results == (((2, 4, 2, 5), torch.float64), ((2, 2, 4), torch.float64))
+    assert request(specs=wide).results == (((2, 4, 2, 5), torch.float64), ((2, 2, 4), torch.float64))
     half = [(shape, torch.bfloat16) for shape, _ in wide]
-    assert request(forms=half).results == (((2, 4, 2, 5), torch.bfloat16), ((2, 2, 4), torch.float32))
+    assert request(specs=half).results == (((2, 4, 2, 5), torch.bfloat16), ((2, 2, 4), torch.float32))
 
 
 @pytest.mark.parametrize(
     ("batch", "queries", "keys", "empty"), [(2, 4, 4, False), (0, 4, 4, True), (2, 0, 4, True), (2, 4, 0, True)]
 )
 def test_what_is_empty(batch, queries, keys, empty):
-    forms = [((batch, length, 2, 8), torch.float32) for length in (queries, keys, keys)]
-    asked = request(forms=forms)
+    specs = [((batch, length, 2, 8), torch.float32) for length in (queries, keys, keys)]
+    asked = request(specs=specs)
     assert (asked.operation.in_torch(asked, None) is not None) == empty
 
 
@@ -102,5 +104,5 @@ def test_how_many_tensors_make_a_sequence():
 
 def test_words_are_turned_whole():
     names = (("query", "q"), ("softmax_aux", "sinks"))
-    assert renamed("query heads, query_dim, queries, softmax_aux", names) == "q heads, query_dim, queries, sinks"
-    assert renamed("query", ()) == "query"
+    assert rename_args("query heads, query_dim, queries, softmax_aux", names) == "q heads, query_dim, queries, sinks"
+    assert rename_args("query", ()) == "query"

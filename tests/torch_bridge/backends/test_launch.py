@@ -11,7 +11,7 @@ import torch
 
 import ring_attn
 from torch_bridge.backends import compiled, dlpack, launch
-from torch_bridge.backends.launch import Compiled, Form
+from torch_bridge.backends.launch import Compiled, TensorSpec
 from torch_bridge.job.mesh import AXIS, ProcessRing
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ class Gpu:
 
     def call(self, function, tensors=None):
         tensors = (torch.ones(3), None) if tensors is None else tensors
-        return self.way(itself, Compiled(function, (Form((3,), torch.float32),)), tensors)
+        return self.way(itself, Compiled(function, (TensorSpec((3,), torch.float32),)), tensors)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_results_of_one_form_may_change_places(gpu, order):
     def function(x, *homes):
         return [torch.add(x, number, out=homes[place]) for number, place in enumerate(order)]
 
-    form = Form((3,), torch.float32)
+    form = TensorSpec((3,), torch.float32)
     results, _ = gpu.way(itself, Compiled(function, (form, form)), (torch.ones(3),))
     assert [result.tolist() for result in results] == [[1.0] * 3, [2.0] * 3]
     assert gpu.way._copied is None
@@ -247,8 +247,8 @@ def test_memory_of_another_form_is_not_taken_for_the_result(gpu):
     def function(x, first, second):
         return [second.view(3).fill_(1), first.view(1, 3).fill_(2)]
 
-    forms = Form((3,), torch.float32), Form((1, 3), torch.float32)
-    results, _ = gpu.way(itself, Compiled(function, forms), (torch.ones(3),))
+    specs = TensorSpec((3,), torch.float32), TensorSpec((1, 3), torch.float32)
+    results, _ = gpu.way(itself, Compiled(function, specs), (torch.ones(3),))
     assert [result.tolist() for result in results] == [[1.0] * 3, [[2.0] * 3]]
 
 
@@ -354,9 +354,9 @@ def test_a_program_takes_the_memory_of_its_results(size, monkeypatch):
     def function(x, nothing, y):
         return [x + y, x - y, (x * y).sum(1)]
 
-    forms = Form((4, 2), torch.float32), Form((4, 2), torch.float32), Form((4,), torch.float32)
-    program = compiled._on_ring(ProcessRing(tuple(range(size)), 0), "cpu", True, function, 3, forms)
-    x, y, *homes = (jax.device_put(jnp.full((4 * size, *form.shape[1:]), 3.0), rows) for form in (*forms[:2], *forms))
+    specs = TensorSpec((4, 2), torch.float32), TensorSpec((4, 2), torch.float32), TensorSpec((4,), torch.float32)
+    program = compiled._on_ring(ProcessRing(tuple(range(size)), 0), "cpu", True, function, 3, specs)
+    x, y, *homes = (jax.device_put(jnp.full((4 * size, *form.shape[1:]), 3.0), rows) for form in (*specs[:2], *specs))
     assert program.lower(x, None, y, *homes).as_text().count("tf.aliasing_output") == 3
     memory = {pointer for home in homes for pointer in pointers(home)}
     results = program(x, None, y, *homes)

@@ -24,7 +24,7 @@ import ring_attn
 from jax_core.options import Options
 from torch_bridge.attention.operation import OPERANDS, Attention
 from torch_bridge.backends import torch_tpu as tpu
-from torch_bridge.backends.operation import Form, Request
+from torch_bridge.backends.operation import Request, TensorSpec
 from torch_bridge.job.mesh import AXIS, ProcessRing
 
 WORLD, RANK = 8, 3
@@ -91,8 +91,8 @@ def test_without_torch_tpu_the_error_says_what_to_install():
 def request_of(q, k, v, ring=ALONE, further=None, **options):
     given = dict(zip(QKV, (q, k, v), strict=True)) | (further or {})
     options = {"lse_gradient": False, **options}
-    forms = (None if x is None else Form(tuple(x.shape), x.dtype) for x in map(given.get, OPERANDS))
-    return Request(ring, Attention(Options(**options)), tuple(forms), q.device)
+    specs = (None if x is None else TensorSpec(tuple(x.shape), x.dtype) for x in map(given.get, OPERANDS))
+    return Request(ring, Attention(Options(**options)), tuple(specs), q.device)
 
 
 def program(q, k, v, **options):

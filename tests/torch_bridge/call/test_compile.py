@@ -154,10 +154,10 @@ def test_programs_are_bounded_and_many_are_said(monkeypatch):
         return ring_attention(x, x, x, mesh="local", scale=0.123)
 
     def kept():
-        return [made.request.forms[0].shape[1] for made in programs._PROGRAMS.values()]
+        return [made.request.specs[0].shape[1] for made in programs._PROGRAMS.values()]
 
     attention(1)
-    first = weakref.ref(next(made.program for made in programs._PROGRAMS.values() if made.request.forms[0].shape[1] == 1))
+    first = weakref.ref(next(made.program for made in programs._PROGRAMS.values() if made.request.specs[0].shape[1] == 1))
     with pytest.warns(UserWarning, match="met 2 different lengths .* pad to a few lengths"):
         attention(2)
     for length in (3, 2, 3, 2):  # it is said once, and a known one makes nothing
