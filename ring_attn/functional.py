@@ -19,7 +19,7 @@ from ring_attn.arguments.shards import check_shards
 from ring_attn.sharding.padding import check_padding
 from torch_bridge.call import call_cache
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike, Where
+from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike
 from torch_bridge.job.sanity_checks import suspect_swapped_dims
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class AttentionOptions(TypedDict, total=False):
 
 def _where(
     *tensors: object, mesh: MeshLike = None, mesh_dim: MeshDim = None, qkv_format: str = "bshd", **others: object
-) -> Where | None:
+) -> MeshArg | None:
     """Mesh and mesh dimension of a call; None where it is so wrong that a mesh may be among its positional arguments."""
     if len(tensors) > 3:
         return None
@@ -255,7 +255,7 @@ def ring_attention(
 
 def attention(
     names: Mapping[str, str],
-    where: Where,
+    where: MeshArg,
     operands: Operands[Tensor],
     options: Options,
     *,
@@ -290,7 +290,7 @@ def attention(
 def _first(
     key: Hashable,
     names: Mapping[str, str],
-    where: Where,
+    where: MeshArg,
     operands: Operands[Tensor],
     options: Options,
     dropout_seed: int | Tensor | None,
@@ -330,7 +330,7 @@ def _packing(*given: Any) -> Packing | None:
 
 
 def _key(
-    where: Where,
+    where: MeshArg,
     operands: Operands[Tensor],
     dropout_seed: int | Tensor | None,
     qkv_format: str,

@@ -13,7 +13,7 @@ from ring_attn.documents.cumulative import check_cumulative, documents_of, or_pa
 from ring_attn.functional import is_dtensor
 from ring_attn.ring import as_ring
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike, Where
+from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike
 
 if TYPE_CHECKING:
     from ring_attn.ring import Ring
@@ -54,7 +54,7 @@ class Along(TypedDict, total=False):
 
 def _where(
     *operands: object, ring: "Ring | None" = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **others: object
-) -> Where:
+) -> MeshArg:
     """Mesh and mesh dimension of a call."""
     return (mesh, mesh_dim) if ring is None else (getattr(ring, "mesh", None), getattr(ring, "mesh_dim", None))
 
@@ -218,7 +218,7 @@ def _check(tensors: Mapping[str, object], first: Tensor) -> None:
             )
 
 
-def _ids(where: Where, layout: Layout, cu_seqlens: Tensor, first: Tensor) -> Tensor:
+def _ids(where: MeshArg, layout: Layout, cu_seqlens: Tensor, first: Tensor) -> Tensor:
     """``[1, seq]``: the documents of this rank's tokens."""
     total = first.shape[1] * tensors_per_sequence_of(where, first.device)
     check_cumulative("cu_seqlens", cu_seqlens, total, first.device)

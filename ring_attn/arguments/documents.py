@@ -13,7 +13,7 @@ from ring_attn.documents.cumulative import check_cumulative, documents_of, or_pa
 from ring_attn.documents.table import Documents, of_cumulative
 from ring_attn.sharding.marks import bounds_of, ranks_of, shard_of
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.mesh import MeshLike, Where
+from torch_bridge.job.mesh import MeshArg, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
 
 Given = tuple[Operands[Tensor], Options]
@@ -36,7 +36,7 @@ class Packing:
         return any(value is not None for value in values)
 
 
-def with_documents(where: Where, packing: Packing, qkv_format: str, operands: Operands[Tensor], options: Options) -> Given:
+def with_documents(where: MeshArg, packing: Packing, qkv_format: str, operands: Operands[Tensor], options: Options) -> Given:
     """The operands and options of a call with the documents as a table of them, or as ids. Where queries and keys have the same
     documents their positions stay those of the layout, which need no arrays, unless something goes by the distance from a
     document's start."""
@@ -81,7 +81,7 @@ def with_documents(where: Where, packing: Packing, qkv_format: str, operands: Op
     return operands.replaced(**ids), options
 
 
-def as_documents(where: Where, operands: Operands[Tensor], options: Options) -> Given:
+def as_documents(where: MeshArg, operands: Operands[Tensor], options: Options) -> Given:
     """With the documents in place of the segment ids, where those are known to be documents' and lie as this call's layout says:
     a table of documents goes by places, ids by rows. Raises ValueError for padding where there is to be none."""
     ids = operands.q_segment_ids, operands.kv_segment_ids
@@ -98,7 +98,7 @@ def as_documents(where: Where, operands: Operands[Tensor], options: Options) -> 
     return operands.replaced(**replaced, documents=documents.table), options
 
 
-def _lie_as(documents: Documents, ids: Tensor, where: Where, operands: Operands[Tensor], layout: Layout) -> bool:
+def _lie_as(documents: Documents, ids: Tensor, where: MeshArg, operands: Operands[Tensor], layout: Layout) -> bool:
     """Whether ids are the shards of the call's ring, in the call's layout, or with the positions of the placement; of a ring of one
     there is nothing to shard."""
     shard, ranks = shard_of(ids), _ranks(where, ids.device)
@@ -108,7 +108,7 @@ def _lie_as(documents: Documents, ids: Tensor, where: Where, operands: Operands[
     return ranks == () if shard is None else ranks == shard.ring and (not ranks or shard.layout == str(layout))
 
 
-def with_positions(where: Where, operands: Operands[Tensor], options: Options) -> Given:
+def with_positions(where: MeshArg, operands: Operands[Tensor], options: Options) -> Given:
     """The same for queries counted from the last key, where a static mask cannot say it."""
     if options.chunk_size is None and options.mask_mod is None and operands.alibi_slopes is None:
         return operands, options
@@ -154,23 +154,23 @@ def rank_in(group: MeshLike, device: torch.device) -> tuple[int, int]:
 
 
 @torch.compiler.assume_constant_result
-def _ranks(where: Where, device: torch.device) -> tuple[int, ...]:
+def _ranks(where: MeshArg, device: torch.device) -> tuple[int, ...]:
     return ranks_of(backend_of(device).resolve(*where))
 
 
 @torch.compiler.assume_constant_result
-def tensors_per_sequence_of(where: Where, device: torch.device) -> int:
+def tensors_per_sequence_of(where: MeshArg, device: torch.device) -> int:
     return tensors_per_sequence(backend_of(device).resolve(*where))
 
 
 @torch.compiler.assume_constant_result
-def _held(where: Where, device: torch.device) -> tuple[tuple[int, ...], int]:
+def _held(where: MeshArg, device: torch.device) -> tuple[tuple[int, ...], int]:
     """The ring ranks whose shards this process's tensor holds, and the size of the ring."""
     ring = backend_of(device).resolve(*where)
     return tuple(ring.held), ring.size
 
 
-def index_of(where: Where, layout: Layout, x: Tensor) -> Tensor:
+def index_of(where: MeshArg, layout: Layout, x: Tensor) -> Tensor:
     """``[seq]``: where the rows of a shard are in the whole sequence. torch.compile may hold the length for variable."""
     held, size = _held(where, x.device)
     pieces = [run for rank in held for run in runs(layout, rank, size, x.shape[1] // len(held))]

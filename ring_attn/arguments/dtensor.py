@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from jax_core.operands import Operands
 from jax_core.options import Options
-from torch_bridge.job.mesh import Where, resolve
+from torch_bridge.job.mesh import MeshArg, resolve
 
 Whole = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _BATCH, _SEQUENCE, _HEADS = "batch", "sequence", "heads"
@@ -52,8 +52,8 @@ class Split(NamedTuple):
 
 
 def local_parts(
-    where: Where, names: Mapping[str, str], operands: Operands[Tensor], options: Options
-) -> tuple[Where, Operands[Tensor], Whole]:
+    where: MeshArg, names: Mapping[str, str], operands: Operands[Tensor], options: Options
+) -> tuple[MeshArg, Operands[Tensor], Whole]:
     """The ring, and this process's parts of the operands of a call with DTensors; and what makes DTensors of its results.
 
     The placements of the query decide. Keys and values have the same; where they are replicated, and heads or batch of the query
@@ -85,7 +85,7 @@ def local_parts(
     return _ring(where, split), parts, whole
 
 
-def where_sharded(query: DTensor, dim: int) -> Where:
+def where_sharded(query: DTensor, dim: int) -> MeshArg:
     """The mesh dimensions over which the query's dimension ``dim``, its sequence, is sharded; no ring if it is over none."""
     found = tuple(index for index, placement in enumerate(query.placements) if placement == Shard(dim))
     return (query.device_mesh, found) if found else ("local", None)
@@ -110,13 +110,13 @@ def _named(mesh: DeviceMesh, dim: int) -> str:
     return repr(mesh.mesh_dim_names[dim]) if mesh.mesh_dim_names else str(dim)
 
 
-def _ring(where: Where, split: Split) -> Where:
+def _ring(where: MeshArg, split: Split) -> MeshArg:
     """The ring, which ``where`` may say too."""
     mesh, roles = split.mesh, split.roles
     if _SEQUENCE in roles:
         # DTensor splits over the mesh's dimensions from the first to the last.
         dims = tuple(dim for dim, role in enumerate(roles) if role == _SEQUENCE)
-        here: Where = mesh, dims
+        here: MeshArg = mesh, dims
         if where[0] is not None and resolve(*where).ranks != resolve(*here).ranks:
             raise ValueError(
                 f"the sequence is sharded over mesh dimension {', '.join(_named(mesh, dim) for dim in dims)}, a {resolve(*here)}, "

@@ -11,7 +11,7 @@ from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import where
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike, Where
+from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike
 from torch_bridge.job.ring import tensors_per_sequence
 
 
@@ -24,7 +24,7 @@ class _Sizes(NamedTuple):
     columns: int
 
 
-def _where(*_: object, **options: object) -> Where | None:
+def _where(*_: object, **options: object) -> MeshArg | None:
     """No positional argument is the mesh."""
     return where(**options)
 

@@ -16,13 +16,13 @@ from ring_attn.training.loss import check_labels, check_num_items, labels_of, me
 from ring_attn.training.partial_gradients import added, hooks_off, unknown_leaf
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike, Where
+from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike
 
 Summed = Callable[[Tensor, Tensor], Tensor]  # hidden states and labels of a chunk -> the sum of their losses
 CHUNK = 1024  # tokens: at a vocabulary of 128k their logits take 0.25 GiB in 16 bits, and 0.5 in float32
 
 
-def _where(*arguments: object, **options: Any) -> Where | None:
+def _where(*arguments: object, **options: Any) -> MeshArg | None:
     """As for ``cross_entropy``, whose arguments follow the head."""
     return where_counted(*arguments[1:], **options)
 

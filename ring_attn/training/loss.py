@@ -17,7 +17,7 @@ from ring_attn.training.batches import note_loss
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.job.error_propagation import propagates_errors, propagating
-from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, Where
+from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike, ProcessRing
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ALL_COUNT = "cross_entropy counts labels over the ring: every rank of it must make the same call"
@@ -26,7 +26,7 @@ _ALL_ADD = "total_loss adds up the losses of all ranks of the ring: each must ma
 
 def where_counted(
     *arguments: object, ring: Ring | None = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **options: object
-) -> Where | None:
+) -> MeshArg | None:
     """Mesh and mesh dimension of a call; None where it is not a collective and names no ring."""
     batch = arguments[1] if len(arguments) > 1 else options.get("batch")
     known = isinstance(batch, (ShardedBatch, PackedShard)) and options.get("weights") is None

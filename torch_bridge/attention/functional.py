@@ -13,13 +13,13 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.call import autograd
 from torch_bridge.call.call_cache import CachedCall
 from torch_bridge.call.programs import Names, describe
-from torch_bridge.job.mesh import Where
+from torch_bridge.job.mesh import MeshArg
 
 Settings = tuple[tuple[str, Any], ...]  # the fields of Options
 
 
 def differentiable_attention(
-    where: Where, operands: Operands[torch.Tensor], dropout_seed: int | torch.Tensor | None, options: Options, names: Names = ()
+    where: MeshArg, operands: Operands[torch.Tensor], dropout_seed: int | torch.Tensor | None, options: Options, names: Names = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` of this rank's shards, computed by the backend of the query's device.
 
@@ -33,7 +33,7 @@ def differentiable_attention(
 
 
 def _call(
-    where: Where, operands: Operands[torch.Tensor], dropout_seed: int | torch.Tensor | None, options: Options, names: Names
+    where: MeshArg, operands: Operands[torch.Tensor], dropout_seed: int | torch.Tensor | None, options: Options, names: Names
 ) -> tuple[torch.Tensor, torch.Tensor]:
     device = operands.query.device
     options, arrays = gather(backend_of(device), where, operands, dropout_seed, options)
@@ -44,12 +44,12 @@ def _call(
 _untraced_call = torch.compiler.disable(_call)
 
 
-def cached_call(where: Where, operands: Operands[torch.Tensor], options: Options, names: Names) -> CachedCall:
+def cached_call(where: MeshArg, operands: Operands[torch.Tensor], options: Options, names: Names) -> CachedCall:
     """A call that has been made, as a function of other operands of the same specs. For calls with these operands alone."""
     return autograd.cached_call(_described(where, options, operands.query.device, names), operands.given)
 
 
-def _described(where: Where, options: Options, device: torch.device, names: Names) -> str:
+def _described(where: MeshArg, options: Options, device: torch.device, names: Names) -> str:
     """The call's key."""
     if not torch.compiler.is_compiling():
         return describe(backend_of(device).resolve(*where), Attention(options), names)
@@ -60,7 +60,7 @@ def _described(where: Where, options: Options, device: torch.device, names: Name
 
 
 @torch.compiler.assume_constant_result
-def _described_in_graph(where: Where, settings: Settings, device: torch.device, names: Names) -> str:
+def _described_in_graph(where: MeshArg, settings: Settings, device: torch.device, names: Names) -> str:
     """Called once, while tracing."""
     values = dict(settings)
     options = Options(**{**values, "layout": named(values["layout"])})

@@ -13,7 +13,7 @@ from jax_core.options import Options
 from jax_core.request.spec import broadcast_ids
 from torch_bridge.backends.dlpack import narrow_ids, to_torch
 from torch_bridge.backends.interface import Backend
-from torch_bridge.job.mesh import Where
+from torch_bridge.job.mesh import MeshArg
 from torch_bridge.job.ring import Tensors
 
 _IDS = [name for name in Operands._fields if name.endswith("_ids")]
@@ -21,7 +21,7 @@ _IDS = [name for name in Operands._fields if name.endswith("_ids")]
 
 def gather(
     backend: Backend,
-    where: Where,
+    where: MeshArg,
     operands: Operands[torch.Tensor],
     dropout_seed: int | torch.Tensor | None,
     options: Options,
@@ -56,7 +56,7 @@ def _seed_words(seed: int | torch.Tensor | None, device: torch.device) -> torch.
     return words.to(device)
 
 
-def _lift_mask_mod(backend: Backend, where: Where, options: Options, arrays: Tensors) -> tuple[Options, Tensors]:
+def _lift_mask_mod(backend: Backend, where: MeshArg, options: Options, arrays: Tensors) -> tuple[Options, Tensors]:
     """Traces the mask function in its current state and appends the arrays that it closes over to the operands."""
     query = arrays[0]
     assert query is not None and options.mask_mod is not None

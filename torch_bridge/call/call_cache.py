@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C import _are_functorch_transforms_active
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge.job.mesh import Where, started_by_a_launcher
+from torch_bridge.job.mesh import MeshArg, started_by_a_launcher
 from torch_bridge.job.trial import current
 
 CachedCall = Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor, ...]]  # of the operands, in the order of the operation
@@ -53,7 +53,7 @@ def observed() -> bool:
     )
 
 
-def key(where: Where, tensors: Iterable[object], *settings: Hashable) -> Hashable:
+def key(where: MeshArg, tensors: Iterable[object], *settings: Hashable) -> Hashable:
     """What the checks of a call look at: its settings, the specs of its tensors, who shares the sequence, and torch's own settings.
     None if it must be looked at each time: something observes it, or a tensor is no plain one on a CPU or a GPU."""
     specs: list[Hashable] = []

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 
 from jax_core.keywords import NO_OTHERS, Others, explained
 from torch_bridge.job import peers
-from torch_bridge.job.mesh import ProcessRing, Where, resolve
+from torch_bridge.job.mesh import MeshArg, ProcessRing, resolve
 from torch_bridge.job.ring import AnyRing
 from torch_bridge.job.runtime import refused, start
 from torch_bridge.job.watchdog import PeerFailure, tell_failure
@@ -21,7 +21,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def propagates_errors(where: Callable[..., Where | None], others: Others = NO_OTHERS) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def propagates_errors(
+    where: Callable[..., MeshArg | None], others: Others = NO_OTHERS
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that is a ring call from its first check on: an error on this rank is reported to the others, which
     raise ValueError with its message instead of waiting. ``where`` extracts mesh and mesh dimension from the function's arguments,
     or None if the ring cannot be known from them. ``others``: argument names of functions like it, for the TypeError of an

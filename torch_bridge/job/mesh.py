@@ -38,7 +38,7 @@ _LAUNCHED = {"torchrun": "WORLD_SIZE", "mpirun": "OMPI_COMM_WORLD_SIZE", "srun":
 
 MeshLike: TypeAlias = "DeviceMesh | dist.ProcessGroup | XlaMesh | str | None"
 MeshDim: TypeAlias = str | int | tuple[str | int, ...] | list[str | int] | None
-Where: TypeAlias = tuple[MeshLike, MeshDim]  # as :func:`resolve` takes them
+MeshArg: TypeAlias = tuple[MeshLike, MeshDim]  # as :func:`resolve` takes them
 
 
 @dataclass(frozen=True)

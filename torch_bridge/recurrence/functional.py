@@ -11,14 +11,14 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.call import autograd
 from torch_bridge.call.programs import describe
-from torch_bridge.job.mesh import Where
+from torch_bridge.job.mesh import MeshArg
 from torch_bridge.recurrence.operation import LayerWithState, pieces_of_a_rank
 
 Settings = tuple[tuple[str, Any], ...]  # the fields of a layer and the layout
 
 
 def layer_with_state(
-    where: Where, operands: tuple[torch.Tensor | None, ...], ids: torch.Tensor | None, **settings: Any
+    where: MeshArg, operands: tuple[torch.Tensor | None, ...], ids: torch.Tensor | None, **settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(y, last)`` of this rank's shards, computed by the backend of the first operand's device.
 
@@ -38,7 +38,7 @@ def layer_with_state(
 
 
 @torch.compiler.assume_constant_result
-def _described(where: Where, settings: Settings, device: torch.device) -> str:
+def _described(where: MeshArg, settings: Settings, device: torch.device) -> str:
     """The call's key; under ``torch.compile`` made once, while tracing."""
     given = dict(settings)
     layout, ring = named(given.pop("layout")), backend_of(device).resolve(*where)

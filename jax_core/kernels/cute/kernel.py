@@ -144,7 +144,7 @@ class _Launch(NamedTuple):
     rank's own documents; ``by_document``: whether it is cut by documents."""
 
     packed: bool
-    where: rectangles.Where
+    where: rectangles.Offsets
     queries: Array | None
     keys: Array | None
     lists: BlockSparse | None
@@ -198,7 +198,7 @@ def _make_launch(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, pad
     return _Launch(False, rectangles.WHOLE, None, None, None, settings)
 
 
-def _sequences(where: rectangles.Where) -> int:
+def _sequences(where: rectangles.Offsets) -> int:
     """How many sequences of queries."""
     return 0 if where[0] is None else where[0].shape[0] - 1
 

@@ -25,8 +25,10 @@ from jax_core.masks.placement import Pieces, pieces_of, shared_part
 from jax_core.masks.static import Mask
 from jax_core.operands import MOST_SHARED, is_placed
 
-Where = tuple[Array | None, Array | None, Array | None, Array | None]  # offsets and lengths of queries, offsets and lengths of keys
-WHOLE: Where = (None, None, None, None)
+Offsets = tuple[
+    Array | None, Array | None, Array | None, Array | None
+]  # offsets and lengths of queries, offsets and lengths of keys
+WHOLE: Offsets = (None, None, None, None)
 _PIECE = 4096  # rows of padding that may attend to one another: what that costs is lost
 
 
@@ -61,7 +63,7 @@ def within(pair: Pair) -> Rectangle:
     return Rectangle(jnp.int32(0), end, first)
 
 
-def where_of(area: Rectangle, pair: Pair) -> Where:
+def where_of(area: Rectangle, pair: Pair) -> Offsets:
     """As flash-attn-4 reads it, for operands whose batch entries follow one another: ``[batch * length, heads, dim]``."""
     batch, q_length, k_length = *pair.q.shape[:2], pair.k.shape[1]
     q_end = q_length if area.q_end is None else area.q_end
@@ -77,7 +79,7 @@ def _rows(first: Any, end: Any, batch: int, length: int) -> tuple[Array, Array |
     return jnp.append(offsets, jnp.int32(batch * length)), end - first
 
 
-def squares(pair: Pair, padding: bool) -> Where:
+def squares(pair: Pair, padding: bool) -> Offsets:
     """Each document's rows of a shard, as sequences; with ``padding`` also the rows of none, in pieces."""
     bounds, (batch, length) = bounds_of(pair), pair.q.shape[:2]
     if padding:
@@ -104,7 +106,7 @@ def _pieces(pair: Pair, runs: Runs) -> Pieces:
     return pieces_of(pair.extras.documents, runs[0].start // runs[0].length)
 
 
-def of_shared_documents(pair: Pair) -> tuple[Where, Array, Array]:
+def of_shared_documents(pair: Pair) -> tuple[Offsets, Array, Array]:
     """Of two ranks' parts of placed documents: a sequence for each that both may have. Also the rows of queries and of keys, bool
     ``[1, length]``."""
     queries, keys = (shared_part(_pieces(pair, runs), MOST_SHARED) for runs in (pair.q_runs, pair.k_runs))
