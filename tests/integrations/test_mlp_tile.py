@@ -9,7 +9,8 @@ import transformers
 from torch import Tensor, nn
 
 from ring_attn.integrations.accelerate import RingParallelism
-from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers import context, context_parallel
+from ring_attn.memory import Levers
 from ring_attn.training.tiles import Tiles
 
 pytestmark = pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="of the newest version's models")
@@ -63,10 +64,18 @@ def test_the_widest_tensor_is_that_of_a_tile():
     assert rows == [2 * tiny.LENGTH]
 
 
-def test_generation_and_verification():
-    model, cp = made("llama", mlp_tile=TILE)
+def test_generation_and_verification(monkeypatch):
+    """What is verified has the levers, but for the loss in chunks, which makes no logits to compare."""
+    model, cp = made("llama", mlp_tile=TILE, head_groups=2, loss_chunk=7)
     assert model.generate(tiny.tokens(9), max_new_tokens=2, do_sample=False).shape == (2, 11)
+    twins = []
+
+    def verify(cp, batch, loss, make, of=context.verify):
+        return of(cp, batch, loss, lambda twin: twins.append(make(twin)) or twins[-1])
+
+    monkeypatch.setattr(context, "verify", verify)
     assert cp.verify(tiny.batch()).ok
+    assert {twin.levers for twin in twins} == {Levers(mlp_tile=TILE, head_groups=2)}
 
 
 def test_router_logits_that_are_recorded_in_a_tile_are_refused():

@@ -25,9 +25,8 @@ from jax_core.masks.placement import Pieces, pieces_of, shared_part
 from jax_core.masks.static import Mask
 from jax_core.operands import MOST_SHARED, is_placed
 
-Offsets = tuple[
-    Array | None, Array | None, Array | None, Array | None
-]  # offsets and lengths of queries, offsets and lengths of keys
+# Offsets and lengths of queries, offsets and lengths of keys.
+Offsets = tuple[Array | None, Array | None, Array | None, Array | None]
 WHOLE: Offsets = (None, None, None, None)
 _PIECE = 4096  # rows of padding that may attend to one another: what that costs is lost
 

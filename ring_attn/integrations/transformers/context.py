@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -205,7 +206,8 @@ class ContextParallel:
 
         Raises ValueError for a batch without labels, and what :meth:`shard` and the model raise.
         """
-        return verify(self, batch, loss, lambda twin: ContextParallel(twin, self.ring))
+        levers = replace(self.levers, loss_chunk=None)  # logits are compared
+        return verify(self, batch, loss, lambda twin: ContextParallel(twin, self.ring, levers))
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
         """The model's own ``generate``, with its own attention, on a whole prompt; ``model.generate`` is this."""
