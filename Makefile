@@ -126,6 +126,7 @@ types: $(STAMP)
 # All examples, the demo at a small size that only shows that it runs; `make demo` is the full one.
 examples: $(STAMP)
 	$(BIN)/python examples/jax_native.py
+	$(BIN)/python examples/jax_hybrid.py --steps 3
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/torch_minimal.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/train_on_tpu.py --device cpu --context 1022 --steps 2
