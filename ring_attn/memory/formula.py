@@ -5,7 +5,8 @@ A model of transformers' Llama or Qwen3 form with AdamW, one row of tokens. Byte
 - states: a replicated parameter takes 2 for its weight, 2 for its gradient, 4 for AdamW (bfloat16); under FSDP2 4, 4 and 8 divided
   by the GPUs (float32), and two gathered layers, the embedding and the head in bfloat16;
 - held until the backward, a token: the input of each layer, and where attention is kept its output and LSE; of what is moved to the
-  host, two layers' are on their way. Without activation checkpointing all that a layer saves;
+  host, two layers' are on their way, and each tensor takes a power of two there. Without activation checkpointing all that a layer
+  saves;
 - the largest of three moments: the loss (no gradients yet; 4 bytes a logit; in chunks 12 of a chunk, and 8 a weight of the head),
   the backward of the last layer, and that of the first (all gradients);
 - the largest moment of a layer's backward: the MLP, what precedes it, or attention, each beside what the layer has saved until
@@ -106,11 +107,17 @@ def _held(shapes: Shapes, setting: Setting, tokens: int) -> tuple[float, float]:
     """On the GPU, and on the host."""
     if not setting.checkpointing:
         return tokens * shapes.layers * (_saved(shapes) + 8 * shapes.width), 0
-    levers, inputs = setting.levers, 2 * shapes.hidden
-    attention = 2 * shapes.heads * shapes.dim + 4 * shapes.heads if levers.checkpoint else 0
-    moved = inputs * levers.offload_inputs + attention * (levers.checkpoint == "offload")
-    stays = inputs + attention - moved
-    return tokens * (shapes.layers * stays + 2 * moved), tokens * shapes.layers * moved
+    levers, inputs = setting.levers, (2 * shapes.hidden,)
+    attention = (2 * shapes.heads * shapes.dim, 4 * shapes.heads) if levers.checkpoint else ()
+    moved = (*inputs * levers.offload_inputs, *attention * (levers.checkpoint == "offload"))
+    stays = sum(inputs) + sum(attention) - sum(moved)
+    host = shapes.layers * sum(_pinned(tokens * each) for each in moved)
+    return tokens * (shapes.layers * stays + 2 * sum(moved)), host
+
+
+def _pinned(nbytes: int) -> int:
+    """A block of pinned memory, as torch's allocator rounds it up."""
+    return 1 << (nbytes - 1).bit_length()
 
 
 def _loss(shapes: Shapes, levers: Levers, tokens: int) -> float:
