@@ -57,11 +57,14 @@ def launches(kernel: object, device: torch.device) -> bool:
 
 
 def _computes(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> bool:
-    """No mask function, ids of 32 bits, float32 at most."""
+    """No mask function, ids of 32 bits and for as many entries on both sides, float32 at most."""
     given = {name: each for name, each in zip(_NAMES, specs, strict=False) if each is not None}
     narrow = all(each.dtype == torch.int32 for name, each in given.items() if name in _IDS)
+    alike = all(_rows(given.get(f"q_{name}")) == _rows(given.get(f"kv_{name}")) for name in ("segment_ids", "position_ids"))
     plain = given.keys() <= _TAKEN and not spec.problem.scores.predicates
-    return narrow and plain and spec.problem.dtype != "float64" and max(spec.problem.dim, spec.problem.value_dim) <= _WIDEST
+    return (
+        narrow and alike and plain and spec.problem.dtype != "float64" and max(spec.problem.dim, spec.problem.value_dim) <= _WIDEST
+    )
 
 
 @dataclass(eq=False)
@@ -124,11 +127,8 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
     from jax_core.kernels.triton.decode_kernels import DecodeConstants
 
     problem, given = spec.problem, dict(zip(_NAMES, specs, strict=False))
-    rows, dim, value_dim = (
-        problem.q_length * (problem.heads // problem.kv_heads),
-        padded_dim(problem.dim),
-        padded_dim(problem.value_dim),
-    )
+    dim, value_dim = padded_dim(problem.dim), padded_dim(problem.value_dim)
+    rows = problem.q_length * (problem.heads // problem.kv_heads)
     rows_block = min(64, max(16, 1 << (rows - 1).bit_length()))
     keys_block = 64 if (dim + value_dim) * _itemsize(problem.dtype) <= 1024 else 32
     programs = problem.batch * problem.kv_heads * -(-rows // rows_block)

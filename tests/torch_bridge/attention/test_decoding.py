@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_cases import CASES, arrays, check
+from decoding_cases import BATCH, CASES, arrays, check
 from launch import torchrun
 
 import ring_attn
@@ -46,6 +46,17 @@ def test_gradients_are_jaxs():
         wanted = torch.autograd.grad(ring_attn.ring_attention(**given, strategy="decode").square().sum(), tuple(leaves.values()))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_ids_of_one_side_may_be_shared():
+    case = CASES["several, in order"]
+    given = arrays(case)
+    given |= {name: given[name][:1].contiguous() for name in ("kv_segment_ids", "kv_position_ids")}
+    out, lse = ring_attn.ring_attention(**given, **case.options, strategy="decode", return_lse=True)
+    (made,) = programs._PROGRAMS.values()
+    assert not isinstance(made.program, decoding.Decoding)
+    whole = {name: x.expand(BATCH, -1) if name.startswith("kv_") else x for name, x in given.items()}
+    check(case, whole, out, lse)
 
 
 def seen_at_even_places(batch, head, q_pos, k_pos):
