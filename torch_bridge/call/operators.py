@@ -16,10 +16,10 @@ from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.call.refusal import refuse_in_compiled
 from torch_bridge.job.ring import Tensors, tensors_per_sequence
 
-_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))  # JAX computes
 
-
-@torch.library.custom_op("ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, str call) -> Tensor[]", tags=_TAGS)
+@torch.library.custom_op(
+    "ring_attn::forward", mutates_args=(), schema="(Tensor?[] operands, str call) -> Tensor[]", tags=(torch.Tag.cudagraph_unsafe,)
+)
 def forward_op(operands: Tensors, call: str) -> list[Tensor]:
     refuse_in_compiled(call)
     # A compiled graph writes into what an operator has returned, once it has no further use for it.
@@ -36,7 +36,7 @@ def _(operands: Sequence[Tensor], call: str) -> list[Tensor]:
     "ring_attn::backward",
     mutates_args=(),
     schema="(Tensor?[] operands, Tensor[] results, Tensor?[] cotangents, int[] wanted, str call) -> Tensor[]",
-    tags=_TAGS,
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 def backward_op(operands: Tensors, results: Tensors, cotangents: Tensors, wanted: list[int], call: str) -> list[Tensor]:
     return program_of(call, operands).backward(operands, results, cotangents, wanted)
