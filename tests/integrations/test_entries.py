@@ -21,7 +21,7 @@ from ring_attn.integrations.transformers.batch.entries import (
     UNKNOWN,
 )
 from ring_attn.integrations.transformers.model.plan import _HEADS, _OTHER_HEADS
-from torch_bridge.call import programs
+from torch_bridge.call import call_cache, programs
 
 FILES = sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
 FROM_5 = pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="the table is that of newer versions")
@@ -83,6 +83,7 @@ def test_token_types_are_whole_where_masks_read_them():
 
 def test_what_is_context_parallel_can_be_printed(monkeypatch):
     monkeypatch.setattr(programs, "_PROGRAMS", {})  # another test's are on this ring, too
+    monkeypatch.setattr(call_cache, "_CALLS", {})
     model = tiny.CAUSAL["llama"]()
     cp = context_parallel(model, "local", layout="zigzag")
     first, *lines = str(cp).splitlines()
