@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.sharding.reduction import recorded
+from torch_bridge.job.device_progress import recorded
 from torch_bridge.job.sanity_checks import warn_once
 
 

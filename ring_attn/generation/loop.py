@@ -9,7 +9,8 @@ from torch import Tensor
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
 from ring_attn.generation.step import DecodingStep, Model
-from ring_attn.sharding.reduction import agree, recorded
+from ring_attn.sharding.reduction import agree
+from torch_bridge.job.device_progress import recorded
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import watch
 

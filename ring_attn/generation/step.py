@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.checks import check_room
-from ring_attn.sharding.reduction import recorded
 from torch_bridge.job import capture
+from torch_bridge.job.device_progress import recorded
 from torch_bridge.job.watchdog import exchange, watch
 
 Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]
@@ -31,12 +31,12 @@ class DecodingStep:
             self._graph = None
         elif self._graph is None and self._wanted and capturable(token):
             self._graph = self._captured(token)
-        logits = self._run(token) if self._graph is None else self._replayed(self._graph, token)
-        self._memory = self._cache.memory()  # a layer may have been made
-        return logits
+        return self._run(token) if self._graph is None else self._replayed(self._graph, token)
 
     def _run(self, token: Tensor) -> Tensor | None:
-        return self._model(token[:, None], self._cache.positions(), self._cache)
+        logits = self._model(token[:, None], self._cache.positions(), self._cache)
+        self._memory = self._cache.memory()  # a layer may have been made
+        return logits
 
     def _captured(self, token: Tensor) -> "Graph | None":
         """None, from here on, where it cannot be."""

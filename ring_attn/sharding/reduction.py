@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_bridge.job.device_progress import recorded
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.runtime import start
 from torch_bridge.job.watchdog import compare, watch
@@ -97,8 +98,3 @@ def gather_from_ring(tensor: Tensor, ring: ProcessRing, step: str, call: str) ->
 def local_part(tensor: Tensor) -> Tensor:
     """What is here of a DTensor; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def recorded(device: torch.device) -> torch.cuda.Event | None:
-    """When a GPU is past what it has been given so far; None where the host has waited."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ring_attn.sharding.reduction import in_buckets, recorded, summed_in
+from ring_attn.sharding.reduction import in_buckets, summed_in
 from ring_attn.training.shared_state import bits
+from torch_bridge.job.device_progress import recorded
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.watchdog import watch
 

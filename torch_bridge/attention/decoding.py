@@ -18,9 +18,11 @@ from jax_core.kernels.triton.constants import input_precision, padded_dim
 from jax_core.operands import GIVEN, Operands
 from jax_core.request.dispatch import KERNELS, STRATEGIES
 from jax_core.strategies.contract import RingSpec
+from torch_bridge.attention.empty import per_head
 from torch_bridge.backends.compiled import Program
 from torch_bridge.backends.operation import Results, TensorSpec
 from torch_bridge.job import capture
+from torch_bridge.job.device_progress import recorded
 from torch_bridge.job.mesh import ProcessRing
 from torch_bridge.job.ring import Tensors
 from torch_bridge.job.watchdog import watch
@@ -86,7 +88,7 @@ class Decoding:
         self.program.check(operands)
         with watch(ring, "forward", self.program.call) as call:
             results = self._attend(ring, operands)
-            call.event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+            call.event = recorded(device)
         return results
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[Tensor]:
@@ -102,7 +104,8 @@ class Decoding:
                 parts = _gathered(_joined(parts, lse.shape), group)
             results = query.new_empty(out.shape), query.new_empty(lse.shape, dtype=lse.dtype)
             sinks = given.get("softmax_aux")
-            _join(parts, lse.shape, None if sinks is None else _logarithms(sinks, heads), results)
+            logarithms = None if sinks is None else per_head(sinks.float(), heads).logsumexp(-1)
+            _join(parts, lse.shape, logarithms, results)
         return results
 
     def _parts(self, given: dict[str, Tensor]) -> Tensor:
@@ -196,10 +199,3 @@ def _join(parts: Tensor, lse: tuple[int, ...], sinks: Tensor | None, results: Re
     at_once = min(32, 1 << (count - 1).bit_length())
     const = JoinConstants(count, at_once, queries, heads, width - 1, padded_dim(width - 1), int(sinks is not None), last)
     join_kernel[(rows,)](parts, parts if sinks is None else sinks, *results, const=const, num_warps=4)
-
-
-def _logarithms(sinks: Tensor, heads: int) -> Tensor:
-    """Of what the sinks ``[heads]``, ``[n]`` (of every head) or ``[heads, n]`` add to a head's sum: ``[heads]``, float32."""
-    if sinks.dim() == 1 and sinks.shape[0] == heads:
-        return sinks.float()
-    return sinks.float().logsumexp(-1).expand(heads).contiguous()

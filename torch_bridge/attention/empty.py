@@ -23,7 +23,7 @@ class Empty:
         (out_shape, dtype), (lse_shape, lse_dtype) = self.results
         lse = torch.full(lse_shape, float("-inf"), dtype=lse_dtype, device=self.device)
         if (sinks := operands[self.sinks]) is not None:
-            lse[:] = _per_head(sinks.to(lse_dtype), lse_shape[1]).logsumexp(-1)[:, None]
+            lse[:] = per_head(sinks.to(lse_dtype), lse_shape[1]).logsumexp(-1)[:, None]
         return torch.zeros(out_shape, dtype=dtype, device=self.device), lse
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ class Empty:
         return gradients
 
 
-def _per_head(sinks: torch.Tensor, heads: int) -> torch.Tensor:
+def per_head(sinks: torch.Tensor, heads: int) -> torch.Tensor:
     """Sinks ``[heads]``, ``[n]`` (shared by all heads) or ``[heads, n]`` as ``[heads, n]``."""
     if sinks.dim() == 2:
         return sinks
@@ -43,6 +43,6 @@ def _per_head(sinks: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _sink_gradient(sinks: torch.Tensor, dlse: torch.Tensor) -> torch.Tensor:
     """``lse = logsumexp(sinks)`` in every row, so each sink gets its softmax share of the sum of the rows' cotangents."""
-    each = _per_head(sinks.to(dlse.dtype), dlse.shape[1]).softmax(-1) * dlse.sum((0, 2))[:, None]
+    each = per_head(sinks.to(dlse.dtype), dlse.shape[1]).softmax(-1) * dlse.sum((0, 2))[:, None]
     shared = sinks.dim() == 1 and sinks.shape[0] != dlse.shape[1]
     return (each.sum(0) if shared else each.reshape(sinks.shape)).to(sinks.dtype)

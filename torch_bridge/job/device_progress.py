@@ -17,6 +17,11 @@ _LOOKS = 8  # at events, in a limit's time: CUDA forbids them while another thre
 _LONGEST_BEAT = 2.0  # seconds: a process that was stopped has not waited
 
 
+def recorded(device: torch.device) -> torch.cuda.Event | None:
+    """When a GPU is past what it has been given so far; None where the host has waited."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 class RingCall(Protocol):
     """``begun``: its start, by the monotonic clock; ``number``: counts the calls of its ring."""
 

@@ -118,13 +118,19 @@ def decode_kernel(p_q, p_k, p_v, p_q_segments, p_k_segments, p_q_positions, p_k_
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_old[:, None], input_precision=const.input_precision)
         b_max = b_new
 
-    m_none = b_sum == 0.0
-    b_sum = tl.where(m_none, 1.0, b_sum)
-    b_lse = tl.where(m_none, float("-inf"), b_max * LN2 + tl.log(b_sum))
+    b_sum, b_lse = _closed(b_max, b_sum)
     batch = tl.num_programs(2)
     p_row = p_out + (i_part.to(tl.int64) * batch * const.queries * const.heads + o_row) * (const.value_dim + 1)
     tl.store(p_row[:, None] + i_value[None, :], b_acc / b_sum[:, None], mask=m_row[:, None] & m_value[None, :])
     tl.store(p_row + const.value_dim, b_lse, mask=m_row)
+
+
+@triton.jit
+def _closed(b_max, b_sum):
+    """What to divide by, and the LSE, of an online softmax: 1 and ``-inf`` where it saw nothing."""
+    m_none = b_sum == 0.0
+    b_sum = tl.where(m_none, 1.0, b_sum)
+    return b_sum, tl.where(m_none, float("-inf"), b_max * LN2 + tl.log(b_sum))
 
 
 @triton.jit
@@ -185,9 +191,7 @@ def join_kernel(p_parts, p_sinks, p_out, p_lse, const: tl.constexpr):
         b_acc = b_acc * b_old + tl.sum(weight[:, None] * b_out, 0)
         b_sum = b_sum * b_old + tl.sum(weight, 0)
         b_max = b_new
-    m_none = b_sum == 0.0
-    b_sum = tl.where(m_none, 1.0, b_sum)
-    b_lse = tl.where(m_none, float("-inf"), b_max * LN2 + tl.log(b_sum))
+    b_sum, b_lse = _closed(b_max, b_sum)
     if const.last:
         query = row // const.heads
         o_lse = (query // const.queries * const.heads + head) * const.queries + query % const.queries
