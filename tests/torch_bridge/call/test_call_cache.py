@@ -15,8 +15,10 @@ from torch_bridge.call import call_cache, programs
 
 
 @pytest.fixture
-def qkv():
-    call_cache.clear()
+def qkv(monkeypatch):
+    """Nothing was called before: where a program of another test is dropped, so are all calls."""
+    monkeypatch.setattr(call_cache, "_CALLS", {})
+    monkeypatch.setattr(programs, "_PROGRAMS", {})
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, 12, 2, 8, generator=generator, requires_grad=True) for _ in range(3)]
 
