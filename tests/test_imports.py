@@ -46,7 +46,7 @@ FACE = (
 )
 # And the rooms of its largest integration.
 TRANSFORMERS = (
-    ("calls", "sequence", "versions"),
+    ("calls", "generation", "sequence", "versions"),
     ("layers",),
     ("model",),
     ("batch",),

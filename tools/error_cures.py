@@ -25,6 +25,8 @@ CURES: Mapping[str, str] = {
     "mask_mod takes positions of 32 bits: … has values from … to …": "Renumber them from 0.",
     # documents
     "… is …, but a document has … tokens": "Give the length of the longest document, or leave it out.",
+    # generation
+    "… cannot be given to generate over a ring: …": "The reason follows, with what to do.",
     # training
     'num_items is what the sum is divided by for reduction="mean"; got reduction=…': "Leave it out, or take the mean.",
     "this model is context-parallel: its ContextParallel compares it, cp.verify(batch)": "Call cp.verify(batch).",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_attn.functional import ring_attention
-from ring_attn.generation.checks import check_appended, check_operands, check_prompt, reach_of
+from ring_attn.generation.checks import check_appended, check_cropped, check_operands, check_prompt, reach_of
 from ring_attn.generation.layer import EMPTY, CacheSlots, Layer, Sum, whole_layer, window_layer, written_layer
 from ring_attn.ring import Ring
 from ring_attn.sharding.reduction import agree, sum_over_ring
@@ -109,10 +109,9 @@ class KVCache:
         if self.lengths is not None:
             raise ValueError("this cache has had its prompt; make a new KVCache for another one")
         (batch, length), device = input_ids.shape, input_ids.device
-        self.lengths = torch.full((batch,), length, device=device)
-        if lengths is not None:
-            self.lengths.copy_(lengths)
-        self.longest, self._documents = int(self.lengths.max()), segment_ids is not None
+        self.begin(torch.full((batch,), length, device=device) if lengths is None else lengths.to(device))
+        assert self.lengths is not None
+        self._documents = segment_ids is not None
         whole = torch.zeros(batch, length, dtype=torch.int32, device=device) if segment_ids is None else segment_ids.to(torch.int32)
         self.segments = _last(whole, self.lengths)
         whole = whole.masked_fill(torch.arange(length, device=device) >= self.lengths[:, None], EMPTY)
@@ -122,6 +121,11 @@ class KVCache:
             yield self._prompt
         finally:
             self._prompt = None
+
+    def begin(self, lengths: Tensor) -> None:
+        """For prompts whose keys are given by :meth:`keep`: entries of ``lengths [batch]`` tokens, int64, on the keys' device."""
+        self.lengths, self.longest = lengths.clone(), int(lengths.max())
+        self.segments = torch.zeros(len(lengths), dtype=torch.int32, device=lengths.device)
 
     def positions(self, tokens: int = 1) -> Tensor:
         """The positions of the next tokens, int64 ``[batch, tokens]``: in each entry they follow its own last token."""
@@ -235,6 +239,18 @@ class KVCache:
             for x in (self.lengths, self.segments, *(ids for first in self._first.values() for ids in first)):
                 if x is not None:
                     x.copy_(x.index_select(0, index))
+        self._new = None
+
+    def crop(self, appended: int) -> None:
+        """Keeps the first ``appended`` tokens after the prompt of each entry, as where those of a draft were not taken. Raises
+        ValueError for more than there are, and where a layer with a window gives back more than it takes in one call
+        (``at_once``): what these saw is gone."""
+        check_cropped(self.layers, self.appended, appended)
+        end, done = self._positions(appended, 1), set[int]()
+        for layer in self.layers.values():
+            if not layer.written:
+                layer.crop(appended, end, done)
+        self._appended_on_device(appended)
         self._new = None
 
     def grow(self, max_length: int) -> None:

@@ -39,10 +39,21 @@ def check_appended(number: int, layer: Layer, new: CacheSlots, longest: int, max
     if now != old:
         raise ValueError(f"layer {number} holds keys and values of (batch, heads, dim, dtype) {old}, but new ones of {now} came")
     check_room(layer.appended, new.slots, longest, max_length)
-    if layer.reach is not None and new.slots > layer.at_once:
+    _check_at_once(number, layer, new.slots)
+
+
+def check_new_tokens(layers: dict[int, Layer], new: int, before: int, max_length: int) -> None:
+    """What each layer would object to, before any has appended: ``new`` tokens after ``before`` others."""
+    check_room(0, new, before, max_length)
+    for number, layer in layers.items():
+        _check_at_once(number, layer, new)
+
+
+def _check_at_once(number: int, layer: Layer, new: int) -> None:
+    if layer.reach is not None and new > layer.at_once:
         raise ValueError(
-            f"layer {number} has a window and takes at most {layer.at_once} new tokens in one call, got {new.slots}: make the "
-            "cache with a larger at_once"
+            f"layer {number} has a window and takes at most {layer.at_once} new tokens in one call, got {new}: make the cache with "
+            "a larger at_once"
         )
 
 
@@ -60,3 +71,15 @@ def reach_of(options: dict[str, Any], max_length: int) -> int | None:
     left = window[0] if isinstance(window, (tuple, list)) else window
     sides = [*([] if left is None or left < 0 else [left]), *([] if chunk is None else [chunk - 1])]
     return min((side for side in sides if side < max_length), default=None)
+
+
+def check_cropped(layers: dict[int, Layer], appended: int, kept: int) -> None:
+    if not 0 <= kept <= appended:
+        raise ValueError(f"crop must leave between 0 and the {appended} tokens that were appended to the prompt, got {kept}")
+    for number, layer in layers.items():
+        gone = max(layer.furthest, layer.appended) - kept
+        if layer.reach is not None and gone > layer.at_once:
+            raise ValueError(
+                f"layer {number} has a window and has kept what {layer.at_once} tokens back see, and {gone} are to be taken back: "
+                "make the cache with a larger at_once"
+            )

@@ -50,7 +50,8 @@ class CacheSlots(NamedTuple):
 class Layer:
     """``first``: slots of each rank that the prompt takes. ``reach``: how far back a query looks; None: to the beginning.
     ``written``: whether keys were written once, for cross attention, and none are appended. ``appended``: tokens since the prompt,
-    on all ranks together. ``source``: the segments that it was filled with; layers filled with the same share their ids."""
+    on all ranks together; ``furthest``: the most there have been. ``source``: the segments that it was filled with; layers filled
+    with the same share their ids."""
 
     held: CacheSlots
     rank: int
@@ -59,6 +60,7 @@ class Layer:
     reach: int | None = None
     written: bool = False
     appended: int = 0
+    furthest: int = 0
     source: Tensor | None = field(default=None, repr=False)
 
     @property
@@ -91,6 +93,13 @@ class Layer:
         if ids:
             self.held.segments[:, -1] = EMPTY
         self.appended += new.slots
+
+    def crop(self, appended: int, end: Tensor, done: set[int]) -> None:
+        """Empties the slots of tokens from ``end [batch, 1]`` on. ``done``: the addresses of shared ids of which it is done."""
+        self.furthest, self.appended = max(self.furthest, self.appended), appended
+        if (address := self.held.segments.data_ptr()) not in done:
+            self.held.segments.masked_fill_(self.held.positions >= end, EMPTY)
+            done.add(address)
 
     def share_ids(self, other: "Layer") -> None:
         self.held = CacheSlots(*self.held[:2], *other.held[2:])

@@ -3,16 +3,13 @@
 from hashlib import sha256
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
 from ring_attn.generation.step import DecodingStep, Model
-from ring_attn.sharding.reduction import agree
-from torch_bridge.job.device_progress import recorded
+from ring_attn.sharding.reduction import agree, of_rank_0
 from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.watchdog import watch
 
 
 @torch.no_grad()
@@ -76,7 +73,7 @@ def decode(
         if logits is None or logits.shape[:2] != (len(token), 1):
             got = "None" if logits is None else str(list(logits.shape))
             raise ValueError(f"the model must return logits [batch, 1, vocabulary] of new tokens, got {got}")
-        token = _of_rank_0(ring, sampler(logits[:, -1], generator))
+        token = of_rank_0(sampler(logits[:, -1], generator), ring, "tokens")
         if stop is not None:
             token = token.masked_fill(ended, stop)
             ended |= token == stop
@@ -92,16 +89,12 @@ def _check(ring: ProcessRing, prompts: Tensor, lengths: Tensor, max_new_tokens: 
             f"prompts must be [batch, seq] with a token each, and max_new_tokens not negative; got {list(prompts.shape)} with "
             f"lengths {lengths.tolist()}, and {max_new_tokens}"
         )
+    check_same(ring, prompts, f"lengths {lengths.tolist()}, {max_new_tokens} new tokens")
+
+
+def check_same(ring: ProcessRing, prompts: Tensor, settings: str) -> None:
+    """ValueError on all ranks where they were given different prompts or settings. Collective."""
     if ring.size > 1:
-        same = sha256(prompts.cpu().numpy().tobytes()).hexdigest()[:16], tuple(prompts.shape), lengths.tolist(), max_new_tokens
+        same = f"{sha256(prompts.cpu().numpy().tobytes()).hexdigest()[:16]}, {list(prompts.shape)}, {settings}"
         must = "generate needs the same whole prompts and settings on every rank of the ring"
-        agree(ring, prompts.device, f"generate from prompts (hash, shape, lengths, new tokens) {same}", must)
-
-
-def _of_rank_0(ring: ProcessRing, tokens: Tensor) -> Tensor:
-    if ring.size == 1:
-        return tokens
-    with watch(ring, "tokens", str(list(tokens.shape))) as watched:
-        dist.broadcast(tokens, src=ring.ranks[0], group=ring.group)
-        watched.event = recorded(tokens.device)
-    return tokens
+        agree(ring, prompts.device, f"generate from prompts (hash, shape, settings) {same}", must)

@@ -1,4 +1,4 @@
-"""Sums over a ring and gathers from it by torch's collectives, each compared, watched, and its errors
+"""Sums over a ring, gathers and broadcasts by torch's collectives, each compared, watched, and its errors
 propagated, as of every ring call."""
 
 from collections.abc import Callable, Iterable, Iterator
@@ -93,6 +93,15 @@ def gather_from_ring(tensor: Tensor, ring: ProcessRing, step: str, call: str) ->
             gathered = torch.stack(parts)
         watched.event = recorded(tensor.device)
     return gathered.view(ring.size, *tensor.shape)
+
+
+def of_rank_0(tensor: Tensor, ring: ProcessRing, step: str) -> Tensor:
+    """What the ring's first rank has, in the memory of ``tensor``, of one shape and dtype on all ranks."""
+    if ring.size > 1:
+        with watch(ring, step, str(list(tensor.shape))) as watched:
+            dist.broadcast(tensor, src=ring.ranks[0], group=ring.group)
+            watched.event = recorded(tensor.device)
+    return tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -96,6 +96,14 @@ def refuse_reduced_by_ddp() -> None:
         raise ValueError(f"DistributedDataParallel {_COUNTED_TWICE}")
 
 
+def check_overlap(overlap: bool) -> None:
+    if overlap and in_ddp():
+        raise ValueError(
+            "context_parallel(overlap=True) sums copies of gradients that are made while the backward runs, and "
+            "DistributedDataParallel changes gradients after that; leave overlap out"
+        )
+
+
 def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     strange = next((x for x in given if not isinstance(x, Tensor)), None)

@@ -371,3 +371,35 @@ def test_a_long_prompt_on_four_processes_is_one_process_token_for_token():
     texts = [[line for line in printed.splitlines() if line.startswith("text ")] for printed in (alone, four)]
     assert len(texts[0]) == 2 and texts[0] == texts[1], (alone, four)
     assert len(set(texts[0])) == 2
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@torch.no_grad()
+def test_tokens_are_taken_back(window):
+    """After crop all is as if they had never come; a window gives back no more than it takes at once."""
+    options = {} if window is None else {"sliding_window": (window, 0)}
+    q, k, v = torch.randn(3, 2, 30, 2, 8, generator=torch.Generator().manual_seed(0))
+
+    def prompted():
+        cache = KVCache(Ring("local"), 64, at_once=4)
+        with cache.prompt(torch.zeros(2, 12, dtype=torch.int64), torch.tensor([12, 9])):
+            cache.attend(0, q[:, :12], k[:, :12], v[:, :12], **options)
+        return cache
+
+    def new(cache, *tokens):
+        return cache.attend(0, *(x[:, list(tokens)] for x in (q, k, v)), **options)
+
+    cache, fresh = prompted(), prompted()
+    new(cache, 12, 13), new(cache, 20, 21, 22)
+    cache.crop(2)
+    assert cache.appended == 2
+    new(fresh, 12, 13)
+    for tokens in ((14,), (15, 16, 17), (18,)):
+        assert torch.equal(new(cache, *tokens), new(fresh, *tokens))
+    for count in (cache.appended + 1, -1):
+        with pytest.raises(ValueError, match="crop must leave between 0 and the 7 tokens"):
+            cache.crop(count)
+    if window is not None:
+        cache.crop(4)
+        with pytest.raises(ValueError, match=r"has a window and has kept what .* are to be taken back"):
+            cache.crop(0)

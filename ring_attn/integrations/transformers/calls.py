@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ring_attn.integrations.transformers.generation.cache import RingCache
 from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.ring import Ring
 
@@ -41,14 +42,26 @@ def _version(tensor: Tensor) -> int:
 
 class Call:
     """One forward of a model. ``sharded`` is None where its inputs are whole; ``part``: which half of an encoder-decoder runs;
-    ``attended``: the attentions that ran on the ring, by part."""
+    ``attended``: the attentions that ran on the ring, by part; ``cache``: what keeps the keys of a sharded prompt, or
+    has those that new tokens see."""
 
     def __init__(
-        self, ring: Ring, previous: str, sharded: Sharded | None, whole_encoder: bool = False, head_groups: int = 1
+        self,
+        ring: Ring,
+        previous: str,
+        sharded: Sharded | None,
+        whole_encoder: bool = False,
+        head_groups: int = 1,
+        cache: RingCache | None = None,
     ) -> None:
         self.ring, self.previous, self.sharded, self.whole_encoder = ring, previous, sharded, whole_encoder
-        self.head_groups = head_groups
+        self.head_groups, self.cache = head_groups, cache
         self.part, self.attended = "decoder", Counter[str]()
+
+    @property
+    def decoding(self) -> bool:
+        """Whether it runs on new tokens, which attend through the cache."""
+        return self.cache is not None and self.sharded is None
 
     def count(self) -> None:
         self.attended[self.part] += 1

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +13,22 @@ from torch.utils.hooks import RemovableHandle
 
 from jax_core.masks.layout import Layout
 from ring_attn.arguments.head_groups import check_head_groups
+from ring_attn.generation.cache import KVCache
 from ring_attn.integrations.transformers.batch.given import CHANGED, check_given, check_labels, taken
 from ring_attn.integrations.transformers.batch.head import Head, first_tokens
-from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, loss_of, with_loss
+from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, loss_of, with_loss, without_logits
 from ring_attn.integrations.transformers.batch.outputs import without_pooled
 from ring_attn.integrations.transformers.batch.sharding import MARK, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
+from ring_attn.integrations.transformers.generation.cache import RingCache
+from ring_attn.integrations.transformers.generation.generate import generate_on_ring
 from ring_attn.integrations.transformers.layers.attention import NAME, register
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint, keep_in_checkpoints, keep_no_more
+from ring_attn.integrations.transformers.model.description import described
 from ring_attn.integrations.transformers.model.patches import Patches
 from ring_attn.integrations.transformers.model.plan import plan_of, pretrained_model
 from ring_attn.integrations.transformers.model.tiles import check_tiles, tiles_of
+from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.integrations.transformers.verify.verification import Verdict, verify
 from ring_attn.memory import Levers
 from ring_attn.memory.formula import Checkpoint
@@ -32,10 +37,9 @@ from ring_attn.ring import BUCKETS, Ring, as_ring
 from ring_attn.sharding.marks import is_shard
 from ring_attn.training.chunked_loss import CHUNK
 from ring_attn.training.early_sums import early_sums
-from ring_attn.training.gradients import in_ddp, reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
+from ring_attn.training.gradients import check_overlap, reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.call.counting import ON_CALL
-from torch_bridge.call.programs import last_on
 from torch_bridge.job.mesh import MeshDim, MeshLike
 
 _NO_LEVERS = Levers()
@@ -83,27 +87,7 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         """In lines, to be printed. It communicates nothing, so it may be asked on one rank."""
-        layers = ", ".join(
-            f"{count} of the {part}" if len(self.plan.layers) > 1 else str(count) for part, count in self.plan.layers.items()
-        )
-        dim = "" if self.ring.mesh_dim is None else f', mesh dimension "{self.ring.mesh_dim}"'
-        layout = self.ring.layout if isinstance(self.ring.layout, str) else "a plan of ring_attn.balance"
-        return "\n".join(
-            [
-                f"ContextParallel of {type(self.model).__name__}{'' if self._hooks else ' (removed)'}",
-                f"ring        rank {self.ring.rank} of {self.ring.size}{dim}",
-                f"layout      {layout}",
-                f"layers      {layers}",
-                f"strategy    {self.ring.strategy}; ring_attn.Explaining tells which kernel each call takes",
-                f"kernel      {self._kernel()}",
-                f"checkpoint  {self.levers.checkpoint}",
-            ]
-        )
-
-    def _kernel(self) -> str:
-        made: Any = last_on(self.ring.processes)
-        taken = getattr(made, "taken", None)  # None of an empty batch, too
-        return "chosen at the first call" if taken is None else f"{taken}, in the last program on this ring ({made.dtype})"
+        return described(self.plan, self.ring, self.levers.checkpoint, bool(self._hooks))
 
     def _attach(self) -> None:
         entrances = list(dict.fromkeys((self.model, self.plan.base)))
@@ -209,16 +193,35 @@ class ContextParallel:
         levers = replace(self.levers, loss_chunk=None)  # logits are compared
         return verify(self, batch, loss, lambda twin: ContextParallel(twin, self.ring, levers))
 
+    def cache(self, max_length: int, *, at_once: int = 8) -> RingCache:
+        """An empty cache, spread over the ring, to be given to ``model.generate`` or the model as ``past_key_values``.
+        ``max_length``, ``at_once``: as of :class:`ring_attn.generation.KVCache`. In a loop of your own, without gradients:
+        ``model(**cp.shard(prompt), past_key_values=cache)`` keeps the prompt's keys and has no logits; then ``model(input_ids=new,
+        past_key_values=cache)`` takes new tokens, the same on every rank. NotImplementedError for a model that it cannot serve.
+        """
+        self.plan.check_cache()
+        return RingCache(self, KVCache(self.ring, max_length, at_once))
+
     def generate(self, *arguments: Any, **options: Any) -> Any:
-        """The model's own ``generate``, with its own attention, on a whole prompt; ``model.generate`` is this."""
-        tensors = [*arguments, *options.values()]
-        if MARK in options or any(is_shard(x) for x in tensors):
+        """The model's own ``generate`` on a whole prompt; ``model.generate`` is this. With ``past_key_values=cp.cache(...)`` it
+        goes over the ring, with the same tokens on all ranks; without, each rank uses the model's own attention, by itself."""
+        if MARK in options or any(is_shard(x) for x in (*arguments, *options.values())):
             raise ValueError(
-                "generate takes the whole prompt, and this one is sharded: its K/V cache would hold one rank's part. Call "
-                "model.generate(input_ids) with the unsharded prompt: it uses the model's own attention, on each rank by itself"
+                "generate takes the whole prompt, and this one is sharded: call model.generate(input_ids) with the unsharded "
+                "prompt, and past_key_values=cp.cache(max_length) to have its keys spread over the ring"
             )
+        generate, cache = partial(type(self.model).generate, self.model), options.get("past_key_values")
+        if isinstance(cache, RingCache):
+            return generate_on_ring(generate, self._prefill, cache, self.plan.takes_positions, arguments, options)
         with self._patches.undone(), self._by_itself():
-            return type(self.model).generate(self.model, *arguments, **options)
+            return generate(*arguments, **options)
+
+    def _prefill(self, batch: dict[str, Tensor], cache: RingCache) -> None:
+        sharded = self.shard(batch)
+        sequences: dict[str, Sequence] = sharded[MARK].sequences
+        # Another token follows at once, which rotary embeddings that go by the longest position see.
+        sequences["decoder"] = replace(sequences["decoder"], highest=sequences["decoder"].highest + 1)
+        self._outer(**sharded, past_key_values=cache)
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
@@ -266,30 +269,25 @@ class ContextParallel:
         return arguments, options
 
     def _begin(self, module: nn.Module, sharded: Sharded | None, options: dict[str, Any]) -> _Entered:
-        labels, items = None, None
+        labels, items, given = None, None, options.get("past_key_values")
+        cache = given if isinstance(given, RingCache) else None
         if sharded is not None:
             self._check(sharded, options)
             given = options[next(iter(sharded.entries))]
             if torch.is_grad_enabled():
                 self._reduced_by_ddp = reduced_by_ddp(self.ring)
-                _check_overlap(self.overlap)
+                check_overlap(self.overlap)
                 keep_in_checkpoints(self._outer, self.levers)
             check_tiles(self.model, self._tiles, options)
             labels, items = taken(sharded, options)
+            if cache is not None:
+                cache.begin_prompt(self, sharded.sequences["decoder"], labels)
             self._shared.compare(sharded.whole, given, self.model, items)
-        call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None, self.levers.head_groups)
+        elif cache is not None:
+            cache.begin_new(self, options)
+        call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None, self.levers.head_groups, cache)
         # Without the head, which is the caller's, there is no loss to be made.
         return _Entered(module, (call, CALL.set(call), ON_CALL.set(call.count)), labels if module is self.model else None, items)
-
-    def _check_attended(self, call: Call) -> None:
-        for part, layers in self.plan.layers.items():
-            attended = call.attended[part] // call.head_groups
-            if attended < layers:
-                whose = ("" if len(self.plan.layers) == 1 else f"the {part} of ") + type(self.model).__name__
-                raise NotImplementedError(
-                    f"{attended} attentions of {whose} went through the ring, but it has {layers} layers: the others "
-                    "attended to this rank's tokens alone, or carry a state along the sequence"
-                )
 
     def _check(self, sharded: Sharded, options: dict[str, Any]) -> None:
         if sharded.owner is not self:
@@ -315,9 +313,12 @@ class ContextParallel:
         call, of_call, of_listener = begun
         CALL.reset(of_call)
         ON_CALL.reset(of_listener)
-        if output is None or call.sharded is None:  # None: an error is on its way
+        if output is None or (call.sharded is None and call.cache is None):  # None: an error is on its way
             return None
-        self._check_attended(call)
+        self.plan.check_attended(call.attended, 1 if call.decoding else call.head_groups)
+        if call.cache is not None:
+            return self._leave_cache(call.cache, output, call.decoding, head=module is self.model)
+        assert call.sharded is not None
         if self.ring.size > 1:
             output = without_pooled(output, call.sharded.sequences)
         if labels is None:
@@ -329,22 +330,23 @@ class ContextParallel:
             loss = loss_of(self.plan, self.ring, output, labels, call.sharded, items, chunks)
         return with_loss(output, loss, logits=chunks is None)
 
+    def _leave_cache(self, cache: RingCache, output: Any, decoding: bool, head: bool) -> Any:
+        """Logits of a prompt's shard are of no use to anybody, so there are none."""
+        cache.end(logits_of(output) if decoding and head else None)
+        return output if decoding or not head else without_logits(output)
+
     def _without_logits(self, output: Any) -> Any:
-        """A base model's output in the whole model's forward. Where the loss is made in chunks, the head gets few tokens of it."""
+        """A base model's output in the whole model's forward. Where the loss is made in chunks, or a cache is filled, the head gets
+        few tokens of it."""
         whole = self._entered[-1] if self._entered else None
-        if self._head is None or output is None or whole is None or whole.labels is None:
+        if output is None or whole is None or whole.begun is None:
+            return None
+        call = whole.begun[0]
+        if (call.cache is None or call.decoding) and (self._head is None or whole.labels is None):
             return None
         first, hidden = first_tokens(output)
         self._entered[-1] = whole._replace(hidden=hidden)
         return first
-
-
-def _check_overlap(overlap: bool) -> None:
-    if overlap and in_ddp():
-        raise ValueError(
-            "context_parallel(overlap=True) sums copies of gradients that are made while the backward runs, and "
-            "DistributedDataParallel changes gradients after that; leave overlap out"
-        )
 
 
 def context_parallel(

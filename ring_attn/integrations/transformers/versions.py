@@ -12,6 +12,7 @@ from torch import Tensor, nn
 try:
     from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
     from transformers import masking_utils as masks
+    from transformers.cache_utils import Cache
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.utils import ModelOutput
 except ImportError as error:
@@ -21,7 +22,7 @@ except ImportError as error:
         "installed"
     ) from error
 
-__all__ = ["AttentionInterface", "AttentionMaskInterface", "ModelOutput", "PreTrainedModel", "PretrainedConfig"]
+__all__ = ["AttentionInterface", "AttentionMaskInterface", "Cache", "ModelOutput", "PreTrainedModel", "PretrainedConfig"]
 
 
 def _inner(name: str) -> CodeType | None:
@@ -59,11 +60,6 @@ def captured(function: Callable[..., object]) -> dict[str, Any]:
     """What a function closes over, by name."""
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-
-
-def chunked(size: int, left_padding: Tensor) -> Callable[..., Tensor]:
-    """transformers' mask of chunks that count from the first token."""
-    return masks.chunked_overlay(size, left_padding)
 
 
 def mask_function_of(implementation: str) -> Callable[..., object] | None:

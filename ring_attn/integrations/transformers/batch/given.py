@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ring_attn.integrations.transformers.batch.entries import REFUSED
 from ring_attn.integrations.transformers.calls import Items, Sharded
+from ring_attn.integrations.transformers.generation.cache import RingCache
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.sharding.marks import is_shard
 
@@ -17,7 +18,8 @@ _LABELS = ("labels", "shift_labels")  # which a caller may keep for cp.loss
 def check_given(plan: Plan, sharded: Sharded, options: Mapping[str, object]) -> None:
     """ValueError and NotImplementedError, by name of the entry."""
     for name in REFUSED:
-        if name in options and not (options[name] is None or options[name] is False or name == plan.whole_encoder):
+        value = options.get(name)
+        if not (value is None or value is False or isinstance(value, RingCache) or name == plan.whole_encoder):
             raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
     mask = None if plan.whole_encoder else options.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not is_shard(mask) and bool(mask.ne(1).any()):

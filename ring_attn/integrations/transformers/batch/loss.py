@@ -75,3 +75,8 @@ def with_loss(outputs: Outputs, loss: Tensor, logits: bool = True) -> Outputs:
     without = {"aux_loss": None} if "aux_loss" in outputs else {}
     without |= {} if logits else {"logits": None}
     return type(outputs)(**{**outputs, **without, "loss": loss})
+
+
+def without_logits(outputs: Outputs) -> Outputs:
+    """The outputs of a model with a head, without their logits."""
+    return outputs[1:] if isinstance(outputs, tuple) else type(outputs)(**{**outputs, "logits": None})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ring_attn.functional import AttentionOptions
 from ring_attn.integrations.transformers.calls import CALL, Call
+from ring_attn.integrations.transformers.generation.cache import RingCache
 from ring_attn.integrations.transformers.layers.masks import Predicate, Rule, translate
 from ring_attn.integrations.transformers.layers.padding import mean_of_values
 from ring_attn.integrations.transformers.layers.positions import at_global_positions, bias_of_all_keys
@@ -20,7 +21,6 @@ from ring_attn.integrations.transformers.versions import (
     AttentionInterface,
     AttentionMaskInterface,
     attention_function_of,
-    chunked,
     mask_function_of,
 )
 
@@ -97,6 +97,14 @@ class RingMask(_Prepared):
         raise NotImplementedError(f"this layer reads {name} of its mask, as of a tensor, and a mask over a ring is none")
 
 
+class CacheMask(_Prepared):
+    """A mask of new tokens, which see what a cache over the ring holds, within the window or chunk of ``options``."""
+
+    def __init__(self, arguments: MaskArguments, cache: RingCache, options: AttentionOptions) -> None:
+        super().__init__(arguments)
+        self.cache, self.options = cache, options
+
+
 def register() -> None:
     """Makes the name known to transformers. Harmless if it is."""
     AttentionInterface.register(NAME, attention_function)
@@ -108,6 +116,8 @@ def mask_of_call(**arguments: Unpack[MaskArguments]) -> object:
     call, prepared = _call_of("a mask"), arguments.get("attention_mask")
     if isinstance(prepared, _Prepared):
         return prepared
+    if call.cache is not None and call.sharded is None:
+        return CacheMask(arguments, call.cache, _window_of(translate(arguments["mask_function"])))
     if call.sharded is None:
         return WholeMask(arguments, call.previous, _previous_mask(call, arguments))
     rule = translate(arguments["mask_function"])
@@ -135,7 +145,7 @@ def _call_of(asked: str) -> Call:
 
 def check_sharded(call: Call) -> None:
     """ValueError for whole inputs on a ring of several ranks."""
-    if call.sharded is None and call.ring.size > 1:
+    if call.sharded is None and not call.decoding and call.ring.size > 1:
         raise ValueError(
             f"the batch was not sharded over the ring of {call.ring.size} ranks: call batch = cp.shard(batch), then "
             "model(**batch); or cp(**batch). To generate, use model.generate with the whole prompt"
@@ -166,8 +176,6 @@ def _check_lengths(arguments: MaskArguments, queries: Sequence, keys: Sequence) 
 
 
 def _options(rule: Rule, queries: Sequence, keys: Sequence) -> AttentionOptions:
-    if rule.chunk is not None and rule.counts_from_first and queries.left is not None:
-        rule = rule.with_predicate(chunked(rule.chunk, queries.left))
     if rule.predicates and queries.offsets is not None:
         raise NotImplementedError(
             f"the mask function {rule.predicates[0].__qualname__} goes by places in the whole sequence, and placed documents have "
@@ -178,13 +186,8 @@ def _options(rule: Rule, queries: Sequence, keys: Sequence) -> AttentionOptions:
             "documents that restart position_ids cannot be combined with the mask function "
             f"{rule.predicates[0].__qualname__}, which transformers would count from each document's start"
         )
-    options: AttentionOptions = {"causal": rule.causal}
-    if rule.left is not None or rule.right is not None:
-        options["sliding_window"] = (rule.left, None if rule.causal else rule.right)
-    positions = queries.offsets
-    if rule.chunk is not None:
-        positions = _chunked_by(queries)
-        options["chunk_size"] = rule.chunk
+    options: AttentionOptions = {"causal": rule.causal, **_window_of(rule)}
+    positions = queries.offsets if rule.chunk is None else _chunked_by(queries, rule.counts_from_first)
     options |= {"q_position_ids": positions, "kv_position_ids": positions}
     if rule.predicates:
         options["mask_mod"] = _mask_mod(rule, queries, keys)
@@ -192,11 +195,29 @@ def _options(rule: Rule, queries: Sequence, keys: Sequence) -> AttentionOptions:
     return options
 
 
-def _chunked_by(queries: Sequence) -> Tensor | None:
-    """Position ids that chunks go by: places in the whole sequence, unless transformers counts within documents."""
-    if queries.positions is not None or queries.offsets is None:
+def _window_of(rule: Rule) -> AttentionOptions:
+    options: AttentionOptions = {}
+    if rule.left is not None or rule.right is not None:
+        options["sliding_window"] = (rule.left, None if rule.causal else rule.right)
+    if rule.chunk is not None:
+        options["chunk_size"] = rule.chunk
+    return options
+
+
+def _chunked_by(queries: Sequence, from_first: bool) -> Tensor | None:
+    """Position ids that chunks go by: places in the whole sequence, unless transformers counts within documents, or from each
+    entry's first token that is not padding. None: as the layout has it."""
+    left = queries.left if from_first else None
+    if queries.positions is not None:
+        if left is not None:
+            raise NotImplementedError(
+                "documents that restart position_ids cannot be combined with chunks with padding on the left: pad on the right"
+            )
         return queries.positions
-    return queries.ring.positions(queries.padded, device=queries.device)[None]
+    if queries.offsets is None and left is None:
+        return None
+    places = queries.ring.positions(queries.padded, device=queries.device)[None]
+    return places if left is None else (places - left[:, None]).clamp_min(0)
 
 
 def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., object]:
@@ -214,8 +235,12 @@ def attention_function(
     if isinstance(attention_mask, WholeMask):
         function = attention_function_of(attention_mask.implementation, module)
         return function(module, query, key, value, attention_mask.mask, **options)
+    if isinstance(attention_mask, CacheMask):
+        return _through_cache(module, (query, key, value), attention_mask, **options), None
     if not isinstance(attention_mask, RingMask):
         call = _call_of(f"the attention of {_named(module)}")
+        if call.decoding:
+            raise NotImplementedError(_no_mask(module, attention_mask))
         if call.sharded is None:
             return attention_function_of(call.previous, module)(module, query, key, value, attention_mask, **options)
         if not _hides_nothing(attention_mask, key):
@@ -258,10 +283,33 @@ def _on_ring(
         "head_groups": mask.call.head_groups,
         **mask.options,
     }
+    if mask.call.cache is not None:
+        mask.call.cache.keep(module, key, value, options, _named(module))
     out = mask.ring.attention(query, key, value, **options)
     if mask.averaging is None or s_aux is not None:  # a sink takes all the weight where nothing is seen
         return out
     return torch.where(mask.averaging[:, :, None, None], mean_of_values(query, key, value, scale, softcap, mask.keys), out)
+
+
+def _through_cache(
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: CacheMask,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: object,
+) -> Tensor:
+    _check_others(module, others)
+    if dropout:
+        raise NotImplementedError(
+            f"the attention of {_named(module)} drops weights out ({dropout}), which a cache does not; call model.eval() first"
+        )
+    query, key, value = (x.transpose(1, 2) for x in qkv)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return mask.cache.attend(module, query, key, value, {"scale": scale, "softcap": softcap, "sinks": s_aux, **mask.options})
 
 
 def _check_others(module: nn.Module, others: Mapping[str, object]) -> None:

@@ -27,9 +27,6 @@ class Rule:
     counts_from_first: bool = False  # chunks count from each entry's first token that is not padding
     predicates: tuple[Predicate, ...] = ()
 
-    def with_predicate(self, predicate: Predicate) -> "Rule":
-        return replace(self, predicates=(*self.predicates, predicate), chunk=None)
-
     def all_predicates(self) -> Predicate:
         """Their conjunction."""
         return self.predicates[0] if len(self.predicates) == 1 else _all_of(self.predicates)

@@ -1,6 +1,7 @@
 """What has to be known of a model before it is sharded, and what cannot be."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from ring_attn.integrations.transformers.layers.positions import (
 from ring_attn.integrations.transformers.layers.states import FAMILIES, FIRST_RELEASE, family_of, layers_with_a_state
 from ring_attn.integrations.transformers.model.table import BOTH, OPTIONS, STATES, check_layer_types, types_of
 from ring_attn.integrations.transformers.versions import (
+    Cache,
     PretrainedConfig,
     PreTrainedModel,
     counts_within_documents,
@@ -134,6 +136,31 @@ class Plan:
             raise NotImplementedError(
                 f"{type(self.model).__name__} carries a state along the sequence, from each token to the next, and "
                 'layout="striped" gives a rank every n-th token; use layout="zigzag", "contiguous" or a plan of balance'
+            )
+
+    def check_attended(self, attended: Mapping[str, int], groups: int) -> None:
+        """NotImplementedError where fewer attentions than layers went through the ring, ``groups`` of them a layer."""
+        for part, layers in self.layers.items():
+            if attended[part] // groups < layers:
+                whose = ("" if len(self.layers) == 1 else f"the {part} of ") + type(self.model).__name__
+                raise NotImplementedError(
+                    f"{attended[part] // groups} attentions of {whose} went through the ring, but it has {layers} layers: the "
+                    "others attended to this rank's tokens alone, or carry a state along the sequence"
+                )
+
+    def check_cache(self) -> None:
+        """NotImplementedError where a cache over the ring could not keep what the model carries from token to token."""
+        kind, reason = type(self.model).__name__, None
+        if self.encoder_decoder:
+            reason = "its decoder attends to an encoder's output, too"
+        elif self.states:
+            reason = "it has layers with a state"
+        elif "layers" not in inspect.signature(Cache.__init__).parameters:
+            reason = f"transformers {transformers.__version__} has another kind of caches; 4.57 or newer is needed"
+        if reason is not None:
+            raise NotImplementedError(
+                f"a cache over the ring cannot be made for {kind}: {reason}. model.generate without past_key_values instead "
+                "generates on each rank by itself"
             )
 
     @property

@@ -1,0 +1,1 @@
+"""Generation of a context-parallel model: its cache over the ring, and transformers' ``generate`` with it."""

@@ -1,0 +1,212 @@
+"""``RingCache``: a :class:`ring_attn.generation.KVCache` as transformers' models and ``generate`` take it, ``past_key_values``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn.functional import AttentionOptions
+from ring_attn.generation.cache import KVCache
+from ring_attn.generation.checks import check_new_tokens, check_operands, reach_of
+from ring_attn.integrations.transformers.sequence import Sequence
+from ring_attn.integrations.transformers.versions import Cache
+from ring_attn.sharding.reduction import of_rank_0
+
+
+class RingCache(Cache):
+    """What a context-parallel model has seen, spread over the ranks of its ring: made by :meth:`ContextParallel.cache`.
+
+    Layers attend through it, so :meth:`update` only hands on. ``seen``: how many tokens a row has, padding among them; ``mask``:
+    bool ``[batch, seen]``, False on padding, or None. ``generating``: whether ``generate`` of
+    :mod:`ring_attn.integrations.transformers.generation.generate` runs.
+    """
+
+    is_compileable = False
+
+    def __init__(self, owner: object, kv: KVCache) -> None:
+        super().__init__(layers=[])
+        self.owner, self.kv = owner, kv
+        self.seen, self.mask, self.generating = 0, None, False  # type: int, Tensor | None, bool
+        self._whole: int | None = None  # tokens that generate was given, until its first forward
+        self._prompt = self._coming = 0  # tokens of the prompt, and of the forward under way
+        self._ids: tuple[Tensor, Tensor] | None = None  # positions and segments of this rank's part of the prompt
+
+    def __repr__(self) -> str:
+        return f"RingCache({self.seen} of {self.kv.max_length} tokens, {len(self.kv.layers)} layers, {self.kv.nbytes} bytes here)"
+
+    @contextmanager
+    def generated(self, whole: int) -> Iterator[None]:
+        """While ``generate`` runs, which was given ``whole`` tokens a row."""
+        self._whole, self.generating = whole, True
+        try:
+            yield
+        finally:
+            self._whole, self.generating = None, False
+
+    # A forward of the model.
+
+    def begin_prompt(self, owner: object, sequence: Sequence, labels: Tensor | None = None) -> None:
+        """Before a forward on a sharded prompt."""
+        self._check_owner(owner)
+        if self.seen:
+            raise ValueError(
+                f"this cache has had its prompt and holds {self.seen} tokens: give the model new tokens whole, as "
+                "model.generate does, or make another with cp.cache"
+            )
+        if sequence.documents is not None or labels is not None:
+            what = "labels" if labels is not None else "several documents in a row"
+            raise NotImplementedError(f"a prompt for a cache cannot have {what}: give a batch of prompts, without labels")
+        if sequence.length > self.kv.max_length:
+            raise ValueError(
+                f"the prompt has {sequence.length} tokens, more than the cache's max_length={self.kv.max_length}: make a larger one"
+            )
+        # Positions count from each row's first token, as chunks do; for windows it is all the same.
+        left = torch.zeros(sequence.batch, dtype=torch.int64, device=sequence.device) if sequence.left is None else sequence.left
+        self.kv.begin(sequence.length - left)
+        unseen = torch.arange(sequence.padded, device=sequence.device) >= sequence.length
+        hidden = unseen if sequence.hidden is None else unseen | sequence.hidden
+        positions = sequence.ring.positions(sequence.padded, device=sequence.device) - left[:, None]
+        self._ids = positions, sequence.ring.shard(sequence.zeros().masked_fill(hidden, -1))
+        self._prompt = self._coming = sequence.length
+        self.mask = None if sequence.hidden is None else ~sequence.hidden[:, : sequence.length]
+
+    def begin_new(self, owner: object, given: dict[str, Any]) -> None:
+        """Before a forward on new tokens, the same on all ranks. ``given``: the model's inputs, by name."""
+        self._check_owner(owner)
+        self._cut(given)
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if not isinstance(tokens, Tensor):
+            raise ValueError(
+                "a model with a cache of cp.cache must be given new tokens by name, input_ids=[batch, tokens]; got none"
+            )
+        batch, self._coming = tokens.shape[:2]
+        if not self.seen and not self.generating:
+            raise ValueError(
+                "the cache of cp.cache is empty: call model.generate(prompt, past_key_values=cache), which fills it, or "
+                "model(**cp.shard(prompt), past_key_values=cache) first"
+            )
+        if not self.seen:
+            self.kv.begin(torch.zeros(batch, dtype=torch.int64, device=tokens.device))
+        self._repeat(batch)
+        check_new_tokens(self.kv.layers, self._coming, self.seen, self.kv.max_length)
+        self._check_mask(given.get("attention_mask"))
+
+    def _cut(self, given: dict[str, Any]) -> None:
+        """The first forward of generate may be given all tokens, as by prompt lookup, whatever the cache has."""
+        tokens, whole = given.get("input_ids"), self._whole
+        self._whole = None
+        if whole is None or not isinstance(tokens, Tensor) or tokens.shape[1] < whole:
+            return
+        for name in ("input_ids", "position_ids"):
+            if isinstance(given.get(name), Tensor):
+                given[name] = given[name][..., self.seen :]
+
+    def _repeat(self, batch: int) -> None:
+        """As generate expands its inputs, for beams and several sequences of a prompt, after the prompt."""
+        assert self.kv.lengths is not None
+        held = len(self.kv.lengths)
+        if batch != held and (batch % held or not self.generating):
+            raise ValueError(f"the cache holds {held} prompts, and {batch} rows of new tokens came: one of each is needed")
+        if batch != held:
+            self.batch_repeat_interleave(batch // held)
+
+    def _check_mask(self, mask: object) -> None:
+        """A mask of keys must be that of the prompt, and of new tokens, which none may hide."""
+        if mask is None and self.mask is None:
+            return
+        whole = self.seen + self._coming
+        if not isinstance(mask, Tensor) or mask.shape[1:] != (whole,):
+            raise ValueError(
+                f"attention_mask must be [batch, {whole}], of all tokens so far and the new ones, where the prompt was padded; got "
+                f"{list(mask.shape) if isinstance(mask, Tensor) else mask}"
+            )
+        before = torch.ones_like(mask[:, : self.seen], dtype=torch.bool) if self.mask is None else self.mask
+        now = mask.bool()
+        if not bool(now[:, self.seen :].all()) or not torch.equal(now[:, : self.seen], before.expand_as(now[:, : self.seen])):
+            raise ValueError(
+                "attention_mask must be the prompt's, followed by 1 for each new token: what is in the cache keeps its padding, "
+                "and new tokens have none"
+            )
+
+    def _check_owner(self, owner: object) -> None:
+        if owner is not self.owner:
+            raise ValueError("this cache was made by another ContextParallel than that of this model; use its own cp.cache")
+
+    def keep(self, module: nn.Module, key: Tensor, value: Tensor, options: AttentionOptions, named: str) -> None:
+        """Keys and values of a layer's shard of the prompt, ``[batch, local, kv_heads, dim]``, as it attends with ``options``."""
+        check_operands(key, value)
+        reason = _not_kept(options)
+        if reason is not None:
+            raise NotImplementedError(
+                f"the attention of {named} {reason}, which a cache over a ring does not keep: call model.generate without "
+                "past_key_values, on each rank by itself"
+            )
+        assert self._ids is not None
+        self.kv.keep(self.kv.layer_of(module), key, value, *self._ids, reach_of(dict(options), self.kv.max_length))
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """A layer's attention of new tokens, ``[batch, tokens, heads, dim]``, to all that it has seen."""
+        return self.kv.attend(self.kv.layer_of(module), query, key, value, **options)
+
+    def end(self, logits: Tensor | None = None) -> None:
+        """After a forward. The ``logits`` become rank 0's, so that all ranks choose the same tokens: they may differ in the last
+        bits."""
+        self._ids = None
+        if self.mask is not None and self.mask.shape[1] < self.seen + self._coming:
+            self.mask = nn.functional.pad(self.mask, (0, self._coming), value=True)
+        self.seen += self._coming
+        if logits is not None and self.generating and self.kv.ring.size > 1:
+            logits.copy_(of_rank_0(logits.contiguous(), self.kv.ring.processes, "logits"))
+
+    # What transformers asks of a cache.
+
+    def __len__(self) -> int:
+        return len(self.kv.layers)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.kv.max_length
+
+    get_max_cache_shape = get_max_length  # its older name
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        """``query_length``: older versions give the queries' positions."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.seen + new, 0
+
+    def crop(self, tokens: int) -> None:
+        """``-tokens`` new tokens are taken back, or, of a positive number, all but so many are."""
+        seen = self.seen + tokens if tokens <= 0 else min(tokens, self.seen)
+        self.kv.crop(seen - self._prompt)
+        self.seen, self.mask = seen, None if self.mask is None else self.mask[:, :seen]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        assert self.kv.lengths is not None
+        self.batch_select_indices(torch.arange(len(self.kv.lengths), device=self.kv.lengths.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.kv.reorder(indices.long())
+        self.mask = None if self.mask is None else self.mask[indices]
+
+    def reset(self) -> None:
+        """Empties it, for another prompt."""
+        self.kv = KVCache(self.kv.ring, self.kv.max_length, self.kv.at_once)
+        self.seen, self.mask, self._prompt = 0, None, 0
+
+
+def _not_kept(options: AttentionOptions) -> str | None:
+    if not options.get("causal"):
+        return "is not causal"
+    if options.get("mask_mod") is not None:
+        return "goes by a mask function of its own"
+    return "has a bias of positions" if options.get("bias") is not None else None

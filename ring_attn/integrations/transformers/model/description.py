@@ -1,0 +1,30 @@
+"""What a context-parallel model says of itself."""
+
+from ring_attn.integrations.transformers.model.plan import Plan
+from ring_attn.memory.formula import Checkpoint
+from ring_attn.ring import Ring
+from torch_bridge.call.programs import last_on
+
+
+def described(plan: Plan, ring: Ring, checkpoint: Checkpoint, attached: bool) -> str:
+    """In lines, to be printed. It communicates nothing."""
+    layers = ", ".join(f"{count} of the {part}" if len(plan.layers) > 1 else str(count) for part, count in plan.layers.items())
+    dim = "" if ring.mesh_dim is None else f', mesh dimension "{ring.mesh_dim}"'
+    layout = ring.layout if isinstance(ring.layout, str) else "a plan of ring_attn.balance"
+    return "\n".join(
+        [
+            f"ContextParallel of {type(plan.model).__name__}{'' if attached else ' (removed)'}",
+            f"ring        rank {ring.rank} of {ring.size}{dim}",
+            f"layout      {layout}",
+            f"layers      {layers}",
+            f"strategy    {ring.strategy}; ring_attn.Explaining tells which kernel each call takes",
+            f"kernel      {_kernel(ring)}",
+            f"checkpoint  {checkpoint}",
+        ]
+    )
+
+
+def _kernel(ring: Ring) -> str:
+    made = last_on(ring.processes)
+    taken, dtype = getattr(made, "taken", None), getattr(made, "dtype", None)  # None of an empty batch, too
+    return "chosen at the first call" if taken is None else f"{taken}, in the last program on this ring ({dtype})"

@@ -1,0 +1,166 @@
+"""transformers' ``generate`` with ``past_key_values=cp.cache(...)``: the tokens of one process with transformers' own cache."""
+
+import pytest
+import tiny_transformers as tiny
+import torch
+import transformers
+from cached_generation import LENGTH, ROOM, SETTINGS, compare, generated, model_of, prompt
+from launch import PYTHONPATH, ROOT, torchrun
+
+from ring_attn.integrations.transformers import context_parallel
+
+FROM_5 = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
+LOOKUP = dict(prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
+
+
+@pytest.fixture
+def local():
+    model = model_of("llama")
+    cp = context_parallel(model, "local")
+    yield model, cp
+    cp.remove()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", sorted(tiny.CAUSAL))
+def test_families(name):
+    compare(name, "local", {}, dict(num_beams=3))
+
+
+def test_each_way_of_choosing_tokens():
+    sampled = dict(do_sample=True, temperature=0.8, top_p=0.9)
+    several = dict(num_return_sequences=2, **sampled)
+    compare("mistral", "local", several, dict(num_beams=2, do_sample=True), dict(attention_mask=None))
+    compare("mistral", "local", dict(input_ids=torch.tensor([[5], [9]]), attention_mask=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(2, ["llama", "gemma 3"]), pytest.param(4, ["llama 4", "gpt-oss", "deepseek 3"], marks=pytest.mark.costly)],
+    ids=str,
+)
+def test_over_a_ring(size, names):
+    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
+    told = torchrun("cached_generation_worker.py", size, *names, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=280)
+    assert told.count("all right") == size
+
+
+def test_a_draft_is_taken_back(local):
+    """Prompt lookup appends several tokens at once and crops those that were not taken; windows, too."""
+    for name in ("llama", "gemma 3"):
+        model = model_of(name)
+        ids = torch.tensor([[5, 9, 12, 5, 9, 12, 5, 9, 12, 5, 9]])
+        settings = dict(input_ids=ids, attention_mask=None, max_new_tokens=12)
+        expected, logits = generated(model, **settings)
+        cp = context_parallel(model, "local")
+        found = generated(model, **settings, **LOOKUP, past_key_values=cp.cache(ROOM, at_once=8))
+        cp.remove()
+        assert torch.equal(found[0], expected)
+        torch.testing.assert_close(found[1], logits, rtol=0, atol=4e-6)
+
+
+def test_a_second_turn_goes_on_from_the_cache(local):
+    model, cp = local
+    cache, batch = cp.cache(ROOM), prompt()
+    first = model.generate(**batch, **SETTINGS, past_key_values=cache)
+    more = torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(2))
+    whole = torch.cat([first, more], 1)
+    mask = torch.cat([batch["attention_mask"], torch.ones(2, whole.shape[1] - LENGTH, dtype=torch.int64)], 1)
+    found = model.generate(whole, attention_mask=mask, **SETTINGS, past_key_values=cache)
+    assert torch.equal(found, model.generate(whole, attention_mask=mask, **SETTINGS))
+    cache.reset()
+    assert cache.get_seq_length() == 0 and torch.equal(model.generate(**batch, **SETTINGS, past_key_values=cache), first)
+
+
+@torch.no_grad()
+def test_a_loop_of_ones_own(local):
+    """The prompt on shards has no logits; new tokens are whole."""
+    model, cp = local
+    ids, cache = prompt()["input_ids"], cp.cache(ROOM)
+    out = model(**cp.shard({"input_ids": ids[:, :-2]}), past_key_values=cache)
+    assert out.logits is None and cache.get_seq_length() == LENGTH - 2
+    logits = model(input_ids=ids[:, -2:], past_key_values=cache).logits
+    with cp.detached():
+        torch.testing.assert_close(logits, model(ids).logits[:, -2:], rtol=0, atol=2e-6)
+
+
+def test_the_model_may_be_training(local):
+    """As rollouts are made between steps: activation checkpointing, which takes transformers' own cache away, is no matter."""
+    model, cp = local
+    expected, _ = generated(model)
+    model.train()
+    getattr(model, "activation_checkpointing_enable" if FROM_5 else "gradient_checkpointing_enable")()
+    assert torch.equal(generated(model, past_key_values=cp.cache(ROOM))[0], expected)
+
+
+def refused(kind, words, call, *arguments, **options):
+    with pytest.raises(kind, match=words):
+        call(*arguments, **options)
+
+
+def test_what_is_refused_by_generate(local):
+    model, cp = local
+    batch = {**prompt(), **SETTINGS}
+    for name, value, words in (
+        ("max_time", 1.0, "the clocks of the ranks"),
+        ("assistant_model", model, "each rank would draft by itself"),
+        ("pixel_values", torch.ones(2, 3), "pixel_values cannot be given"),
+    ):
+        refused(NotImplementedError, words, model.generate, **batch, past_key_values=cp.cache(ROOM), **{name: value})
+    refused(ValueError, "needs one prompt", model.generate, past_key_values=cp.cache(ROOM))
+    refused(ValueError, "room for 24 tokens", model.generate, **batch, past_key_values=cp.cache(24))
+    refused(ValueError, "more than the cache's max_length=12", model.generate, **batch, past_key_values=cp.cache(12))
+    refused(ValueError, "this one is sharded", model.generate, **cp.shard(prompt()), past_key_values=cp.cache(ROOM))
+    another = context_parallel(model_of("llama"), "local").cache(ROOM)
+    refused(ValueError, "another ContextParallel", model.generate, **batch, past_key_values=another)
+
+
+@torch.no_grad()
+def test_what_is_refused_of_a_cache(local):
+    model, cp = local
+    ids, mask = prompt().values()
+    cache = cp.cache(ROOM)
+    refused(ValueError, "the cache of cp.cache is empty", model, input_ids=ids, past_key_values=cache)
+    with_labels = cp.shard({"input_ids": ids, "labels": ids})
+    refused(NotImplementedError, "cannot have labels", model, **with_labels, past_key_values=cache)
+    model(**cp.shard({"input_ids": ids, "attention_mask": mask}), past_key_values=cache)
+    refused(ValueError, "has had its prompt", model, **cp.shard({"input_ids": ids}), past_key_values=cache)
+    new = dict(input_ids=ids[:, :1], past_key_values=cache)
+    refused(ValueError, r"must be \[batch, 22\]", model, **new)
+    refused(ValueError, "must be the prompt's", model, **new, attention_mask=torch.ones(2, LENGTH + 1))
+    refused(ValueError, "2 prompts, and 3 rows", model, input_ids=ids[:1, :1].expand(3, 1), past_key_values=cache)
+    refused(ValueError, "must leave between 0 and the 0 tokens", cache.crop, -1)
+    assert cache.get_seq_length() == LENGTH  # nothing was appended
+    model(**new, attention_mask=torch.cat([mask, mask[:, -1:]], 1))
+
+
+def test_gradients_are_refused(local):
+    model, cp = local
+    refused(ValueError, "keeps no gradients", model, **cp.shard(prompt()), past_key_values=cp.cache(ROOM))
+
+
+@pytest.mark.parametrize(("make", "words"), [(tiny.t5, "encoder's output"), (tiny.bert, "not causal")], ids=["T5", "BERT"])
+def test_models_without_such_a_cache(make, words):
+    model, ids = make().eval(), prompt()["input_ids"]
+    cp = context_parallel(model, "local")
+    batch = {"input_ids": ids, "decoder_input_ids": ids} if model.config.is_encoder_decoder else {"input_ids": ids}
+
+    @torch.no_grad()
+    def whole():
+        model(**cp.shard(batch), past_key_values=cp.cache(ROOM))
+
+    refused(NotImplementedError, words, whole)
+
+
+def test_dropout_in_a_step_is_refused(local):
+    model, cp = local
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    refused(NotImplementedError, "model.eval", model.generate, **prompt(), **SETTINGS, past_key_values=cp.cache(ROOM))
+
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 57), reason="older caches have no layers"
+)
