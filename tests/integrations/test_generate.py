@@ -1,6 +1,7 @@
 """transformers' ``generate`` with ``past_key_values=cp.cache(...)``: the tokens of one process with transformers' own cache."""
 
 import pytest
+import tiny_hybrids
 import tiny_transformers as tiny
 import torch
 import transformers
@@ -9,6 +10,9 @@ from launch import PYTHONPATH, ROOT, torchrun
 
 from ring_attn.integrations.transformers import context_parallel
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+pytestmark = pytest.mark.skipif(VERSION < (4, 57), reason="older caches have no layers")
+FROM_5_15 = pytest.mark.skipif(VERSION < (5, 15), reason="refused in older versions")
 FROM_5 = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
 LOOKUP = dict(prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
 
@@ -27,6 +31,13 @@ def test_families(name):
     compare(name, "local", {}, dict(num_beams=3))
 
 
+@FROM_5_15
+@pytest.mark.wide
+@pytest.mark.parametrize("name", sorted(tiny_hybrids.FAMILIES))
+def test_hybrid_families(name):
+    compare(name, "local", {}, dict(num_beams=3))
+
+
 def test_each_way_of_choosing_tokens():
     sampled = dict(do_sample=True, temperature=0.8, top_p=0.9)
     several = dict(num_return_sequences=2, **sampled)
@@ -35,14 +46,19 @@ def test_each_way_of_choosing_tokens():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(2, ["llama", "gemma 3"]), pytest.param(4, ["llama 4", "gpt-oss", "deepseek 3"], marks=pytest.mark.costly)],
+    [
+        (2, ["llama", "gemma 3"]),
+        pytest.param(2, ["qwen 3 next", "bamba", "lfm2"], marks=[pytest.mark.costly, FROM_5_15]),
+        pytest.param(4, ["llama 4", "gpt-oss"], marks=pytest.mark.costly),
+    ],
     ids=str,
 )
 def test_over_a_ring(size, names):
     path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
-    told = torchrun("cached_generation_worker.py", size, *names, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=280)
+    told = torchrun("cached_generation_worker.py", size, *names, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=400)
     assert told.count("all right") == size
 
 
@@ -161,6 +177,12 @@ def test_dropout_in_a_step_is_refused(local):
     refused(NotImplementedError, "model.eval", model.generate, **prompt(), **SETTINGS, past_key_values=cp.cache(ROOM))
 
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 57), reason="older caches have no layers"
-)
+@FROM_5_15
+def test_what_layers_with_a_state_cannot_do():
+    model = model_of("lfm2")
+    cp = context_parallel(model, "local")
+    lookup = dict(input_ids=torch.tensor([[5, 9, 12, 5, 9, 12, 5]]), **SETTINGS, **LOOKUP)
+    refused(NotImplementedError, "take no token back", model.generate, **lookup, past_key_values=cp.cache(ROOM))
+    model.train()
+    model.activation_checkpointing_enable()
+    refused(NotImplementedError, "model.eval", model.generate, **prompt(), **SETTINGS, past_key_values=cp.cache(ROOM))

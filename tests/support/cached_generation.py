@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import tiny_hybrids
 import tiny_transformers as tiny
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ TOLERANCE = 4e-6  # of logits about 1, float32
 
 def model_of(name: str) -> Any:
     torch.manual_seed(0)
-    model = tiny.CAUSAL[name]().eval()
+    model = (tiny.CAUSAL | tiny_hybrids.FAMILIES)[name]().eval()
     model.config.output_router_logits = False
     return model
 
@@ -42,8 +43,8 @@ def compare(name: str, mesh: Any, *cases: dict[str, Any]) -> None:
     cp = context_parallel(model, mesh)
     for case, (tokens, logits) in zip(cases, expected, strict=True):
         cache = cp.cache(ROOM)
-        found = generated(model, past_key_values=cache, **case)
+        found = generated(model, **{cp.plan.cache_name: cache}, **case)
         assert torch.equal(found[0], tokens), (name, case, found[0].tolist(), tokens.tolist())
         torch.testing.assert_close(found[1], logits, rtol=0, atol=TOLERANCE * float(logits.abs().max()))
-        assert cache.get_seq_length() == tokens.shape[1] - 1
+        assert cache.seen == tokens.shape[1] - 1
     cp.remove()

@@ -39,6 +39,8 @@ def apply(key: str, operands: Tensors) -> Results:
         return _Traced.apply(key, None, *_distinct(operands))
     if _are_functorch_transforms_active():
         return _Transformable.apply(key, *operands)
+    if not (torch.is_grad_enabled() or _in_forward_mode()):  # a backward would be compiled for what cannot be differentiated
+        operands = tuple(x.detach() if x is not None and x.requires_grad else x for x in operands)
     return _Call.apply(key, None, *operands)
 
 

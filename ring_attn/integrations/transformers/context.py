@@ -20,7 +20,7 @@ from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, 
 from ring_attn.integrations.transformers.batch.outputs import without_pooled
 from ring_attn.integrations.transformers.batch.sharding import MARK, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
-from ring_attn.integrations.transformers.generation.cache import RingCache
+from ring_attn.integrations.transformers.generation.cache import RingCache, cache_in
 from ring_attn.integrations.transformers.generation.generate import generate_on_ring
 from ring_attn.integrations.transformers.layers.attention import NAME, register
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint, keep_in_checkpoints, keep_no_more
@@ -200,7 +200,7 @@ class ContextParallel:
         past_key_values=cache)`` takes new tokens, the same on every rank. NotImplementedError for a model that it cannot serve.
         """
         self.plan.check_cache()
-        return RingCache(self, KVCache(self.ring, max_length, at_once))
+        return RingCache(self, self.model, bool(self.plan.states), KVCache(self.ring, max_length, at_once))
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
         """The model's own ``generate`` on a whole prompt; ``model.generate`` is this. With ``past_key_values=cp.cache(...)`` it
@@ -210,8 +210,8 @@ class ContextParallel:
                 "generate takes the whole prompt, and this one is sharded: call model.generate(input_ids) with the unsharded "
                 "prompt, and past_key_values=cp.cache(max_length) to have its keys spread over the ring"
             )
-        generate, cache = partial(type(self.model).generate, self.model), options.get("past_key_values")
-        if isinstance(cache, RingCache):
+        generate, cache = partial(type(self.model).generate, self.model), cache_in(options)
+        if cache is not None:
             return generate_on_ring(generate, self._prefill, cache, self.plan.takes_positions, arguments, options)
         with self._patches.undone(), self._by_itself():
             return generate(*arguments, **options)
@@ -221,7 +221,7 @@ class ContextParallel:
         sequences: dict[str, Sequence] = sharded[MARK].sequences
         # Another token follows at once, which rotary embeddings that go by the longest position see.
         sequences["decoder"] = replace(sequences["decoder"], highest=sequences["decoder"].highest + 1)
-        self._outer(**sharded, past_key_values=cache)
+        self._outer(**sharded, **{self.plan.cache_name: cache})
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
@@ -269,8 +269,7 @@ class ContextParallel:
         return arguments, options
 
     def _begin(self, module: nn.Module, sharded: Sharded | None, options: dict[str, Any]) -> _Entered:
-        labels, items, given = None, None, options.get("past_key_values")
-        cache = given if isinstance(given, RingCache) else None
+        labels, items, cache = None, None, cache_in(options)
         if sharded is not None:
             self._check(sharded, options)
             given = options[next(iter(sharded.entries))]

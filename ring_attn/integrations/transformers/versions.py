@@ -12,7 +12,7 @@ from torch import Tensor, nn
 try:
     from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
     from transformers import masking_utils as masks
-    from transformers.cache_utils import Cache
+    from transformers.cache_utils import Cache, DynamicCache
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.utils import ModelOutput
 except ImportError as error:
@@ -22,7 +22,15 @@ except ImportError as error:
         "installed"
     ) from error
 
-__all__ = ["AttentionInterface", "AttentionMaskInterface", "Cache", "ModelOutput", "PreTrainedModel", "PretrainedConfig"]
+__all__ = [
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "Cache",
+    "DynamicCache",
+    "ModelOutput",
+    "PreTrainedModel",
+    "PretrainedConfig",
+]
 
 
 def _inner(name: str) -> CodeType | None:

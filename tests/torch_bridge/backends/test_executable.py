@@ -187,3 +187,11 @@ def test_a_backward_is_compiled_ahead_if_its_cotangents_are_known(return_lse, mo
     q = torch.ones(1, 7, 1, 3, requires_grad=True)
     ring_attention(q, q, q, mesh="local", return_lse=return_lse)
     assert begun == ([] if return_lse else ["backward"])
+
+
+def test_no_backward_is_compiled_where_nothing_is_differentiated(monkeypatch):
+    """As in generation, where a parameter (sinks, say) still says that it needs a gradient."""
+    monkeypatch.setattr(Executable, "compile_ahead", lambda *_: pytest.fail("a backward is compiled"))
+    q, sinks = torch.ones(1, 9, 1, 3), torch.zeros(1, requires_grad=True)
+    with torch.no_grad():
+        ring_attention(q, q, q, mesh="local", sinks=sinks)

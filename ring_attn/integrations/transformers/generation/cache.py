@@ -1,6 +1,6 @@
 """``RingCache``: a :class:`ring_attn.generation.KVCache` as transformers' models and ``generate`` take it, ``past_key_values``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,27 +11,38 @@ from ring_attn.functional import AttentionOptions
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.checks import check_new_tokens, check_operands, reach_of
 from ring_attn.integrations.transformers.sequence import Sequence
-from ring_attn.integrations.transformers.versions import Cache
-from ring_attn.sharding.reduction import of_rank_0
+from ring_attn.integrations.transformers.versions import Cache, DynamicCache, PreTrainedModel
+from ring_attn.sharding.reduction import of_rank_0, sum_over_ring
+
+NAMES = ("past_key_values", "cache_params")  # what models call their cache
+
+
+def cache_in(options: Mapping[str, object]) -> "RingCache | None":
+    """That among a model's inputs."""
+    return next((x for name in NAMES if isinstance(x := options.get(name), RingCache)), None)
 
 
 class RingCache(Cache):
     """What a context-parallel model has seen, spread over the ranks of its ring: made by :meth:`ContextParallel.cache`.
 
-    Layers attend through it, so :meth:`update` only hands on. ``seen``: how many tokens a row has, padding among them; ``mask``:
+    Layers attend through it, so :meth:`update` only hands on; states of layers that carry one are small and whole on every rank, in
+    transformers' own cache layers. ``seen``: how many tokens a row has, padding among them; ``mask``:
     bool ``[batch, seen]``, False on padding, or None. ``generating``: whether ``generate`` of
     :mod:`ring_attn.integrations.transformers.generation.generate` runs.
     """
 
     is_compileable = False
 
-    def __init__(self, owner: object, kv: KVCache) -> None:
+    def __init__(self, owner: object, model: PreTrainedModel, with_states: bool, kv: KVCache) -> None:
         super().__init__(layers=[])
-        self.owner, self.kv = owner, kv
+        self.owner, self.kv, self._model, self._with_states = owner, kv, model, with_states
         self.seen, self.mask, self.generating = 0, None, False  # type: int, Tensor | None, bool
         self._whole: int | None = None  # tokens that generate was given, until its first forward
         self._prompt = self._coming = 0  # tokens of the prompt, and of the forward under way
-        self._ids: tuple[Tensor, Tensor] | None = None  # positions and segments of this rank's part of the prompt
+        # Of this rank's part of the prompt: positions, segments; and how many tokens from the row's end each is.
+        self._ids: tuple[Tensor, Tensor] | None = None
+        self._to_end: Tensor | None = None
+        self._empty_states()
 
     def __repr__(self) -> str:
         return f"RingCache({self.seen} of {self.kv.max_length} tokens, {len(self.kv.layers)} layers, {self.kv.nbytes} bytes here)"
@@ -62,12 +73,14 @@ class RingCache(Cache):
             raise ValueError(
                 f"the prompt has {sequence.length} tokens, more than the cache's max_length={self.kv.max_length}: make a larger one"
             )
+        self._empty_states()
         # Positions count from each row's first token, as chunks do; for windows it is all the same.
         left = torch.zeros(sequence.batch, dtype=torch.int64, device=sequence.device) if sequence.left is None else sequence.left
         self.kv.begin(sequence.length - left)
         unseen = torch.arange(sequence.padded, device=sequence.device) >= sequence.length
         hidden = unseen if sequence.hidden is None else unseen | sequence.hidden
-        positions = sequence.ring.positions(sequence.padded, device=sequence.device) - left[:, None]
+        places = sequence.ring.positions(sequence.padded, device=sequence.device)
+        positions, self._to_end = places - left[:, None], sequence.length - places
         self._ids = positions, sequence.ring.shard(sequence.zeros().masked_fill(hidden, -1))
         self._prompt = self._coming = sequence.length
         self.mask = None if sequence.hidden is None else ~sequence.hidden[:, : sequence.length]
@@ -75,6 +88,7 @@ class RingCache(Cache):
     def begin_new(self, owner: object, given: dict[str, Any]) -> None:
         """Before a forward on new tokens, the same on all ranks. ``given``: the model's inputs, by name."""
         self._check_owner(owner)
+        self._ids = self._to_end = None
         self._cut(given)
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
@@ -114,7 +128,7 @@ class RingCache(Cache):
 
     def _check_mask(self, mask: object) -> None:
         """A mask of keys must be that of the prompt, and of new tokens, which none may hide."""
-        if mask is None and self.mask is None:
+        if mask is None and (self.mask is None or not self.kv.layers):  # a state has nothing to hide
             return
         whole = self.seen + self._coming
         if not isinstance(mask, Tensor) or mask.shape[1:] != (whole,):
@@ -133,6 +147,11 @@ class RingCache(Cache):
     def _check_owner(self, owner: object) -> None:
         if owner is not self.owner:
             raise ValueError("this cache was made by another ContextParallel than that of this model; use its own cp.cache")
+        checkpointed = (getattr(module, "gradient_checkpointing", False) for module in self._model.modules())
+        if self._with_states and self._model.training and any(checkpointed):
+            raise NotImplementedError(
+                "activation checkpointing takes the cache from layers with a state while a model trains: call model.eval() first"
+            )
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor, options: AttentionOptions, named: str) -> None:
         """Keys and values of a layer's shard of the prompt, ``[batch, local, kv_heads, dim]``, as it attends with ``options``."""
@@ -153,7 +172,7 @@ class RingCache(Cache):
     def end(self, logits: Tensor | None = None) -> None:
         """After a forward. The ``logits`` become rank 0's, so that all ranks choose the same tokens: they may differ in the last
         bits."""
-        self._ids = None
+        self._ids = self._to_end = None
         if self.mask is not None and self.mask.shape[1] < self.seen + self._coming:
             self.mask = nn.functional.pad(self.mask, (0, self._coming), value=True)
         self.seen += self._coming
@@ -183,6 +202,8 @@ class RingCache(Cache):
 
     def crop(self, tokens: int) -> None:
         """``-tokens`` new tokens are taken back, or, of a positive number, all but so many are."""
+        if self._with_states:
+            raise NotImplementedError("layers with a state take no token back: leave prompt_lookup_num_tokens out")
         seen = self.seen + tokens if tokens <= 0 else min(tokens, self.seen)
         self.kv.crop(seen - self._prompt)
         self.seen, self.mask = seen, None if self.mask is None else self.mask[:, :seen]
@@ -195,13 +216,45 @@ class RingCache(Cache):
         self.batch_select_indices(torch.arange(len(self.kv.lengths), device=self.kv.lengths.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.kv.reorder(indices.long())
+        assert self.kv.lengths is not None
+        if self.kv.layers:
+            self.kv.reorder(indices.long())
+        else:  # of a model whose layers all carry a state
+            self.kv.begin(self.kv.lengths[indices])
         self.mask = None if self.mask is None else self.mask[indices]
+        for states in self._states():
+            states.update({number: x.index_select(0, indices) for number, x in states.items() if x is not None})
 
     def reset(self) -> None:
         """Empties it, for another prompt."""
         self.kv = KVCache(self.kv.ring, self.kv.max_length, self.kv.at_once)
         self.seen, self.mask, self._prompt = 0, None, 0
+        self._empty_states()
+
+    # States.
+
+    def _empty_states(self) -> None:
+        self.layers = DynamicCache(config=self._model.config.get_text_config()).layers if self._with_states else []
+
+    def _states(self) -> Iterator[dict[int, Tensor | None]]:
+        for layer in self.layers:
+            yield from (vars(layer)[name] for name in ("conv_states", "recurrent_states") if name in vars(layer))
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **settings: Any) -> Tensor:
+        """``conv_states [batch, channels, tokens]``, inputs of a convolution; on a prompt this rank's, which go on to the
+        ring, while the last of the whole are kept."""
+        if self._to_end is None:
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **settings)
+        last = self._last(conv_states, self._to_end, settings["conv_kernel_size"])
+        super().update_conv_state(last, layer_idx, state_idx, **settings)
+        return conv_states
+
+    def _last(self, x: Tensor, to_end: Tensor, count: int) -> Tensor:
+        """The last ``count`` of all ranks' ``x [batch, channels, local]``, 0 before the first."""
+        target = x.new_zeros(*x.shape[:2], count + 1)  # the last takes what is left out
+        target[:, :, torch.where((to_end > 0) & (to_end <= count), count - to_end, count)] = x
+        ring = self.kv.ring.processes
+        return sum_over_ring(target[..., :count], ring, "RingCache", f"the last inputs of a convolution, {list(x.shape[:2])}")
 
 
 def _not_kept(options: AttentionOptions) -> str | None:

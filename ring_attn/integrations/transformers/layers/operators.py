@@ -11,7 +11,7 @@ from ring_attn.recurrence import Along, Result, causal_conv1d, gated_delta_rule,
 
 
 def _without(name: str, **given: object) -> None:
-    """States of a cache and documents in transformers' words, which a sharded batch has none of."""
+    """Earlier states and documents in transformers' words, which a sharded batch has none of."""
     for argument, value in given.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"{argument} was given to {name} of a layer on the ring: leave it out of the batch")
@@ -33,7 +33,7 @@ def _convolution(
     return y.transpose(1, 2)
 
 
-def _delta_rule(function: Callable[..., Result]) -> Callable[..., tuple[Result, None]]:
+def _delta_rule(function: Callable[..., Result]) -> Callable[..., Result | tuple[Result, None]]:
     def delta_rule(
         along: Along,
         query: Tensor,
@@ -47,11 +47,11 @@ def _delta_rule(function: Callable[..., Result]) -> Callable[..., tuple[Result, 
         use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: object = None,
         **others: object,
-    ) -> tuple[Result, None]:
-        given = dict(initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
-        _without(function.__name__, **given)
-        settings = dict(qk_l2norm=use_qk_l2norm_in_kernel, chunk_size=chunk_size)
-        return function(query, key, value, g, beta, **settings, **along), None
+    ) -> Result | tuple[Result, None]:
+        _without(function.__name__, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        settings = dict(qk_l2norm=use_qk_l2norm_in_kernel, chunk_size=chunk_size, output_final_state=output_final_state)
+        result = function(query, key, value, g, beta, **settings, **along)
+        return result if output_final_state else (result, None)
 
     return delta_rule
 
@@ -75,12 +75,12 @@ def _state_space(
     **others: object,
 ) -> Result:
     """Time steps are float32 at least, as in mamba_ssm."""
-    given = dict(initial_states=initial_states, return_final_states=return_final_states, z=z, seq_idx=seq_idx)
-    _without("mamba2_chunk_scan", **given)
+    _without("mamba2_chunk_scan", initial_states=initial_states, z=z, seq_idx=seq_idx)
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
     dt = dt if dt_bias is None else dt + dt_bias
     dt = functional.softplus(dt) if dt_softplus else dt
-    return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, chunk_size=chunk_size, **along)
+    settings = dict(chunk_size=chunk_size, output_final_state=return_final_states)
+    return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, **settings, **along)
 
 
 # Each takes first what the operators of a ring take beside their own operands.

@@ -153,7 +153,8 @@ def _mask_of(call: Call) -> StateMask:
     assert call.sharded is not None
     sequence = call.sharded.sequences[call.part]
     hidden = None if sequence.hidden is None else ~sequence.ring.shard(sequence.hidden)
-    return StateMask(sequence.ring, sequence.segments_with(sequence, causal=True)[1], hidden)
+    # What comes after the last token is not seen, but would change a state that a cache keeps.
+    return StateMask(sequence.ring, sequence.segments_with(sequence, causal=call.cache is None)[1], hidden)
 
 
 def _of_layers(name: str, original: Callable[..., object]) -> Callable[..., object]:

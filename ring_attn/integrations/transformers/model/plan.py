@@ -148,13 +148,15 @@ class Plan:
                     "others attended to this rank's tokens alone, or carry a state along the sequence"
                 )
 
+    @property
+    def cache_name(self) -> str:
+        return "past_key_values" if self.takes("past_key_values") else "cache_params"
+
     def check_cache(self) -> None:
         """NotImplementedError where a cache over the ring could not keep what the model carries from token to token."""
         kind, reason = type(self.model).__name__, None
         if self.encoder_decoder:
             reason = "its decoder attends to an encoder's output, too"
-        elif self.states:
-            reason = "it has layers with a state"
         elif "layers" not in inspect.signature(Cache.__init__).parameters:
             reason = f"transformers {transformers.__version__} has another kind of caches; 4.57 or newer is needed"
         if reason is not None:
