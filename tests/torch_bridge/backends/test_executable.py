@@ -48,7 +48,8 @@ def test_a_program_of_a_call_names_its_kernel(caplog):
     caplog.set_level(logging.INFO, "ring_attn")
     q = torch.randn(1, 23, 3, 8)  # as in no other test
     ring_attention(q, q, q, causal=True, mesh="local")
-    (said,) = [record.message for record in caplog.records]
+    # On a busy machine it is announced, too, as what takes long.
+    (said,) = [record.message for record in caplog.records if record.levelno == logging.INFO]
     assert said.startswith("compiled forward in ") and said.endswith(" by the ring strategy with the xla kernel")
 
 
