@@ -13,7 +13,7 @@ from ring_attn.integrations.transformers import context_parallel
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 pytestmark = pytest.mark.skipif(VERSION < (4, 57), reason="older caches have no layers")
 FROM_5_15 = pytest.mark.skipif(VERSION < (5, 15), reason="refused in older versions")
-FROM_5 = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
+FROM_5 = pytest.mark.skipif(VERSION < (5, 0), reason="refused in older versions")
 LOOKUP = dict(prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
 
 
@@ -28,6 +28,8 @@ def local():
 @pytest.mark.wide
 @pytest.mark.parametrize("name", sorted(tiny.CAUSAL))
 def test_families(name):
+    if name == "qwen 2 moe" and VERSION < (5, 0):
+        pytest.skip("looks no attention up in older versions")
     compare(name, "local", {}, dict(num_beams=3))
 
 
@@ -62,6 +64,7 @@ def test_over_a_ring(size, names):
     assert told.count("all right") == size
 
 
+@FROM_5  # older drafts need a token that ends the text
 def test_a_draft_is_taken_back(local):
     """Prompt lookup appends several tokens at once and crops those that were not taken; windows, too."""
     for name in ("llama", "gemma 3"):
@@ -101,12 +104,13 @@ def test_a_loop_of_ones_own(local):
         torch.testing.assert_close(logits, model(ids).logits[:, -2:], rtol=0, atol=2e-6)
 
 
+@FROM_5  # older checkpoints warn that nothing needs a gradient
 def test_the_model_may_be_training(local):
     """As rollouts are made between steps: activation checkpointing, which takes transformers' own cache away, is no matter."""
     model, cp = local
     expected, _ = generated(model)
     model.train()
-    getattr(model, "activation_checkpointing_enable" if FROM_5 else "gradient_checkpointing_enable")()
+    model.activation_checkpointing_enable()
     assert torch.equal(generated(model, past_key_values=cp.cache(ROOM))[0], expected)
 
 
@@ -156,6 +160,7 @@ def test_gradients_are_refused(local):
     refused(ValueError, "keeps no gradients", model, **cp.shard(prompt()), past_key_values=cp.cache(ROOM))
 
 
+@FROM_5
 @pytest.mark.parametrize(("make", "words"), [(tiny.t5, "encoder's output"), (tiny.bert, "not causal")], ids=["T5", "BERT"])
 def test_models_without_such_a_cache(make, words):
     model, ids = make().eval(), prompt()["input_ids"]
