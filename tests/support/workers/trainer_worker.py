@@ -17,6 +17,8 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -127,20 +129,64 @@ def packed(folder: str) -> dict[str, Any]:
     return measured(SFTTrainer(model, args, processing_class=tokenizer(), **data))
 
 
-def hybrid(folder: str) -> dict[str, Any]:
-    """Layers with a state, computed again in the backward."""
+def tiny_hybrid() -> OlmoHybridForCausalLM:
     torch.manual_seed(0)
     heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=8)
-    model = OlmoHybridForCausalLM(
-        OlmoHybridConfig(
-            vocab_size=VOCABULARY, pad_token_id=0, layer_types=["linear_attention", "full_attention"], **heads, **SIZES
-        )
-    )
+    kinds = ["linear_attention", "full_attention"]
+    return OlmoHybridForCausalLM(OlmoHybridConfig(vocab_size=VOCABULARY, pad_token_id=0, layer_types=kinds, **heads, **SIZES))
+
+
+def hybrid(folder: str) -> dict[str, Any]:
+    """Layers with a state, computed again in the backward."""
+    model = tiny_hybrid()
     args = TrainingArguments(
         **arguments(folder, per_device_train_batch_size=3, gradient_checkpointing=True), parallelism_config=RingParallelism(model)
     )
     data = dict(train_dataset=documents(STEPS * 3), eval_dataset=documents(10, seed=2))
     return measured(Trainer(model, args, data_collator=collator(), **data))
+
+
+class LowRank(nn.Module):
+    """As LoRA's: factors of low rank beside frozen weights, the second zero at first."""
+
+    def __init__(self, frozen: nn.Linear) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down, self.up = nn.Linear(frozen.in_features, 4, bias=False), nn.Linear(4, frozen.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class OneByOne(SFTTrainer):
+    """In one process transformers refuses packed rows of such models, without kernels for GPUs: here each document is by itself."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: torch.Tensor | None = None
+    ) -> Any:
+        ids, labels, positions = (inputs[name][0] for name in ("input_ids", "labels", "position_ids"))
+        lengths = torch.diff((positions == 0).nonzero()[:, 0], append=torch.tensor([len(ids)])).tolist()
+        documents = zip(ids.split(lengths), labels.split(lengths), strict=True)
+        logits = [(model(input_ids=words[None]).logits[0], answers) for words, answers in documents]
+        sums = [functional.cross_entropy(found[:-1], answers[1:], reduction="sum") for found, answers in logits if len(answers) > 1]
+        count = (labels[positions != 0] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = torch.stack(sums).sum() / count
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+
+def hybrid_sft(folder: str) -> dict[str, Any]:
+    """Packed rows and low-rank factors in the layers with a state and in attention; all else is frozen. Few steps, since
+    each new length compiles."""
+    model = tiny_hybrid().requires_grad_(False)
+    for part in [part for layer in model.model.layers for part in layer.children()]:
+        for name, child in [*part.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(part, name, LowRank(child))
+    more = dict(per_device_train_batch_size=1, packing=True, max_length=50, gradient_checkpointing=True, bf16=False)
+    args = SFTConfig(**{**arguments(folder, **more), "max_steps": 5}, parallelism_config=RingParallelism(model))
+    data = dict(train_dataset=documents(20), eval_dataset=documents(4, seed=2))
+    return measured((SFTTrainer if RANKS > 1 else OneByOne)(model, args, processing_class=tokenizer(), **data))
 
 
 class Stream(IterableDataset):
@@ -219,7 +265,15 @@ def streamed(folder: str) -> dict[str, Any]:
     return looped(folder, Stream)
 
 
-CASES = {"trained": trained, "packed": packed, "hybrid": hybrid, "looped": looped, "streamed": streamed, "refusals": refusals}
+CASES = {
+    "trained": trained,
+    "packed": packed,
+    "hybrid": hybrid,
+    "hybrid_sft": hybrid_sft,
+    "looped": looped,
+    "streamed": streamed,
+    "refusals": refusals,
+}
 
 
 def main() -> None:
