@@ -129,8 +129,10 @@ def test_what_is_refused_by_generate(local):
     ):
         refused(NotImplementedError, words, model.generate, **batch, past_key_values=cp.cache(ROOM), **{name: value})
     refused(ValueError, "needs one prompt", model.generate, past_key_values=cp.cache(ROOM))
-    refused(ValueError, "room for 24 tokens", model.generate, **batch, past_key_values=cp.cache(24))
-    refused(ValueError, "more than the cache's max_length=12", model.generate, **batch, past_key_values=cp.cache(12))
+    refused(ValueError, "rows of 28 tokens, .* room for 26", model.generate, **batch, past_key_values=cp.cache(26))
+    model.generate(**batch, past_key_values=cp.cache(27))
+    config = transformers.GenerationConfig(max_length=30)
+    refused(ValueError, "rows of 30 tokens", model.generate, **prompt(), generation_config=config, past_key_values=cp.cache(28))
     refused(ValueError, "this one is sharded", model.generate, **cp.shard(prompt()), past_key_values=cp.cache(ROOM))
     another = context_parallel(model_of("llama"), "local").cache(ROOM)
     refused(ValueError, "another ContextParallel", model.generate, **batch, past_key_values=another)
@@ -141,6 +143,7 @@ def test_what_is_refused_of_a_cache(local):
     model, cp = local
     ids, mask = prompt().values()
     cache = cp.cache(ROOM)
+    refused(ValueError, "more than the cache's max_length=12", model, **cp.shard({"input_ids": ids}), past_key_values=cp.cache(12))
     refused(ValueError, "the cache of cp.cache is empty", model, input_ids=ids, past_key_values=cache)
     with_labels = cp.shard({"input_ids": ids, "labels": ids})
     refused(NotImplementedError, "cannot have labels", model, **with_labels, past_key_values=cache)

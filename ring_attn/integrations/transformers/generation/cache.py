@@ -44,6 +44,11 @@ class RingCache(Cache):
         self._to_end: Tensor | None = None
         self._empty_states()
 
+    @property
+    def settings(self) -> object:
+        """The model's own for ``generate``."""
+        return getattr(self._model, "generation_config", None)
+
     def __repr__(self) -> str:
         return f"RingCache({self.seen} of {self.kv.max_length} tokens, {len(self.kv.layers)} layers, {self.kv.nbytes} bytes here)"
 

@@ -47,6 +47,7 @@ def generate_on_ring(
         raise ValueError(
             f"input_ids must be all tokens so far and at least one new; the cache holds {cache.seen}, and {prompt.shape[1]} came"
         )
+    _check_room(cache, prompt.shape[1], options)
     with torch.no_grad(), cache.generated(prompt.shape[1]), _random_numbers_of_rank_0(ring, prompt.device):
         if not cache.seen and prompt.shape[1] > 1:
             prefill(_all_but_the_last(prompt, mask, takes_positions), cache)
@@ -68,6 +69,22 @@ def _prompt_of(arguments: tuple[object, ...], options: Mapping[str, object]) -> 
                 "generate on each rank by itself"
             )
     return given[0]
+
+
+def _check_room(cache: RingCache, length: int, options: Mapping[str, object]) -> None:
+    """Before the first token, so that none is lost."""
+    for settings in (options, *(vars(x) for x in (options.get("generation_config"), cache.settings) if x is not None)):
+        new, most = settings.get("max_new_tokens"), settings.get("max_length")
+        rows = length + new if isinstance(new, int) else most
+        if isinstance(rows, int):
+            break
+    else:
+        return
+    if rows - 1 > cache.kv.max_length:  # the last token is not read
+        raise ValueError(
+            f"generate may make rows of {rows} tokens, and the cache has room for {cache.kv.max_length}: make it with a larger "
+            "max_length, or give a smaller max_new_tokens"
+        )
 
 
 def _mask_of(options: Mapping[str, object]) -> Tensor | None:
