@@ -67,7 +67,7 @@ class Recurrence(Layer):
         return OPERATORS[self.operator].state
 
     def on_ring(self, operands: Sequence[Shaped | None], sizes: dict[str, int], layout: Layout, size: int) -> "Recurrence":
-        """ "auto" is what sends fewer bytes, "prefix" where both send as many, of those that are possible."""
+        """With its strategy: "auto" is what sends fewer bytes of what is possible, "prefix" where both send as many."""
         strategy, shared = self.strategy, sizes["h"] % size == 0
         if size == 1:
             strategy = "prefix"

@@ -225,7 +225,8 @@ def test_by_heads_inside_shard_map():
         assert far < (1e-2 if name in "BC" else 1e-6), name
 
 
-def test_heads_stay_split():
+@pytest.mark.parametrize("strategy", ["prefix", "ulysses"])
+def test_heads_stay_split(strategy):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "ring", "heads"))
     case = CASES["delta"]
     operands, state = inputs(case, dtype=np.float32)
@@ -233,7 +234,7 @@ def test_heads_stay_split():
     alone = jax_core.gated_delta_rule(**operands, initial_state=state, output_final_state=True)
     split = {name: PartitionSpec("data", "ring", "heads") for name in operands}
     placed = {name: jax.device_put(x, jax.NamedSharding(mesh, split[name])) for name, x in operands.items()}
-    run = partial(jax_core.gated_delta_rule, mesh=mesh, axis_name="ring", output_final_state=True)
+    run = partial(jax_core.gated_delta_rule, mesh=mesh, axis_name="ring", output_final_state=True, strategy=strategy)
     y, last = run(**placed, initial_state=state)
     assert y.sharding.spec == PartitionSpec(("data",), "ring", ("heads",), None)
     for got, exact in zip((y, last), alone, strict=True):
