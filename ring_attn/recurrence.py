@@ -39,7 +39,7 @@ class Along(TypedDict, total=False):
     begins a document, with a state of 0. Negative ids are padding, which leaves the state as it is, whose outputs are 0, and whose
     operands may hold anything. ``cu_seqlens``: ints ``[documents + 1]``, the same on every rank: where the documents of the whole
     sequence begin and end; tokens after the last are padding. ``ring``: a :class:`ring_attn.Ring`; or ``mesh``, ``mesh_dim`` and
-    ``layout`` as for :func:`ring_attn.ring_attention`, of the layouts all but "striped".
+    ``layout`` as for :func:`ring_attn.ring_attention`, of the layouts all but "striped", which only "ulysses" takes.
     """
 
     initial_state: Tensor | None
@@ -90,6 +90,7 @@ def gated_delta_rule(
     scale: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int = CHUNK,
+    strategy: str = "auto",
     **along: Unpack[Along],
 ) -> Result:
     """``S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T``, ``y_t = scale S_t^T q_t``.
@@ -97,15 +98,17 @@ def gated_delta_rule(
     ``q, k [batch, seq, key heads, key_dim]``, ``v [batch, seq, heads, value_dim]``, where the heads are a multiple of the key
     heads; ``g`` (the logarithm of the decay, finite; None: no decay) and ``beta [batch, seq, heads]``. ``scale``: None means ``1 /
     sqrt(key_dim)``. ``qk_l2norm``: divide q and k by their norms first, as fla's ``use_qk_l2norm_in_kernel``. ``chunk_size``:
-    tokens that are computed at once. The state is ``[batch, heads, key_dim, value_dim]``, float32 (float64 for float64).
-    Differentiable in all operands and in both states. Computed in float32 (float64 for float64); the result is like ``v``. The
-    rest: :class:`Along`.
+    tokens that are computed at once. ``strategy``: "prefix" sends the map of each piece of a shard to all ranks; "ulysses" is an
+    all-to-all of heads, which must be a multiple of the ring's size; "auto" is the one that sends fewer bytes (docs/hybrids.md).
+    The state is ``[batch, heads, key_dim, value_dim]``, float32 (float64 for float64). Differentiable in all operands and in both
+    states. Computed in float32 (float64 for float64); the result is like ``v``. The rest: :class:`Along`.
 
-    Each rank sends ``key_dim x (key_dim + value_dim)`` float32 for each head and piece of its shard, in each pass. Yang, Kautz,
-    Hatamizadeh 2024, arXiv:2412.06464. Errors as :func:`causal_conv1d`.
+    With "prefix" each rank sends ``key_dim x (key_dim + value_dim)`` float32 for each head and piece of its shard to every other,
+    in each pass. Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464. Errors as :func:`causal_conv1d`; ValueError for heads that
+    "ulysses" cannot share. The ``strategy`` of a :class:`ring_attn.Ring` is attention's alone.
     """
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    settings = dict(operator="gated_delta_rule", scale=scale, l2norm=qk_l2norm, chunk=chunk_size)
+    settings = dict(operator="gated_delta_rule", scale=scale, l2norm=qk_l2norm, chunk=chunk_size, strategy=strategy)
     return layer_along(named, settings, **along)
 
 
@@ -120,12 +123,13 @@ def kda(
     scale: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int = CHUNK,
+    strategy: str = "auto",
     **along: Unpack[Along],
 ) -> Result:
     """Kimi Delta Attention (arXiv:2510.26692): :func:`gated_delta_rule` with a decay for each key dimension, ``g [batch, seq,
     heads, key_dim]``."""
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    return layer_along(named, dict(operator="kda", scale=scale, l2norm=qk_l2norm, chunk=chunk_size), **along)
+    return layer_along(named, dict(operator="kda", scale=scale, l2norm=qk_l2norm, chunk=chunk_size, strategy=strategy), **along)
 
 
 @propagates_errors(_where)
@@ -137,15 +141,16 @@ def linear_attention(
     *,
     scale: float | None = None,
     chunk_size: int = CHUNK,
+    strategy: str = "auto",
     **along: Unpack[Along],
 ) -> Result:
     """``S_t = exp(g_t) S_{t-1} + k_t v_t^T``, ``y_t = scale S_t^T q_t``; operands, results and errors as :func:`gated_delta_rule`.
 
     ``g``, the logarithm of the decay: None, ``[heads]`` (retention, lightning attention), ``[batch, seq, heads]`` (simple GLA),
-    ``[heads, key_dim]`` or ``[batch, seq, heads, key_dim]`` (gated linear attention, arXiv:2312.06635). Each rank sends ``key_dim x
-    value_dim`` and the decay, 1 or ``key_dim``, for each head and piece."""
+    ``[heads, key_dim]`` or ``[batch, seq, heads, key_dim]`` (gated linear attention, arXiv:2312.06635). With "prefix" each
+    rank sends ``key_dim x value_dim`` and the decay, 1 or ``key_dim``, for each head and piece."""
     named = {"q": q, "k": k, "v": v, "g": g}
-    return layer_along(named, dict(operator="linear_attention", scale=scale, chunk=chunk_size), **along)
+    return layer_along(named, dict(operator="linear_attention", scale=scale, chunk=chunk_size, strategy=strategy), **along)
 
 
 @propagates_errors(_where)
@@ -158,6 +163,7 @@ def ssd(
     D: Tensor | None = None,
     *,
     chunk_size: int = CHUNK,
+    strategy: str = "auto",
     **along: Unpack[Along],
 ) -> Result:
     """Mamba-2's state space model (arXiv:2405.21060): ``S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T``, ``y_t = S_t C_t + D x_t``.
@@ -165,9 +171,9 @@ def ssd(
     ``x [batch, seq, heads, head_dim]``, ``dt [batch, seq, heads]`` (after its bias and softplus), ``A [heads]`` (negative), ``B, C
     [batch, seq, groups, state_dim]``, ``D [heads]`` or ``[heads, head_dim]``. The state is ``[batch, heads, head_dim, state_dim]``.
     Dtypes, derivatives and errors as :func:`gated_delta_rule`; the result is like ``x``. The gradients of A and D are this rank's
-    part. Each rank sends ``head_dim x state_dim + 1`` for each head and piece."""
+    part. ``strategy`` as there; with "prefix" each rank sends ``head_dim x state_dim + 1`` for each head and piece."""
     named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-    return layer_along(named, dict(operator="ssd", chunk=chunk_size), **along)
+    return layer_along(named, dict(operator="ssd", chunk=chunk_size, strategy=strategy), **along)
 
 
 @explains(OTHERS)

@@ -38,7 +38,7 @@ class Along(TypedDict, total=False):
     state of 0; negative ids are padding, which leaves the state as it is, whose outputs are 0, and whose operands may hold
     anything. ``cu_seqlens`` int ``[documents + 1]`` says the same of the whole sequence: where its documents begin and the last one
     ends. ``output_final_state``: also return the state that leaves the sequence (after the last document), the same on all devices.
-    ``axis_name``, ``layout``, ``mesh``: as for :func:`jax_core.ring_attention`, but for "striped".
+    ``axis_name``, ``layout``, ``mesh``: as for :func:`jax_core.ring_attention`, but for "striped", which only "ulysses" takes.
     """
 
     initial_state: ArrayLike | None
@@ -77,6 +77,7 @@ def gated_delta_rule(
     scale: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int = CHUNK,
+    strategy: str = "auto",
     **along: Unpack[Along],
 ) -> Result:
     """``S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T``, ``y_t = scale S_t^T q_t``.
@@ -84,14 +85,15 @@ def gated_delta_rule(
     ``q, k [batch, seq, key heads, key_dim]``, ``v [batch, seq, heads, value_dim]``, where the heads are a multiple of the key
     heads; ``g`` (the logarithm of the decay, finite; None: no decay) and ``beta [batch, seq, heads]``. ``scale``: None means ``1 /
     sqrt(key_dim)``. ``qk_l2norm``: divide q and k by their norms first, as fla's ``use_qk_l2norm_in_kernel``. ``chunk_size``:
-    tokens that are computed at once. The state is ``[batch, heads, key_dim, value_dim]``, float32 (float64 for float64).
-    Differentiable in all operands and in both states. Computed in float32 (float64 for float64); the result is like ``v``. The
-    rest: :class:`Along`.
+    tokens that are computed at once. ``strategy``: "prefix" sends the map of each piece of a shard to all devices; "ulysses" is an
+    all-to-all of heads, which must be a multiple of the ring's size; "auto" is the one that sends fewer bytes (docs/hybrids.md).
+    The state is ``[batch, heads, key_dim, value_dim]``, float32 (float64 for float64). Differentiable in all operands and in both
+    states. Computed in float32 (float64 for float64); the result is like ``v``. The rest: :class:`Along`.
 
-    Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464. Raises ValueError for operands that do not fit together, NotImplementedError
-    for "striped".
+    Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464. Raises ValueError for operands that do not fit together and for heads that
+    "ulysses" cannot share, NotImplementedError for "prefix" in layout "striped".
     """
-    settings = dict(operator="gated_delta_rule", scale=scale, l2norm=qk_l2norm, chunk=chunk_size)
+    settings = dict(operator="gated_delta_rule", scale=scale, l2norm=qk_l2norm, chunk=chunk_size, strategy=strategy)
     return layer_along(Recurrence, (q, k, v, g, beta), settings, **along)
 
 
@@ -105,11 +107,12 @@ def kda(
     scale: float | None = None,
     qk_l2norm: bool = False,
     chunk_size: int = CHUNK,
+    strategy: str = "auto",
     **along: Unpack[Along],
 ) -> Result:
     """Kimi Delta Attention (arXiv:2510.26692): :func:`gated_delta_rule` with a decay for each key dimension, ``g [batch, seq,
     heads, key_dim]``."""
-    settings = dict(operator="kda", scale=scale, l2norm=qk_l2norm, chunk=chunk_size)
+    settings = dict(operator="kda", scale=scale, l2norm=qk_l2norm, chunk=chunk_size, strategy=strategy)
     return layer_along(Recurrence, (q, k, v, g, beta), settings, **along)
 
 
@@ -121,13 +124,14 @@ def linear_attention(
     *,
     scale: float | None = None,
     chunk_size: int = CHUNK,
+    strategy: str = "auto",
     **along: Unpack[Along],
 ) -> Result:
     """``S_t = exp(g_t) S_{t-1} + k_t v_t^T``, ``y_t = scale S_t^T q_t``; operands, results and errors as :func:`gated_delta_rule`.
 
     ``g``, the logarithm of the decay: None, ``[heads]`` (retention, lightning attention), ``[batch, seq, heads]`` (simple GLA),
     ``[heads, key_dim]`` or ``[batch, seq, heads, key_dim]`` (gated linear attention, arXiv:2312.06635)."""
-    settings = dict(operator="linear_attention", scale=scale, chunk=chunk_size)
+    settings = dict(operator="linear_attention", scale=scale, chunk=chunk_size, strategy=strategy)
     return layer_along(Recurrence, (q, k, v, g), settings, **along)
 
 
@@ -140,6 +144,7 @@ def ssd(
     D: ArrayLike | None = None,
     *,
     chunk_size: int = CHUNK,
+    strategy: str = "auto",
     **along: Unpack[Along],
 ) -> Result:
     """Mamba-2's state space model (arXiv:2405.21060): ``S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T``, ``y_t = S_t C_t + D x_t``.
@@ -147,7 +152,7 @@ def ssd(
     ``x [batch, seq, heads, head_dim]``, ``dt [batch, seq, heads]`` (after its bias and softplus), ``A [heads]`` (negative), ``B, C
     [batch, seq, groups, state_dim]``, ``D [heads]`` or ``[heads, head_dim]``. The state is ``[batch, heads, head_dim, state_dim]``.
     Dtypes, derivatives and errors as :func:`gated_delta_rule`; the result is like ``x``."""
-    return layer_along(Recurrence, (x, dt, A, B, C, D), dict(operator="ssd", chunk=chunk_size), **along)
+    return layer_along(Recurrence, (x, dt, A, B, C, D), dict(operator="ssd", chunk=chunk_size, strategy=strategy), **along)
 
 
 def _activation(name: str | None) -> str | None:
@@ -190,7 +195,9 @@ def _local(layer: Layer, layout: Layout, axis_name: AxisName, *arrays: Array | N
     if names:
         size = prod(axis_size(name) for name in names)
         axes |= varying_axes(lax.axis_index(axis_name))
-    pieces = pieces_of(axis_name, size if names else 1, layout, sizes["t"])
+    else:
+        size = 1
+    layer, pieces = layer.on_ring(operands, sizes, layout, size), pieces_of(axis_name, size, layout, sizes["t"])
     if cu_seqlens is not None:
         ids = _ids(pieces, cu_seqlens)
     ids = None if ids is None else jnp.broadcast_to(ids, (sizes["b"], sizes["t"])).astype(jnp.int32)
@@ -207,7 +214,7 @@ def _ids(pieces: Pieces, ends: Array) -> Array:
     """``[1, length]``: the document of each token of this rank, -1 for padding after the last."""
     if ends.ndim != 1 or not jnp.issubdtype(ends.dtype, jnp.integer):
         raise ValueError(f"cu_seqlens must be ints [documents + 1], got {ends.dtype} {list(ends.shape)}")
-    places = (pieces.numbers[:, None] * pieces.piece + jnp.arange(pieces.piece)).reshape(1, -1)
+    places = pieces.places[None]
     document = jnp.searchsorted(ends, places, side="right").astype(jnp.int32) - 1
     return jnp.where(places < ends[-1], document, -1)
 

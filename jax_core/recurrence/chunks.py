@@ -55,7 +55,10 @@ def chunked(inputs: Inputs, resets: Array | None, size: int) -> Chunks:
     before = (document[..., :, None] == document[..., None, :]) & jnp.tri(size, dtype=bool)
     first, last = (document == 0)[..., None], (document == document[..., -1:])[..., None]
     # Of each document by itself: what is before it would be rounded away from it, and not to the bit.
-    total = jnp.cumsum(g, axis=-2) if resets is None else product(before.astype(g.dtype), g)
+    # Each head's by itself too: its bits do not depend on how many others there are.
+    total = (
+        jnp.cumsum(g, axis=-2) if resets is None else product(jnp.broadcast_to(before, (*g.shape[:-1], size)).astype(g.dtype), g)
+    )
     through = decay(total, first)  # of the state that enters, what is left at each token
     to_end = transposed(k * decay(total[..., -1:, :] - total, last))
     reads, decayed, values = q * through, through[..., -1, :], v

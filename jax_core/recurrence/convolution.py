@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jax_core.masks.layout import Layout
 from jax_core.recurrence.halo import halo, halo_back
 from jax_core.recurrence.layer import Layer, Operand, Results, accumulation
-from jax_core.recurrence.pieces import Pieces
+from jax_core.recurrence.pieces import Pieces, pieces_of_a_rank
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Convolution(Layer):
     def state_dtype(self, dtype: DTypeLike) -> DTypeLike:
         return dtype
 
-    def kept_shape(self, sizes: dict[str, int], pieces: int) -> tuple[int, ...]:
-        return pieces, sizes["b"], sizes["s"], sizes["c"]
+    def kept_shape(self, sizes: dict[str, int], layout: Layout, size: int) -> tuple[int, ...]:
+        return pieces_of_a_rank(layout, size), sizes["b"], sizes["s"], sizes["c"]
 
     def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
         x, weight, bias = operands

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jax_core.masks.layout import Layout
 from jax_core.recurrence.pieces import Pieces
 
 WORDS = {
@@ -31,7 +32,10 @@ class Shaped(Protocol):
     def shape(self) -> Sequence[int]: ...
 
     @property
-    def dtype(self) -> object: ...
+    def dtype(self) -> Any: ...
+
+
+S = TypeVar("S", bound=Shaped)
 
 
 class Operand(NamedTuple):
@@ -83,7 +87,14 @@ class Layer:
         """Of the state that leaves the sequence, for a ``y`` of this dtype."""
         return accumulation(dtype)
 
-    def kept_shape(self, sizes: dict[str, int], pieces: int) -> tuple[int, ...]:
+    def on_ring(self, operands: Sequence[Shaped | None], sizes: dict[str, int], layout: Layout, size: int) -> "Layer":
+        """The layer with what it decides for a ring of ``size`` ranks and shards of these sizes, the same on all. Raises
+        NotImplementedError for a layout that it cannot take, ValueError for sizes that it cannot take."""
+        check_pieces(layout, size)
+        return self
+
+    def kept_shape(self, sizes: dict[str, int], layout: Layout, size: int) -> tuple[int, ...]:
+        """Of a layer that is decided."""
         raise NotImplementedError
 
     def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
@@ -121,6 +132,20 @@ class Layer:
         if ids is not None and tuple(ids.shape) not in ((sizes["b"], sizes["t"]), (1, sizes["t"])):
             raise ValueError(f"segment_ids must be [batch, seq], here [{sizes['b']}, {sizes['t']}]; got {list(ids.shape)}")
         return sizes
+
+
+def check_pieces(layout: Layout, size: int) -> None:
+    """Raises NotImplementedError for shards that are no pieces of the sequence."""
+    if layout == "striped" and size > 1:
+        raise NotImplementedError(
+            'layout="striped" gives a rank every n-th position, and a layer with a state goes from each position to the next: each '
+            'would be a message. Use layout="zigzag", "contiguous", or a plan of balance'
+        )
+
+
+def dims_of(operand: Operand, x: Shaped) -> str:
+    """Those of its dims that ``x`` has."""
+    return next(dims for dims in operand.dims if len(dims) == len(x.shape))
 
 
 def _bind(name: str, alternatives: tuple[str, ...], x: Shaped, sizes: dict[str, int]) -> None:

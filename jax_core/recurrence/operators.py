@@ -1,7 +1,7 @@
 """The recurrences: each arranges its operands as the inputs of one chunked operator."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_core.masks.layout import Layout
+from jax_core.recurrence import heads
+from jax_core.recurrence.choice import STRATEGIES, prefix_bytes, ulysses_bytes
 from jax_core.recurrence.chunks import Chunks, Inputs, chunked
 from jax_core.recurrence.documents import resets
-from jax_core.recurrence.layer import Layer, Operand, Results, accumulation
+from jax_core.recurrence.layer import Layer, Operand, Results, S, Shaped, accumulation, check_pieces
 from jax_core.recurrence.passes import backward, forward
-from jax_core.recurrence.pieces import Pieces
+from jax_core.recurrence.pieces import Pieces, pieces_of_a_rank
 from jax_core.recurrence.prefix import transposed
 
 CHUNK = 64
@@ -33,16 +36,19 @@ class Operator(NamedTuple):
 @dataclass(frozen=True)
 class Recurrence(Layer):
     """``scale``: of the queries; None: ``1 / sqrt(key_dim)``. ``l2norm``: queries and keys are first divided by their norm.
-    ``chunk``: tokens."""
+    ``chunk``: tokens. ``strategy``: "auto" until :meth:`on_ring` has decided."""
 
     operator: str = ""
     scale: float | None = None
     l2norm: bool = False
     chunk: int = CHUNK
+    strategy: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunk, int) or self.chunk < 1:
             raise ValueError(f"chunk_size must be a positive int, got {self.chunk!r}")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
 
     @property
     def name(self) -> str:
@@ -60,10 +66,32 @@ class Recurrence(Layer):
     def state_dims(self) -> str:
         return OPERATORS[self.operator].state
 
-    def kept_shape(self, sizes: dict[str, int], pieces: int) -> tuple[int, ...]:
-        return pieces, sizes["b"], sizes["h"], sizes["k"], sizes["v"]
+    def on_ring(self, operands: Sequence[Shaped | None], sizes: dict[str, int], layout: Layout, size: int) -> "Recurrence":
+        """With its strategy: "auto" is what sends fewer bytes of what is possible, "prefix" where both send as many."""
+        strategy, shared = self.strategy, sizes["h"] % size == 0
+        if size == 1:
+            strategy = "prefix"
+        elif strategy == "auto":
+            fewer = shared and (layout == "striped" or self._ulysses_sends_less(operands, sizes, layout, size))
+            strategy = "ulysses" if fewer else "prefix"
+        if strategy == "prefix":
+            check_pieces(layout, size)
+        elif not shared:
+            raise ValueError(
+                f'strategy="ulysses" gives equally many heads to each of the {size} ranks: their number must be a multiple of '
+                f'that, got {sizes["h"]} heads; use strategy="prefix", or a ring whose size divides them'
+            )
+        return replace(self, strategy=strategy)
+
+    def kept_shape(self, sizes: dict[str, int], layout: Layout, size: int) -> tuple[int, ...]:
+        """The states that enter this rank's pieces, or the whole sequence of its heads."""
+        one = self.strategy == "ulysses"
+        pieces, heads = (1, sizes["h"] // size) if one else (pieces_of_a_rank(layout, size), sizes["h"])
+        return pieces, sizes["b"], heads, sizes["k"], sizes["v"]
 
     def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
+        if self.strategy == "ulysses":
+            return heads.forward(self._alone, pieces, operands, state, ids)
         chunks, like = self._chunks(pieces, ids, operands), self._like(operands)
         first = jnp.zeros_like(chunks.maps.e[0, 0]) if state is None else self._turned(state).astype(chunks.own.dtype)
         y, last, entering = forward(chunks, first, pieces)
@@ -79,6 +107,8 @@ class Recurrence(Layer):
         dy: Array,
         dlast: Array | None,
     ) -> tuple[list[Array | None], Array]:
+        if self.strategy == "ulysses":
+            return heads.backward(self._alone, pieces, operands, state, ids, residuals, dy, dlast)
         chunks, pull = jax.vjp(partial(self._chunks, pieces, ids), operands)
         dy = dy if ids is None else _cleared(dy, ids)
         total = jnp.zeros_like(residuals[0])
@@ -100,7 +130,24 @@ class Recurrence(Layer):
         starts = None if ids is None else resets(ids, pieces)
         return chunked(inputs, starts, min(self.chunk, pieces.piece))
 
-    def _like(self, operands: Sequence[Array | None]) -> Array:
+    @property
+    def _alone(self) -> "Recurrence":
+        return replace(self, strategy="prefix")
+
+    def _ulysses_sends_less(self, operands: Sequence[Shaped | None], sizes: dict[str, int], layout: Layout, size: int) -> bool:
+        itemsize = max(4, self._like(operands).dtype.itemsize)  # of the accumulation
+        prefix = prefix_bytes(sizes, self._map_size(operands, sizes), itemsize, pieces_of_a_rank(layout, size), size)
+        return ulysses_bytes(self.signature, operands, self.like, size) < prefix
+
+    def _map_size(self, operands: Sequence[Shaped | None], sizes: dict[str, int]) -> int:
+        """The numbers of ``M`` of a head."""
+        named = {operand.name: x for operand, x in zip(self.signature, operands, strict=True)}
+        if "beta" in named:
+            return sizes["k"] * sizes["k"]
+        g = named.get("g")
+        return 1 if g is None or len(g.shape) in (1, 3) else sizes["k"]
+
+    def _like(self, operands: Sequence[S | None]) -> S:
         names = [operand.name for operand in self.signature]
         like = operands[names.index(self.like)]
         assert like is not None

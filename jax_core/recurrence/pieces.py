@@ -47,6 +47,12 @@ class Pieces:
         return 0 if self.axis_name is None else lax.axis_index(self.axis_name)
 
     @property
+    def places(self) -> Array:
+        """int32 ``[length]``: the positions of this rank's tokens."""
+        shard = runs(self.layout, self.rank, self.size, self.length)
+        return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in shard])
+
+    @property
     def numbers(self) -> Array:
         """The numbers of this rank's pieces."""
         return jnp.asarray(self.table)[self.rank]
@@ -75,18 +81,30 @@ class Pieces:
 def sent(send: Callable[[Array], Array], x: Array, after: Array | None) -> Array:
     """``send(x)``, bit for bit, and not before ``after`` is computed: XLA on CPU may run two exchanges in a different order on each
     device, and it sends 16-bit floats as float32."""
-    words = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    if after is not None and x.size:
-        words = ordered_after(words.reshape(-1), after).reshape(x.shape)  # type: ignore[union-attr]
-    return lax.bitcast_convert_type(send(words), x.dtype)
+    words = _words(x)
+    return lax.bitcast_convert_type(send(words if after is None else ordered(words, after)), x.dtype)
+
+
+def ordered(x: Array, after: Array) -> Array:
+    """``x``, bit for bit, not before ``after`` is computed."""
+    if not x.size:
+        return x
+    words = ordered_after(_words(x).reshape(-1), after).reshape(x.shape)  # type: ignore[union-attr]
+    return lax.bitcast_convert_type(words, x.dtype)
+
+
+def _words(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+
+def pieces_of_a_rank(layout: Layout, size: int) -> int:
+    """However long the shards are."""
+    if not isinstance(layout, str):
+        return len(layout.table[0])  # type: ignore[attr-defined]
+    return 2 if layout == "zigzag" and size > 1 else 1
 
 
 def pieces_of(axis_name: AxisName, size: int, layout: Layout, length: int) -> Pieces:
-    """Raises NotImplementedError for striped, ValueError for a length that the layout does not divide."""
-    if layout == "striped" and size > 1:
-        raise NotImplementedError(
-            'layout="striped" gives a rank every n-th position, and a layer with a state goes from each position to the next: each '
-            'would be a message. Use layout="zigzag", "contiguous", or a plan of balance'
-        )
+    """Raises ValueError for a length that the layout does not divide."""
     check_shard_length(layout, length, size=size)
     return Pieces(axis_name, size, "contiguous" if size == 1 else layout, length)

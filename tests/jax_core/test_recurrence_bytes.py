@@ -10,23 +10,25 @@ import numpy as np
 import pytest
 from hlo import computations
 from jax.sharding import Mesh
-from state_cases import BATCH, CASES, CHANNELS, HEADS, KEY, LENGTH, VALUE, ids_of, inputs
+from state_cases import BATCH, CASES, CHANNELS, HEADS, KEY, KEY_HEADS, LENGTH, VALUE, ids_of, inputs
 
 import jax_core
+from jax_core.recurrence.operators import Recurrence
 
 SIZE = 4
 ITEM = {"u32": 4, "u16": 2}
 
 
-def sent(name: str, dtype, layout: str, documents: str = "none", backward: bool = True) -> dict[str, int]:
+def sent(name: str, dtype, layout: str, documents: str = "none", backward: bool = True, **settings) -> dict[str, int]:
     """Bytes by the kind of collective, by all ranks together, of a forward and, if so, its backward."""
     case, ids = CASES[name], ids_of(documents)
+    settings = case.settings | ({"strategy": "prefix"} if case.chunked else {}) | settings
     operands, _ = inputs(case)
     operands = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
     mesh = Mesh(np.array(jax.devices()[:SIZE]), "ring")
 
     def loss(operands):
-        function = partial(getattr(jax_core, case.function), **case.settings, mesh=mesh, layout=layout, segment_ids=ids)
+        function = partial(getattr(jax_core, case.function), **settings, mesh=mesh, layout=layout, segment_ids=ids)
         return function(*map(operands.get, case.shapes)).astype(jnp.float32).sum()
 
     # Pinned to where they are used: what the test's arrays travel before and after is not the layer's.
@@ -40,7 +42,11 @@ def sent(name: str, dtype, layout: str, documents: str = "none", backward: bool 
             found["permute"] = found.get("permute", 0) + pairs * size_of(op.types)
         elif op.kind.startswith("all-gather"):
             found["gather"] = found.get("gather", 0) + size_of(op.types)  # each rank's part to one other
-        elif op.kind.startswith(("all-to-all", "reduce-scatter")):
+        elif op.kind.startswith("all-to-all"):
+            # A rank's blocks are all of its operands or, as a tuple, of its results; its own stays.
+            types = re.findall(r"\w+\[[\d,]*\]", op.types)
+            found["swap"] = found.get("swap", 0) + SIZE * sum(map(size_of, types)) * (SIZE - 1) // SIZE
+        elif op.kind.startswith("reduce-scatter"):
             raise AssertionError(op.text)
     return found
 
@@ -81,3 +87,45 @@ def test_a_prefix_of_documents():
     """The last id of each piece is sent too."""
     maps = PIECES["zigzag"] * BATCH * (HEADS * (1 + KEY * VALUE) + 1) * 4
     assert sent("ssd", "float32", "zigzag", "cuts", backward=False) == {"gather": maps}
+
+
+def tokens(case, dtype) -> tuple[int, int]:
+    """Bytes of the operands that have tokens, each key head twice, as 4 ranks share 2; and of y."""
+    shapes = [shape for shape in case.shapes.values() if shape and shape[:2] == (BATCH, LENGTH)]
+    numbers = [prod(shape) * (SIZE // KEY_HEADS if shape[2:] == (KEY_HEADS, KEY) else 1) for shape in shapes]
+    item = jnp.dtype(dtype).itemsize
+    return sum(numbers) * item, BATCH * LENGTH * HEADS * VALUE * item
+
+
+@pytest.mark.parametrize(("name", "dtype", "layout"), [("delta", "bfloat16", "zigzag"), ("ssd", "float32", "contiguous")])
+def test_an_exchange_of_heads(name, dtype, layout):
+    """Operands there and y back; in the backward operands and dy there, and the operands' cotangents back."""
+    operands, y = tokens(CASES[name], dtype)
+    assert sent(name, dtype, layout, strategy="ulysses") == {"swap": (3 * operands + 2 * y) * (SIZE - 1) // SIZE}
+
+
+def test_an_exchange_of_heads_and_documents():
+    """Each rank sends its ids to all."""
+    operands, y = tokens(CASES["ssd"], "float32")
+    ids = SIZE * BATCH * LENGTH * 4
+    assert sent("ssd", "float32", "zigzag", "cuts", backward=False, strategy="ulysses") == {
+        "swap": (operands + y + ids) * (SIZE - 1) // SIZE
+    }
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "layout", "taken"),
+    [
+        *((3, 11, "contiguous", "ulysses"), (4, 11, "contiguous", "prefix"), (5, 11, "contiguous", "prefix")),
+        *((6, 11, "zigzag", "ulysses"), (8, 11, "zigzag", "prefix")),
+        (1000, 11, "striped", "ulysses"),
+        (1, 2, "contiguous", "prefix"),  # which do not share 11 heads
+        (4, 1, "contiguous", "prefix"),
+    ],
+)
+def test_auto_sends_less(length, size, layout, taken):
+    """Of 11 heads of one number: 2 x 2 numbers a head and piece to each other rank, or 11 a head and token, of which 1/11 stays."""
+    x = jax.ShapeDtypeStruct((2, length, 11, 1), jnp.float32)
+    layer = Recurrence(operator="linear_attention")
+    operands = x, x, x, None
+    assert layer.on_ring(operands, layer.sizes(operands, None, None), layout, size).strategy == taken

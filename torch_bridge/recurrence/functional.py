@@ -12,7 +12,7 @@ from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.call import autograd
 from torch_bridge.call.programs import describe
 from torch_bridge.job.mesh import MeshArg
-from torch_bridge.recurrence.operation import LayerWithState, pieces_of_a_rank
+from torch_bridge.recurrence.operation import LayerWithState
 
 Settings = tuple[tuple[str, Any], ...]  # the fields of a layer and the layout
 
@@ -43,4 +43,4 @@ def _described(where: MeshArg, settings: Settings, device: torch.device) -> str:
     given = dict(settings)
     layout, ring = named(given.pop("layout")), backend_of(device).resolve(*where)
     layer = Recurrence(**given) if "operator" in given else Convolution(**given)
-    return describe(ring, LayerWithState(layer, layout, pieces_of_a_rank(layout, ring)), ())
+    return describe(ring, LayerWithState(layer, layout, ring.size), ())

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerWithState(Operation):
-    """``pieces``: of a rank. Its operands are the layer's, the state that enters the sequence, and the tokens' ids; its results the
+    """``size``: of the ring. Its operands are the layer's, the state that enters the sequence, and the tokens' ids; its results the
     layer's (:class:`jax_core.recurrence.layer.Results`)."""
 
     layer: Layer
     layout: Layout
-    pieces: int
+    size: int
 
     def __str__(self) -> str:
         settings = {name: value for name, value in vars(self.layer).items() if value is not None}
@@ -52,20 +52,25 @@ class LayerWithState(Operation):
 
     def check(self, operands: Sequence[TensorLike | None], ring: AnyRing) -> None:
         *inputs, state, ids = operands
-        length = self.layer.sizes(inputs, state, ids)["t"]
-        pieces_of(None, ring.size, self.layout, length)
+        sizes = self.layer.sizes(inputs, state, ids)
+        self.layer.on_ring(inputs, sizes, self.layout, ring.size)
+        pieces_of(None, ring.size, self.layout, sizes["t"])
 
     def results(self, specs: Sequence[TensorLike | None]) -> tuple[TensorSpec, ...]:
         *inputs, state, ids = specs
         sizes, like = self.layer.sizes(inputs, state, ids), self._like(specs)
         dtype = like.dtype if self.layer.name == "causal_conv1d" else accumulation(like.dtype)
         state_shape = tuple(sizes[letter] for letter in self.layer.state_dims)
-        residuals = TensorSpec(self.layer.kept_shape(sizes, self.pieces), dtype)
+        layer = self.layer.on_ring(inputs, sizes, self.layout, self.size)
+        residuals = TensorSpec(layer.kept_shape(sizes, self.layout, self.size), dtype)
         return TensorSpec(tuple(like.shape), like.dtype), TensorSpec(state_shape, dtype), residuals
 
     def local(self, request: Request, place: Placement) -> "LocalLayer":
         self.check(request.specs, request.ring)
-        return LocalLayer(self.layer, pieces_of(place.axis_name, place.size, self.layout, self._like(request.specs).shape[1]))
+        *inputs, state, ids = request.specs
+        sizes = self.layer.sizes(inputs, state, ids)
+        layer = self.layer.on_ring(inputs, sizes, self.layout, place.size)
+        return LocalLayer(layer, pieces_of(place.axis_name, place.size, self.layout, sizes["t"]))
 
     def in_torch(self, request: Request, program: Program) -> "Empty | None":
         nothing = 0 in self._like(request.specs).shape[:2]
@@ -152,10 +157,3 @@ def _has_no_tokens(operand: Operand, x: torch.Tensor) -> bool:
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def pieces_of_a_rank(layout: Layout, ring: AnyRing) -> int:
-    """However long the shards are."""
-    if ring.size == 1 or layout == "striped":  # which is refused later, in words
-        return 1
-    return {"contiguous": 1, "zigzag": 2}[layout] if isinstance(layout, str) else len(layout.table[0])  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from jax_core.masks.layout import inverse_permutation, permutation
 from jax_core.masks.plan import Plan
 
 TIGHT = 1e-12
+RECURRENCES = [name for name in ONE_OF_EACH if CASES[name].chunked]
 
 
 def layout_of(name: str, size: int):
@@ -35,7 +36,7 @@ def on_ring(case: Case, operands, state, given, size: int, layout, ids, **more):
     """``((y, last), (gradients, gradient of the state))``, in the order of the sequence."""
     mesh, layout = Mesh(np.array(jax.devices()[:size]), "ring"), layout_of(layout, size)
     here, back = permutation(layout, size, LENGTH), inverse_permutation(layout, size, LENGTH)
-    settings = case.settings | ({"chunk_size": CHUNK} if case.chunked else {}) | more
+    settings = case.settings | ({"chunk_size": CHUNK, "strategy": "prefix"} if case.chunked else {}) | more
     operands, given = moved(operands, here), moved(given, here)
     ids = None if ids is None else moved(ids, here)
 
@@ -73,6 +74,31 @@ def test_alone(name):
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, "conv-over-pieces"])
 def test_on_a_ring(name, size, layout, documents):
     compare(name, size, layout, documents)
+
+
+@cache
+def alone(name: str, documents: str):
+    case = CASES[name]
+    return on_ring(case, *inputs(case), cotangents(case), 1, "contiguous", ids_of(documents))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "size", "layout", "documents"),
+    [
+        *((name, 2, "zigzag", "padding") for name in RECURRENCES),
+        *((name, 4, "plan", "cuts") for name in RECURRENCES),
+        *(("gla", 4, "contiguous", "none"), ("ssd-skip", 2, "striped", "cuts")),
+    ],
+)
+def test_by_heads(name, size, layout, documents):
+    """To the bit what one device computes; on a ring of 4 with each of the 2 key heads on two devices."""
+    case = CASES[name]
+    with jax.enable_x64(True), quick_compiles():
+        got = on_ring(case, *inputs(case), cotangents(case), size, layout, ids_of(documents), strategy="ulysses")
+        one = alone(name, documents)
+    jax.tree.map(np.testing.assert_array_equal, got[0], one[0])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=TIGHT, atol=TIGHT * 10), got, of_oracle(name, documents))
 
 
 @pytest.mark.timeout(120)
@@ -122,16 +148,17 @@ def test_cu_seqlens_are_ids():
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_padding_may_hold_anything(name):
+@pytest.mark.parametrize(("name", "strategy"), [*((name, "prefix") for name in ONE_OF_EACH), ("kda", "ulysses")])
+def test_padding_may_hold_anything(name, strategy):
     """Also cotangents there; its gradients are 0."""
     case, ids = CASES[name], ids_of("padding")
+    more = {"strategy": strategy} if case.chunked else {}
     operands, state = inputs(case, dtype=np.float32)
     given = tuple(x.astype(np.float32) for x in cotangents(case))
     spoilt = {name: spoil(x, ids) for name, x in operands.items()}
     with quick_compiles():
-        clean = on_ring(case, operands, state, given, 2, "zigzag", ids)
-        dirty = on_ring(case, spoilt, state, (spoil(given[0], ids), given[1]), 2, "zigzag", ids)
+        clean = on_ring(case, operands, state, given, 2, "zigzag", ids, **more)
+        dirty = on_ring(case, spoilt, state, (spoil(given[0], ids), given[1]), 2, "zigzag", ids, **more)
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
     (y, _), (gradients, _) = clean
     assert not y[ids < 0].any()
@@ -175,7 +202,31 @@ def test_inside_shard_map():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, exact)
 
 
-def test_heads_stay_split():
+def test_by_heads_inside_shard_map():
+    """With check_vma, over two axes that the mesh has in another order, and with two dtypes in one message; what devices share gets
+    its whole gradient. Each of the 2 groups is on two devices."""
+    case, size = CASES["ssd-skip"], 4
+    mesh, ring = Mesh(np.array(jax.devices()[:size]).reshape(2, 2), ("a", "b")), ("b", "a")
+    operands, _ = inputs(case, dtype=np.float32)
+    operands |= {name: operands[name].astype(jnp.bfloat16) for name in "BC"}
+    ends = np.array([0, 12, 13, 47, 80], np.int32)  # and padding after them
+    places = {name: PartitionSpec(None, ring) if _along(x) else PartitionSpec() for name, x in operands.items()}
+    alone = partial(jax_core.ssd, chunk_size=CHUNK, cu_seqlens=ends)
+    local = partial(alone, axis_name=ring, layout="zigzag", strategy="ulysses")
+    order, back = permutation("zigzag", size, LENGTH), inverse_permutation("zigzag", size, LENGTH)
+    mapped = jax.shard_map(lambda x: local(**x), mesh=mesh, in_specs=(places,), out_specs=PartitionSpec(None, ring))
+    loss = lambda run: lambda x: (jnp.sum((y := run(x)) ** 2), y)  # noqa: E731
+    got, y = moved(jax.jit(jax.grad(loss(mapped), has_aux=True))(moved(operands, order)), back)
+    exact, y_alone = jax.jit(jax.grad(loss(lambda x: alone(**x)), has_aux=True))(operands)
+    np.testing.assert_array_equal(y, y_alone)
+    for name, gradient in exact.items():
+        assert got[name].dtype == gradient.dtype
+        far = np.abs(got[name].astype(np.float32) - gradient.astype(np.float32)).max() / np.abs(gradient).max()
+        assert far < (1e-2 if name in "BC" else 1e-6), name
+
+
+@pytest.mark.parametrize("strategy", ["prefix", "ulysses"])
+def test_heads_stay_split(strategy):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "ring", "heads"))
     case = CASES["delta"]
     operands, state = inputs(case, dtype=np.float32)
@@ -183,7 +234,7 @@ def test_heads_stay_split():
     alone = jax_core.gated_delta_rule(**operands, initial_state=state, output_final_state=True)
     split = {name: PartitionSpec("data", "ring", "heads") for name in operands}
     placed = {name: jax.device_put(x, jax.NamedSharding(mesh, split[name])) for name, x in operands.items()}
-    run = partial(jax_core.gated_delta_rule, mesh=mesh, axis_name="ring", output_final_state=True)
+    run = partial(jax_core.gated_delta_rule, mesh=mesh, axis_name="ring", output_final_state=True, strategy=strategy)
     y, last = run(**placed, initial_state=state)
     assert y.sharding.spec == PartitionSpec(("data",), "ring", ("heads",), None)
     for got, exact in zip((y, last), alone, strict=True):
@@ -193,7 +244,13 @@ def test_heads_stay_split():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"layout": "striped", "mesh": True}, NotImplementedError, "striped.*gives a rank every n-th position.*zigzag"),
+        (
+            {"layout": "striped", "mesh": 2, "strategy": "prefix"},
+            NotImplementedError,
+            "striped.*gives a rank every n-th position.*zigzag",
+        ),
+        ({"mesh": 4, "strategy": "ulysses"}, ValueError, 'the 4 ranks: .* multiple of that, got 2 heads; use strategy="prefix'),
+        ({"strategy": "ring"}, ValueError, "strategy must be one of auto, prefix, ulysses, got 'ring'"),
         ({"beta": np.zeros((1, 4), np.float32)}, ValueError, r"beta must be \[batch, seq, heads\], got \[1, 4\]"),
         ({"beta": np.zeros((1, 4, 3), np.float32)}, ValueError, r"beta must be .*, with heads 2 as the others; got \[1, 4, 3\]"),
         ({"beta": None}, ValueError, r"gated_delta_rule needs beta, \[batch, seq, heads\]"),
@@ -209,6 +266,6 @@ def test_refusals(changes, error, words):
     operands = {"q": (1, 4, 1, 4), "k": (1, 4, 1, 4), "v": (1, 4, 2, 4), "g": (1, 4, 2), "beta": (1, 4, 2)}
     arguments = {name: np.zeros(shape, np.float32) for name, shape in operands.items()} | changes
     if "mesh" in changes:
-        arguments["mesh"] = Mesh(np.array(jax.devices()[:2]), "ring")
+        arguments["mesh"] = Mesh(np.array(jax.devices()[: changes["mesh"]]), "ring")
     with pytest.raises(error, match=words):
         jax_core.gated_delta_rule(**arguments)

@@ -22,7 +22,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 layouts = ["contiguous", "zigzag", ring_attn.balance(LENGTH, size, causal=True, piece=LENGTH // (3 * size))]
 
 
-def compare(name, layout, documents):
+def compare(name, layout, documents, **strategy):
     """Results, the gradients of shards, and the sums over ranks of those that all ranks hold."""
     case, ring, ids = CASES[name], Ring(layout=layout), ids_of(documents)
     operands, state, given = tensors(case, DEVICE)
@@ -31,7 +31,9 @@ def compare(name, layout, documents):
     shards = {name: sharded(x, ring) for name, x in operands.items()}
     # All ranks hold the final state: each makes its part of the loss.
     parts = sharded(given[0], ring), given[1] / size
-    (own, own_last), gradients = gradients_of(case, shards, state, parts, None if ids is None else ring.shard(ids), ring=ring)
+    (own, own_last), gradients = gradients_of(
+        case, shards, state, parts, None if ids is None else ring.shard(ids), ring=ring, **strategy
+    )
     torch.testing.assert_close(own, sharded(y, ring), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(own_last, last, rtol=1e-12, atol=1e-12)
     for name, gradient in gradients.items():
@@ -51,7 +53,9 @@ def refused(words, function, *arguments, **options):
 
 
 for number, name in enumerate(ONE_OF_EACH):
-    compare(name, layouts[number % 3], "padding")
+    compare(name, layouts[number % 3], "padding", **({"strategy": "prefix"} if CASES[name].chunked else {}))
+compare("kda", "zigzag", "padding", strategy="ulysses")
+compare("ssd-skip", layouts[2], "cuts", strategy="ulysses")
 
 x, weight = torch.randn(1, 8, 2), torch.randn(2, 4)
 dist.broadcast(weight, 0)
@@ -67,6 +71,10 @@ except ValueError as error:
     assert "must be called with" in str(error), error
 else:
     raise AssertionError("two layouts were taken")
+refused(
+    "gives equally many heads to each", ring_attn.linear_attention, *[q.repeat(1, 1, 1 + size, 1)[:, :, 1:]] * 3, strategy="ulysses"
+)
+refused("must be called with", ring_attn.linear_attention, q, q, q, strategy="prefix" if rank else "auto")
 ends = torch.tensor([0, 5, 12])
 places = ring_attn.positions(16, layout="zigzag") if size == 2 else None
 if places is not None:
