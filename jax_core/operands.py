@@ -3,7 +3,10 @@ torch's tensors, too.
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Documents a sequence that kernels are told of; each costs a tile of padding in a backward's sums, and a step of a tile scheduler.
 MOST_DOCUMENTS = 4096
@@ -50,10 +53,12 @@ class Operands(NamedTuple, Generic[A]):
     origin: A | None = None
     documents: A | None = None
     rank: A | None = None
-    predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+    predicate_arrays: "tuple[tuple[A | np.ndarray | None, ...], ...]" = ()
 
     @classmethod
-    def of(cls, arrays: Sequence[A | None], predicate_arrays: tuple[tuple[Any, ...], ...] = ()) -> "Operands[A]":
+    def of(
+        cls, arrays: Sequence[A | None], predicate_arrays: "tuple[tuple[A | np.ndarray | None, ...], ...]" = ()
+    ) -> "Operands[A]":
         """``arrays``: what callers give, in the order of :attr:`given`; those that follow are left out."""
         named: dict[str, Any] = dict(zip(cls._fields[:GIVEN], arrays, strict=False))
         return cls(**named, predicate_arrays=predicate_arrays)
@@ -69,21 +74,26 @@ class Operands(NamedTuple, Generic[A]):
     @property
     def given(self) -> tuple[A | None, ...]:
         """What callers give, in this order: all but the rank and the arrays of predicates."""
-        arrays: Any = self
-        return tuple(arrays[:GIVEN])
+        return tuple(getattr(self, name) for name in self._fields[:GIVEN])
 
     def replaced(self, **arrays: A | None) -> "Operands[A]":
         others: Any = arrays
         return self._replace(**others)
 
     def with_qkv(self, query: A, key: A, value: A) -> "Operands[A]":
-        others: Any = self[3:]
-        return Operands(query, key, value, *others)
+        return self._replace(query=query, key=key, value=value)
 
 
 GIVEN = Operands._fields.index("rank")
 
 
-def is_placed(documents: Any) -> bool:
+class Shaped(Protocol):
+    """An array of any library."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def is_placed(documents: Shaped | None) -> bool:
     """Whether documents, which may be None, lie by a table of pieces."""
     return documents is not None and len(documents.shape) == 3

@@ -13,9 +13,14 @@ Layouts, for ring size ``N``, rank ``r`` and shard length ``T``:
 """
 
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Union, get_args, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jax import Array
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
+Index = Union[int, "np.ndarray", "Array"]  # a number, several at once, or a value on the device
 LAYOUTS: tuple[str, ...] = get_args(LayoutName)
 
 
@@ -48,7 +53,7 @@ class Arrangement(Protocol):
 
     def check_shard_length(self, length: int, name: str, size: int) -> None: ...
 
-    def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]: ...
+    def runs(self, rank: Index, size: int, length: int) -> tuple[Run, ...]: ...
 
     def padded_length(self, size: int, length: int) -> int: ...
 
@@ -100,7 +105,7 @@ def check_shard_length(layout: Layout, length: int, name: str = "shard", size: i
         )
 
 
-def runs(layout: Layout, rank, size: int, length: int) -> tuple[Run, ...]:
+def runs(layout: Layout, rank: Index, size: int, length: int) -> tuple[Run, ...]:
     """The runs of positions that ``rank`` of a ring of ``size`` holds in a shard of ``length`` positions, in shard order."""
     if not isinstance(layout, str):
         return _arranged(layout).runs(rank, size, length)

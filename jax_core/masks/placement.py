@@ -11,10 +11,12 @@ the keys comes before that of the queries, all queries see the keys' first piece
 one, sees all keys.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+
+from jax_core.masks.layout import Index
 
 
 class Pieces(NamedTuple):
@@ -51,7 +53,7 @@ class Shared(NamedTuple):
     distances: Array
 
 
-def pieces_of(table: Array, rank: Any) -> Pieces:
+def pieces_of(table: Array, rank: Index) -> Pieces:
     numbers, distances, tokens = jnp.moveaxis(table[rank], -1, 0)
     ends = jnp.cumsum(tokens, dtype=jnp.int32)
     return Pieces(numbers, distances, ends - tokens, ends)

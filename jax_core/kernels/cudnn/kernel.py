@@ -111,7 +111,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     return join([carry, *partials], out_dtype)
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads[Array]:
     del config  # one sweep in any case
     # Every row sees a key, so the LSE is never +inf.
     operands = _Operands(*pair.shards, residuals.out, residuals.dout, residuals.lse)

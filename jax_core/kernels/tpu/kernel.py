@@ -104,7 +104,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     return Partial(_from_rows(out, const), _from_statistics(lse, const))
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads[Array]:
     """Deterministic in any case."""
     const = make_constants(pair, _fitting(config, pair))
     blocked, extras = block_extras(const, pair), pair.extras

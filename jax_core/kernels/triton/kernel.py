@@ -88,7 +88,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     return Partial(*(results if len(in_place) == 2 else results[::-1]))
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads[Array]:
     """Two sweeps are deterministic; one is not, and refused where that is asked for."""
     from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 

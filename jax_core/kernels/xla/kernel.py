@@ -144,7 +144,7 @@ class _Shares(NamedTuple):
     dalibi_slopes: Array | None
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads[Array]:
     """One sweep, and deterministic, in any case."""
     queries, keys, tiles, uncut = cut(pair, config.params)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
