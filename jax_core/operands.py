@@ -3,16 +3,20 @@ torch's tensors, too.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    import numpy as np
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 # Documents a sequence that kernels are told of; each costs a tile of padding in a backward's sums, and a step of a tile scheduler.
 MOST_DOCUMENTS = 4096
 MOST_SHARED = 32  # documents of a placement that several ranks have a part of; each costs a tile in every step's backward
 NOBODY = 2**31 - 1  # the document of a piece of no tokens
 A = TypeVar("A")  # the kind of array
+
+
+class Shaped(Protocol):
+    """An array of any library."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 class Keys(NamedTuple, Generic[A]):
@@ -53,12 +57,10 @@ class Operands(NamedTuple, Generic[A]):
     origin: A | None = None
     documents: A | None = None
     rank: A | None = None
-    predicate_arrays: "tuple[tuple[A | np.ndarray | None, ...], ...]" = ()
+    predicate_arrays: tuple[tuple[A | Shaped | None, ...], ...] = ()
 
     @classmethod
-    def of(
-        cls, arrays: Sequence[A | None], predicate_arrays: "tuple[tuple[A | np.ndarray | None, ...], ...]" = ()
-    ) -> "Operands[A]":
+    def of(cls, arrays: Sequence[A | None], predicate_arrays: tuple[tuple[A | Shaped | None, ...], ...] = ()) -> "Operands[A]":
         """``arrays``: what callers give, in the order of :attr:`given`; those that follow are left out."""
         named: dict[str, Any] = dict(zip(cls._fields[:GIVEN], arrays, strict=False))
         return cls(**named, predicate_arrays=predicate_arrays)
@@ -74,7 +76,8 @@ class Operands(NamedTuple, Generic[A]):
     @property
     def given(self) -> tuple[A | None, ...]:
         """What callers give, in this order: all but the rank and the arrays of predicates."""
-        return tuple(getattr(self, name) for name in self._fields[:GIVEN])
+        arrays: Any = self
+        return tuple(arrays[:GIVEN])
 
     def replaced(self, **arrays: A | None) -> "Operands[A]":
         others: Any = arrays
@@ -85,13 +88,6 @@ class Operands(NamedTuple, Generic[A]):
 
 
 GIVEN = Operands._fields.index("rank")
-
-
-class Shaped(Protocol):
-    """An array of any library."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
 
 
 def is_placed(documents: Shaped | None) -> bool:

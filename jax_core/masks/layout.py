@@ -13,15 +13,22 @@ Layouts, for ring size ``N``, rank ``r`` and shard length ``T``:
 """
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Union, get_args, runtime_checkable
-
-if TYPE_CHECKING:
-    import numpy as np
-    from jax import Array
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
-Index = Union[int, "np.ndarray", "Array"]  # a number, several at once, or a value on the device
 LAYOUTS: tuple[str, ...] = get_args(LayoutName)
+
+
+class Index(Protocol):
+    """An int, a NumPy array of several, or a value on the device."""
+
+    def __add__(self, other: int, /) -> "Index": ...
+
+    def __radd__(self, other: int, /) -> "Index": ...
+
+    def __rsub__(self, other: int, /) -> "Index": ...
+
+    def __mul__(self, other: int, /) -> "Index": ...
 
 
 class Run(NamedTuple):

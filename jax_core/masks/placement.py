@@ -16,8 +16,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.masks.layout import Index
-
 
 class Pieces(NamedTuple):
     """Of one rank, int32 ``[most]``: numbers of documents, distances from their starts, and the rows at which pieces begin and
@@ -53,7 +51,7 @@ class Shared(NamedTuple):
     distances: Array
 
 
-def pieces_of(table: Array, rank: Index) -> Pieces:
+def pieces_of(table: Array, rank: int | Array) -> Pieces:
     numbers, distances, tokens = jnp.moveaxis(table[rank], -1, 0)
     ends = jnp.cumsum(tokens, dtype=jnp.int32)
     return Pieces(numbers, distances, ends - tokens, ends)

@@ -1,7 +1,6 @@
 """``RingAttention``: ``nn.MultiheadAttention`` over a sequence that is sharded across processes."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax_core.keywords import explains
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import make_mask
 from jax_core.operands import Operands
-from jax_core.options import Options
+from jax_core.options import MaskBuilder, MaskMod, Options
 from ring_attn.arguments.checks import check_dense, check_inputs, check_sizes
 from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.arguments.names import OF_FORWARD, OF_MODULE
@@ -113,8 +112,8 @@ class RingAttention(nn.MultiheadAttention):
         softcap: float | None = None,
         scale: float | None = None,
         alibi_slopes: Tensor | None = None,
-        mask_mod: Callable[..., object] | None = None,
-        mask_builder: Callable[..., object] | None = None,
+        mask_mod: MaskMod | None = None,
+        mask_builder: MaskBuilder | None = None,
         fused_backward: bool = False,
         head_groups: int = 1,
         deterministic: bool = False,

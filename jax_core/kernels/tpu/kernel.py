@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -268,7 +267,7 @@ def _from_statistics(x: Array, const: TileConstants) -> Array:
     return out_of_blocks(x[:, :, 0], 2, const.q)
 
 
-def _in_place(inputs: Any, before: Any, results: Sequence[jax.ShapeDtypeStruct]) -> dict[int, int]:
+def _in_place(inputs: Sequence[object], before: object, results: Sequence[jax.ShapeDtypeStruct]) -> dict[int, int]:
     """The aliases of a launch: ``before`` is the last leaves of ``inputs``; the last results reuse its buffers if dtypes match."""
     first = len(jax.tree.leaves(inputs)) - len(jax.tree.leaves(before))
     last = len(results) - len(jax.tree.leaves(before))
