@@ -5,7 +5,7 @@ attention through a table of backends. This module adds a backend to the table a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.ring import Ring, as_ring
+from ring_attn.sharding.autograd import Context
 from ring_attn.sharding.reduction import gather_from_ring
 from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
 
@@ -150,11 +151,19 @@ class _GatherHook(ModelHook):
         return whole[0] if isinstance(output, Tensor) else whole
 
 
+class _Part(Context, Protocol):
+    """Of this rank, along a dim."""
+
+    dim: int
+    start: int
+    length: int
+
+
 class _Gather(torch.autograd.Function):
     """The parts of all ranks in order. Its gradient is that of this rank's part: all ranks compute the same from the whole."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Part, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ring, call = resolve(group), f"diffusers' gathering of outputs along dim {dim}"
         lengths = [length for (length,) in _sizes((part.shape[dim],), part.device, ring, call)]
         rank = dist.get_rank(group)
@@ -163,7 +172,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([x.narrow(dim, 0, length) for x, length in zip(parts, lengths, strict=True)], dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Part, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None
 
 

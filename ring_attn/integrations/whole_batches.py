@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers import ContextParallel
-from ring_attn.integrations.transformers.batch.sharding import ModelInputs
-
-Inputs = tuple[tuple[object, ...], ModelInputs]
+from ring_attn.integrations.transformers.batch.sharding import Inputs, ModelInputs
 
 _FUSED = "fused_lm_head"  # how TRL asks the model for one number a token in the place of logits
 _ASKED_BY_SFT = {"log_probs", "entropy", "is_top1"}

@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,11 @@ from torch_bridge.job.ring import tensors_per_sequence
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}
 _LOST_MESH = "a mesh that was not pickled"
 _Ids = tuple[Tensor | None, Tensor | None]  # segment ids of the queries and of the keys
+
+
+class _Factory(TypedDict):
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class RingAttention(nn.MultiheadAttention):
@@ -154,7 +159,7 @@ class RingAttention(nn.MultiheadAttention):
         else:
             self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
 
-    def _make_parameters(self, bias: bool, add_bias_kv: bool, sinks: bool | int, factory: dict[str, Any]) -> None:
+    def _make_parameters(self, bias: bool, add_bias_kv: bool, sinks: bool | int, factory: _Factory) -> None:
         kv_dim = self.num_kv_heads * self.head_dim
         rows = self.embed_dim + 2 * kv_dim
         packed = self.kdim == self.vdim == self.embed_dim
@@ -172,7 +177,7 @@ class RingAttention(nn.MultiheadAttention):
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
         self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         repack(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

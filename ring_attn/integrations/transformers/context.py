@@ -17,7 +17,7 @@ from ring_attn.integrations.transformers.batch.given import CHANGED, check_given
 from ring_attn.integrations.transformers.batch.head import Head, Outputs, first_tokens
 from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, loss_of, with_loss
 from ring_attn.integrations.transformers.batch.outputs import without_pooled
-from ring_attn.integrations.transformers.batch.sharding import MARK, ModelInputs, shard_batch
+from ring_attn.integrations.transformers.batch.sharding import MARK, Inputs, ModelInputs, shard_batch
 from ring_attn.integrations.transformers.calls import CALL, Call, Items, Sharded
 from ring_attn.integrations.transformers.layers.attention import NAME, register
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint, keep_in_checkpoints, keep_no_more
@@ -257,9 +257,7 @@ class ContextParallel:
         return self._off
 
     @torch.compiler.disable
-    def _enter(
-        self, module: nn.Module, arguments: tuple[object, ...], options: ModelInputs
-    ) -> tuple[tuple[object, ...], ModelInputs] | None:
+    def _enter(self, module: nn.Module, arguments: tuple[object, ...], options: ModelInputs) -> Inputs | None:
         if self._off:
             return None
         sharded = options.pop(MARK, None)
@@ -310,9 +308,7 @@ class ContextParallel:
                 self._shared.ask({f"{name} of a sharded batch is not what cp.shard made": CHANGED}, changed.view(1))
 
     @torch.compiler.disable
-    def _leave(
-        self, module: nn.Module, arguments: tuple[object, ...], options: ModelInputs, output: Outputs | None
-    ) -> Outputs | None:
+    def _leave(self, module: nn.Module, arguments: object, options: object, output: Outputs | None) -> Outputs | None:
         if self._off or not self._entered or self._entered[-1].module is not module:  # it was refused before it had entered
             return None
         _, begun, labels, items, hidden = self._entered.pop()

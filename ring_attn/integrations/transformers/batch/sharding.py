@@ -23,6 +23,7 @@ from ring_attn.sharding.padding import forget_padding
 from ring_attn.training.shared_state import fingerprints
 
 ModelInputs = dict[str, Any]  # by name: tensors, numbers, flags, and the mark
+Inputs = tuple[tuple[object, ...], ModelInputs]  # as torch gives them to a hook
 MARK = "ring_attn"  # the entry of a sharded batch that says so; the model's pre-forward hook takes it out
 
 

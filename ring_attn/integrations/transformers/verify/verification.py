@@ -32,7 +32,7 @@ _EARLY = 0.1  # times the tolerance: a forward that is off by more is not called
 _NOT_THERE = 0.1  # times what rounding makes: what moves by less in one process is not moved
 
 Batch = Mapping[str, object]
-LossOf = Callable[[ModelOutput, Batch], Tensor]
+LossOf = Callable[[ModelOutput, ModelInputs], Tensor]
 Run = Callable[..., ModelOutput]  # the model, of a batch's entries
 
 
