@@ -3,13 +3,20 @@ torch's tensors, too.
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 # Documents a sequence that kernels are told of; each costs a tile of padding in a backward's sums, and a step of a tile scheduler.
 MOST_DOCUMENTS = 4096
 MOST_SHARED = 32  # documents of a placement that several ranks have a part of; each costs a tile in every step's backward
 NOBODY = 2**31 - 1  # the document of a piece of no tokens
 A = TypeVar("A")  # the kind of array
+
+
+class Shaped(Protocol):
+    """An array of any library."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 class Keys(NamedTuple, Generic[A]):
@@ -50,10 +57,10 @@ class Operands(NamedTuple, Generic[A]):
     origin: A | None = None
     documents: A | None = None
     rank: A | None = None
-    predicate_arrays: tuple[tuple[Any, ...], ...] = ()
+    predicate_arrays: tuple[tuple[A | Shaped | None, ...], ...] = ()
 
     @classmethod
-    def of(cls, arrays: Sequence[A | None], predicate_arrays: tuple[tuple[Any, ...], ...] = ()) -> "Operands[A]":
+    def of(cls, arrays: Sequence[A | None], predicate_arrays: tuple[tuple[A | Shaped | None, ...], ...] = ()) -> "Operands[A]":
         """``arrays``: what callers give, in the order of :attr:`given`; those that follow are left out."""
         named: dict[str, Any] = dict(zip(cls._fields[:GIVEN], arrays, strict=False))
         return cls(**named, predicate_arrays=predicate_arrays)
@@ -77,13 +84,12 @@ class Operands(NamedTuple, Generic[A]):
         return self._replace(**others)
 
     def with_qkv(self, query: A, key: A, value: A) -> "Operands[A]":
-        others: Any = self[3:]
-        return Operands(query, key, value, *others)
+        return self._replace(query=query, key=key, value=value)
 
 
 GIVEN = Operands._fields.index("rank")
 
 
-def is_placed(documents: Any) -> bool:
+def is_placed(documents: Shaped | None) -> bool:
     """Whether documents, which may be None, lie by a table of pieces."""
     return documents is not None and len(documents.shape) == 3

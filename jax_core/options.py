@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import Layout
@@ -11,12 +11,22 @@ from jax_core.masks.static import Window
 if TYPE_CHECKING:
     from jax import Array
     from jax.lax import Precision
+    from jax.typing import ArrayLike
 
     from jax_core.masks.functions import Predicate
 
 AxisName = str | tuple[str, ...] | None
-MaskMod = Callable[..., Any]  # (batch, head, q_pos, k_pos) -> bool, on traced int32 scalars
-MaskBuilder = Callable[..., Any]  # (q_len, kv_len, num_heads, head_idx, num_reps) -> what slices [q_slice, k_slice] to booleans
+Visible: TypeAlias = "ArrayLike"  # booleans
+MaskMod = Callable[..., Visible]  # (batch, head, q_pos, k_pos) -> bool, on traced int32 scalars
+
+
+class SlicedMask(Protocol):
+    """A mask of one head, over the indices of the whole sequence: NumPy's arrays, splash attention's masks."""
+
+    def __getitem__(self, where: tuple[slice, slice], /) -> Visible: ...
+
+
+MaskBuilder = Callable[..., SlicedMask]  # (q_len, kv_len, num_heads, head_idx, num_reps)
 
 
 class MaskInfo(NamedTuple):

@@ -1,6 +1,6 @@
 """``ring_attention`` for torch tensors: this rank's shards in, this rank's shard out."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, Unpack, overload
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import Layout
 from jax_core.operands import Operands
-from jax_core.options import Options
+from jax_core.options import MaskBuilder, MaskMod, Options
 from ring_attn.arguments.checks import check_options, check_tensors, plain, plain_options
 from ring_attn.arguments.documents import Packing, as_documents, with_documents, with_positions
 from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
@@ -57,8 +57,8 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     bias: Tensor | None
     mask: Tensor | None
-    mask_mod: Callable[..., object] | None
-    mask_builder: Callable[..., object] | None
+    mask_mod: MaskMod | None
+    mask_builder: MaskBuilder | None
     sinks: Tensor | None
     alibi_slopes: Tensor | None
     q_segment_ids: Tensor | None
@@ -133,8 +133,8 @@ def ring_attention(
     softcap: float | None = None,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    mask_mod: Callable[..., object] | None = None,
-    mask_builder: Callable[..., object] | None = None,
+    mask_mod: MaskMod | None = None,
+    mask_builder: MaskBuilder | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     q_segment_ids: Tensor | None = None,

@@ -70,7 +70,7 @@ class HeadParallel(ParallelStyle):
         return module
 
     def _inputs(
-        self, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, mesh: DeviceMesh, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         named = {name: x for name, x in kwargs.items() if name in ("query", "key", "value")}
         # One tensor that comes as query, key and value stays one.

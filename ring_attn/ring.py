@@ -26,6 +26,14 @@ class Place(TypedDict):
     layout: Layout
 
 
+class OneByOne(TypedDict, total=False):
+    """A ring, or what makes one (:func:`as_ring`)."""
+
+    ring: "Ring | None"
+    mesh: MeshLike
+    mesh_dim: MeshDim
+
+
 @dataclass(frozen=True)
 class Ring:
     """A ring of processes, the layout of the sequence on it, and how attention is distributed over it. Its methods are the

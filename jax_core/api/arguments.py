@@ -62,6 +62,10 @@ class OnMesh(_Common, total=False):
     out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None
 
 
+class Anywhere(OnMesh, total=False):
+    return_lse: bool
+
+
 def request_of(
     query: ArrayLike,
     key: ArrayLike,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jax import Array
@@ -10,7 +10,7 @@ from jax.lax import Precision
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_core.api.arguments import Keywords, OnMesh, request_of
+from jax_core.api.arguments import Anywhere, Keywords, OnMesh, request_of
 from jax_core.api.differentiable import attend, local_attention, local_spec
 from jax_core.api.mesh import on_mesh, plan_mesh
 from jax_core.api.names import OTHERS
@@ -201,7 +201,7 @@ def explain(
     value: ArrayLike,
     softmax_aux: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    **arguments: Any,
+    **arguments: Unpack[Anywhere],
 ) -> Explanation:
     """What :func:`ring_attention` would run with these arguments, and why nothing else: the strategy, the kernel, their settings,
     what the others refuse, and the bytes sent and held. ``print`` it.
@@ -209,13 +209,13 @@ def explain(
     The call is traced, not compiled or run; arrays may be ``jax.ShapeDtypeStruct``. Raises what the call raises while it is traced:
     outside of ``shard_map`` give ``mesh``.
     """
-    arguments |= {"softmax_aux": softmax_aux, "bias": bias}
-    arrays = {name: x for name, x in arguments.items() if name in Operands._fields and x is not None}
-    static = {name: x for name, x in arguments.items() if name not in arrays}
+    given: dict[str, object] = {**arguments, "softmax_aux": softmax_aux, "bias": bias}
+    arrays = {name: x for name, x in given.items() if name in Operands._fields and x is not None}
+    static = {name: x for name, x in given.items() if name not in arrays}
     decided = []
 
-    def local(options: Options, shards: Operands, *where: Any) -> Any:
-        spec, completed = local_spec(options, shards, *where)
+    def local(options: Options, shards: Operands, where: AxisName) -> tuple[Array, Array]:
+        spec, completed = local_spec(options, shards, where)
         decided.append((options, spec))
         return attend(spec, completed)
 
@@ -246,14 +246,19 @@ def create_shard_map_wrapper(
 
 def _attention(
     local: Callable[..., tuple[Array, Array]],
-    *arrays: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    softmax_aux: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None = None,
     **arguments: Unpack[Keywords],
 ) -> Array | tuple[Array, Array]:
     """:func:`ring_attention`, with ``local`` as the attention of local shards."""
-    options, operands, axis_name = request_of(*arrays, **arguments)
+    options, operands, axis_name = request_of(query, key, value, softmax_aux, bias, **arguments)
     return_lse = options.lse_gradient
     if mesh is not None:
         plan = plan_mesh(operands, mesh, axis_name, in_specs, out_specs, return_lse, options.strategy)

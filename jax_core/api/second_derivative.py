@@ -9,7 +9,7 @@ forward and a backward in forward mode, in memory that grows with the length and
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from jax_core.strategies.transfers.transfer import tree_after
 from jax_core.varying import vary, varying_axes
 
 Tree = TypeVar("Tree")
+_Residuals = tuple[Operands, Array, Array, Array | None]
+_Arguments = tuple[Operands, Array, Array, Operands, Array | None]
+_Changes = tuple[Operands, Array, Array, Array]
 
 _SECOND = frozenset({"second_derivative"})
 
@@ -36,7 +39,7 @@ def attention_gradients(spec: RingSpec, operands: Operands, out: Array, lse: Arr
     return spec.strategy.backward(spec, operands, out, lse, dout, dlse)
 
 
-def _forward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> tuple[Operands, Any]:
+def _forward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> tuple[Operands, _Residuals]:
     gradients = attention_gradients(spec, operands, out, lse, dout, dlse)
     return gradients, kept((operands, dout, dlse, _done(spec, (gradients, out))))
 
@@ -48,7 +51,7 @@ def kept(residuals: Tree) -> Tree:
     return lax.optimization_barrier(residuals)
 
 
-def _backward(spec: RingSpec, residuals: Any, direction: Operands) -> tuple[Any, ...]:
+def _backward(spec: RingSpec, residuals: _Residuals, direction: Operands) -> tuple[Operands, Array, None, Array, Array]:
     operands, dout, dlse, done = residuals
     _check_differentiable(spec)
     changes, dout_change, dlse_change, no_change = _changes(spec, operands, dout, dlse, direction, done)
@@ -58,9 +61,7 @@ def _backward(spec: RingSpec, residuals: Any, direction: Operands) -> tuple[Any,
 attention_gradients.defvjp(_forward, _backward)
 
 
-def _made_of(
-    spec: RingSpec, operands: Operands, dout: Array, dlse: Array, direction: Operands, done: Array | None
-) -> tuple[Operands, Array, Array, Array]:
+def _made_of(spec: RingSpec, operands: Operands, dout: Array, dlse: Array, direction: Operands, done: Array | None) -> _Changes:
     """How the gradients, ``out`` and ``lse`` change as the operands move in ``direction``; and zeros like ``out``. ``done``: what
     the transfers must wait for; those after them wait for the zeros."""
     spec = replace(spec, differentiable=True)
@@ -103,11 +104,11 @@ def _done(spec: RingSpec, tree: object) -> Array | None:
     return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(tree))
 
 
-def _changes_forward(spec: RingSpec, *arguments: Any) -> tuple[Any, object]:
+def _changes_forward(spec: RingSpec, *arguments: *_Arguments) -> tuple[_Changes, _Arguments]:
     return _changes(spec, *arguments), kept(arguments)
 
 
-def _changes_backward(spec: RingSpec, arguments: Any, cotangents: Any) -> tuple[Any, ...]:
+def _changes_backward(spec: RingSpec, arguments: _Arguments, cotangents: _Changes) -> tuple[Operands, Array, Array, Operands, None]:
     if spec.problem.size > 1:
         raise NotImplementedError(
             "ring_attention over several devices can be differentiated twice, and a third derivative was asked for; compute it on "
@@ -117,8 +118,8 @@ def _changes_backward(spec: RingSpec, arguments: Any, cotangents: Any) -> tuple[
     moving = _floating(operands, operands), dout, dlse, _floating(direction, operands)
     nothing = jax.tree.map(lambda _: None, operands)
 
-    def changes(moving: dict[str, Array], dout: Array, dlse: Array, direction: dict[str, Array]) -> Any:
-        return _made_of(spec, operands._replace(**moving), dout, dlse, nothing._replace(**direction), done)
+    def changes(moving: dict[str, Array], dout: Array, dlse: Array, direction: dict[str, Array]) -> _Changes:
+        return _made_of(spec, operands.replaced(**moving), dout, dlse, nothing._replace(**direction), done)
 
     _, transpose = jax.vjp(changes, *moving)
     doperands, ddout, ddlse, ddirection = transpose(cotangents)

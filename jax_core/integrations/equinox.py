@@ -1,15 +1,16 @@
 """Ring attention in equinox's ``MultiheadAttention``, which takes no attention function: the layer is replaced."""
 
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.integrations.settings import RingSettings
+from jax_core.integrations.settings import Dropout, RingSettings, WithBias
 
 Model = TypeVar("Model")
 
@@ -40,8 +41,8 @@ class RingMultiheadAttention(eqx.nn.MultiheadAttention):
         key: Array | None = None,
         inference: bool | None = None,
         deterministic: bool | None = None,
-        process_heads: Any = None,
-        **arrays: Any,
+        process_heads: Callable[..., Iterable[Array]] | None = None,
+        **arrays: Unpack[WithBias],
     ) -> Array:
         """The arguments of ``equinox.nn.MultiheadAttention``.
 
@@ -77,7 +78,7 @@ def replace_attention(model: Model, **settings: Any) -> Model:
     """
     chosen, replaced = RingSettings(**settings), []
 
-    def replace(node: Any) -> Any:
+    def replace(node: object) -> object:
         if not isinstance(node, eqx.nn.MultiheadAttention):
             return node
         replaced.append(node)
@@ -89,14 +90,14 @@ def replace_attention(model: Model, **settings: Any) -> Model:
     return new
 
 
-def _processed(heads: list[Array], process_heads: Any) -> list[Array]:
+def _processed(heads: list[Array], process_heads: Callable[..., Iterable[Array]]) -> list[Array]:
     processed = list(process_heads(*heads))
     if [x.shape for x in processed] != [x.shape for x in heads]:
         raise ValueError(f"process_heads must keep the shapes {[x.shape for x in heads]}, got {[x.shape for x in processed]}")
     return processed
 
 
-def _dropout(prob: Any, inference: Any, key: Array | None) -> dict[str, Any]:
+def _dropout(prob: float, inference: bool, key: Array | None) -> Dropout:
     if isinstance(prob, Array) or isinstance(inference, Array):
         raise ValueError(
             "dropout's p and inference must be Python numbers, which are compiled in; equinox.filter_jit and filter_grad leave "

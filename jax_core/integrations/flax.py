@@ -1,16 +1,17 @@
 """Ring attention as the ``attention_fn`` of flax's layers, linen's and nnx's. Importing this module does not import flax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.lax import Precision
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_core.integrations.settings import RingSettings
+from jax_core.integrations.settings import Arrays, Dropout, RingSettings
 
 _NO_WEIGHTS = (
     "attention weights cannot be sown: no device of a ring ever has them, and this attention never computes them as a whole; "
@@ -53,16 +54,16 @@ class RingAttentionFn(RingSettings):
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         dtype: DTypeLike | None = None,
-        precision: Any = None,
+        precision: Precision | str | None = None,
         module: object = None,
         *,
         is_causal: bool = False,
-        promote_dtype: Callable[..., Any] | None = None,
+        promote_dtype: Callable[..., Iterable[Array]] | None = None,
         force_fp32_for_softmax: bool = False,
         einsum_dot_general: object = None,
         qk_attn_weights_einsum: object = None,
         attn_weights_value_einsum: object = None,
-        **arrays: ArrayLike | None,
+        **arrays: Unpack[Arrays],
     ) -> Array:
         """The attention of ``query [batch..., q_length, heads, dim]``, ``key`` and ``value [batch..., k_length, kv_heads, dim]``.
 
@@ -88,7 +89,7 @@ class RingAttentionFn(RingSettings):
         lead = _batch(query, key, value)
         if self.sharded and query.shape[-3] == 1 < key.shape[-3]:
             raise NotImplementedError(_NO_CACHE.format(key.shape[-3]))
-        dropout = {} if deterministic or not dropout_rate else _dropout(dropout_rng, dropout_rate, broadcast_dropout)
+        dropout: Dropout = {} if deterministic or not dropout_rate else _dropout(dropout_rng, dropout_rate, broadcast_dropout)
         out = self.attend(
             *(x.reshape(prod(lead), *x.shape[-3:]) for x in (query, key, value)),
             bias=_rows(bias, lead),
@@ -112,7 +113,9 @@ def _refuse(module: object, *products: object) -> None:
         )
 
 
-def _promoted(qkv: tuple[Array, ...], dtype: DTypeLike | None, promote_dtype: Callable[..., Any] | None) -> tuple[Array, ...]:
+def _promoted(
+    qkv: tuple[Array, ...], dtype: DTypeLike | None, promote_dtype: Callable[..., Iterable[Array]] | None
+) -> tuple[Array, ...]:
     if promote_dtype is not None:
         return tuple(promote_dtype(qkv, dtype=dtype))
     common = jnp.result_type(*qkv) if dtype is None else dtype
@@ -139,7 +142,7 @@ def _rows(x: ArrayLike | None, lead: tuple[int, ...]) -> Array | None:
     return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(prod(lead), *x.shape[-3:])
 
 
-def _dropout(rng: Array | None, rate: float, broadcast: bool) -> dict[str, Any]:
+def _dropout(rng: Array | None, rate: float, broadcast: bool) -> Dropout:
     if rng is None:
         raise ValueError(f"dropout_rate={rate} needs a dropout_rng, or deterministic=True")
     if broadcast:

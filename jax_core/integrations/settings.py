@@ -2,13 +2,43 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypedDict, Unpack
 
 from jax import Array
+from jax.lax import Precision
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
 
 from jax_core.api.attention import ring_attention
 from jax_core.options import AxisName, Settings
+
+
+class Dropout(TypedDict, total=False):
+    """Of a call; nothing where nothing is dropped."""
+
+    dropout_prob: float
+    dropout_seed: Array
+
+
+class Arrays(TypedDict, total=False):
+    """What no layer of a library knows by a name of its own."""
+
+    softmax_aux: ArrayLike | None
+    q_segment_ids: ArrayLike | None
+    kv_segment_ids: ArrayLike | None
+    q_position_ids: ArrayLike | None
+    kv_position_ids: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+
+
+class WithBias(Arrays, total=False):
+    bias: ArrayLike | None
+
+
+class OfCall(WithBias, Dropout, total=False):
+    mask: ArrayLike | None
+    causal: bool
+    precision: Precision | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +60,8 @@ class RingSettings(Settings):
         """Whether the sequence is split over devices."""
         return self.mesh is not None or self.axis_name is not None
 
-    def attend(self, query: Array, key: Array, value: Array, /, **more: Any) -> Array:
+    def attend(self, query: Array, key: Array, value: Array, /, **more: Unpack[OfCall]) -> Array:
         """:func:`jax_core.ring_attention` with these settings and ``more`` arguments, which come first."""
         settings = {field.name: getattr(self, field.name) for field in fields(RingSettings)}
-        return ring_attention(query, key, value, **(settings | more))
+        settings.update(more)
+        return ring_attention(query, key, value, **settings)

@@ -22,7 +22,7 @@ pair may be requested in the query's dtype. ``lse`` is a natural logarithm, ``-i
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +40,7 @@ from jax_core.varying import varying_axes
 Runs = tuple[Run, ...]
 Precision = lax.Precision | str | None
 Params = TypeVar("Params", bound=FwdParams)
+Sum = TypeVar("Sum")  # a gradient on its way: an array like its operand, or a form of the kernel's own, a tree of arrays
 
 
 @dataclass(frozen=True)
@@ -186,18 +187,18 @@ class Residuals(NamedTuple):
     delta: Array
 
 
-class Grads(NamedTuple):
+class Grads(NamedTuple, Generic[Sum]):
     """A pair's share of the gradients; ``dq`` includes the pairs before. ``dbias``, ``dalibi_slopes`` have their operand's shape,
     or are None without one."""
 
-    dq: Any  # [batch, q_length, heads, dim], or a form of the kernel's own, which its ``finish`` takes
-    dk: Any
-    dv: Any
+    dq: Sum  # [batch, q_length, heads, dim], or a form of the kernel's own, which its ``finish`` takes
+    dk: Sum
+    dv: Sum
     dbias: Array | None
     dalibi_slopes: Array | None
 
 
-class Kernel(Protocol):
+class Kernel(Protocol[Sum]):
     """What a kernel's module provides."""
 
     CAPABILITIES: frozenset[str]
@@ -211,10 +212,10 @@ class Kernel(Protocol):
 
     def forward(self, pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial: ...
 
-    def backward(self, pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[BwdParams]) -> Grads: ...
+    def backward(self, pair: Pair, residuals: Residuals, dq: Sum | None, config: KernelConfig[BwdParams]) -> Grads[Sum]: ...
 
     def finish(
-        self, operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores
+        self, operands: tuple[Array, Array, Array], grads: tuple[Sum, Sum, Sum], scores: Scores
     ) -> tuple[Array, Array, Array]: ...
 
 
@@ -230,7 +231,7 @@ def takes_documents(problem: Problem) -> bool:
     return False
 
 
-def finish(operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores) -> tuple[Array, Array, Array]:
+def finish(operands: tuple[Array, Array, Array], grads: tuple[Array, Array, Array], scores: Scores) -> tuple[Array, Array, Array]:
     """For kernels whose gradients are plain arrays."""
     del scores
     dq, dk, dv = (grad.astype(operand.dtype) for grad, operand in zip(grads, operands, strict=True))

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jax_core.masks.areas import Areas, Grid, intervals, sampled
 from jax_core.masks.plan import FEWEST, Plan
@@ -29,8 +30,8 @@ def balance(
     cu_seqlens: Sequence[int] | None = None,
     prefix: Sequence[int] | int | None = None,
     spans: Sequence[tuple[int, int]] = (),
-    mask_mod: Callable[..., Any] | None = None,
-    areas: Any = None,
+    mask_mod: Callable[..., np.ndarray] | None = None,
+    areas: ArrayLike | None = None,
     piece: int | None = None,
     steps: bool = True,
     tolerance: float = TOLERANCE,
@@ -123,7 +124,7 @@ class _Given:
     documents: np.ndarray | None  # lengths
     prefix: Sequence[int] | int | None
     spans: tuple[tuple[int, int], ...]
-    mask_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., np.ndarray] | None
 
     def areas(self, length: int, piece: int) -> Areas:
         known = intervals(self.mask, length, self.documents, self.prefix, self.spans)
@@ -158,7 +159,7 @@ def _documents(lengths: Sequence[int] | None, ends: Sequence[int] | None) -> np.
     return np.diff(places)
 
 
-def _grid(length: int, ranks: int, areas: Any, given: _Given, piece: int | None) -> Grid:
+def _grid(length: int, ranks: int, areas: ArrayLike, given: _Given, piece: int | None) -> Grid:
     if given != _Given(Mask(), None, None, (), None):
         raise ValueError("areas says all there is to know of the mask; give no causal, window, documents or others beside it")
     pairs = np.asarray(areas)

@@ -19,6 +19,18 @@ LayoutName = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[str, ...] = get_args(LayoutName)
 
 
+class Index(Protocol):
+    """An int, a NumPy array of several, or a value on the device."""
+
+    def __add__(self, other: int, /) -> "Index": ...
+
+    def __radd__(self, other: int, /) -> "Index": ...
+
+    def __rsub__(self, other: int, /) -> "Index": ...
+
+    def __mul__(self, other: int, /) -> "Index": ...
+
+
 class Run(NamedTuple):
     """The ``length`` positions ``start, start + stride, ...``. ``start`` may be traced; the others are ints, except where only the
     ends of runs are read."""
@@ -48,7 +60,7 @@ class Arrangement(Protocol):
 
     def check_shard_length(self, length: int, name: str, size: int) -> None: ...
 
-    def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]: ...
+    def runs(self, rank: Index, size: int, length: int) -> tuple[Run, ...]: ...
 
     def padded_length(self, size: int, length: int) -> int: ...
 
@@ -100,7 +112,7 @@ def check_shard_length(layout: Layout, length: int, name: str = "shard", size: i
         )
 
 
-def runs(layout: Layout, rank, size: int, length: int) -> tuple[Run, ...]:
+def runs(layout: Layout, rank: Index, size: int, length: int) -> tuple[Run, ...]:
     """The runs of positions that ``rank`` of a ring of ``size`` holds in a shard of ``length`` positions, in shard order."""
     if not isinstance(layout, str):
         return _arranged(layout).runs(rank, size, length)

@@ -11,7 +11,7 @@ the keys comes before that of the queries, all queries see the keys' first piece
 one, sees all keys.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -51,7 +51,7 @@ class Shared(NamedTuple):
     distances: Array
 
 
-def pieces_of(table: Array, rank: Any) -> Pieces:
+def pieces_of(table: Array, rank: int | Array) -> Pieces:
     numbers, distances, tokens = jnp.moveaxis(table[rank], -1, 0)
     ends = jnp.cumsum(tokens, dtype=jnp.int32)
     return Pieces(numbers, distances, ends - tokens, ends)

@@ -1,16 +1,15 @@
 """``Plan``: a layout in which each rank holds pieces of the sequence from anywhere. :func:`jax_core.balance` makes one."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
-from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from jax_core.masks.layout import Layout, Run
+from jax_core.masks.layout import Index, Layout, Run
 
 _PLANS: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # all that there are, by id: equal ones have one name
 FEWEST = 3  # with two pieces a rank it would pass for zigzag, and with one for contiguous (Arrangement says why)
@@ -111,7 +110,7 @@ class Plan:
             raise ValueError(f"{self} is for {self.length} positions, got {length}; make another with balance")
         return self.length
 
-    def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]:
+    def runs(self, rank: Index, size: int, length: int) -> tuple[Run, ...]:
         """One for each piece. A traced rank reads a table of constants."""
         self.check_size(size)
         self.check_shard_length(length, size=size)
@@ -119,7 +118,7 @@ class Plan:
             return (Run(rank * length, 1, length),)
         return tuple(Run(start, 1, self.piece) for start in self._starts_of(rank))
 
-    def _starts_of(self, rank: Any) -> Any:
+    def _starts_of(self, rank: Index) -> Iterable[Index]:
         if isinstance(rank, Integral):
             return self._starts[rank].tolist()
         if isinstance(rank, np.ndarray):

@@ -6,10 +6,10 @@ strategy list it in their ``CAPABILITIES``.
 """
 
 from dataclasses import MISSING, fields
-from typing import Any
 
 from jax_core.kernels.contract import Scores
 from jax_core.masks import layout
+from jax_core.masks.static import Mask
 from jax_core.operands import Operands, is_placed
 from jax_core.options import Options
 
@@ -63,7 +63,7 @@ def of_scores(scores: Scores) -> set[str]:
     return _changed(scores) | _changed(scores.mask)
 
 
-def _changed(data: Any) -> set[str]:
+def _changed(data: Scores | Mask) -> set[str]:
     """The fields of a dataclass that are not at their default."""
     return {field.name for field in fields(data) if field.default is not MISSING and getattr(data, field.name) != field.default}
 

@@ -6,7 +6,6 @@ Only shapes and dtypes are read, so the same checks serve JAX arrays and torch t
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -182,7 +181,7 @@ def _dropout_prob(options: Options, operands: Operands) -> float:
     return prob
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: float) -> float:
     try:
         number = float(value)
     except Exception as error:

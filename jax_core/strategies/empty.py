@@ -1,7 +1,5 @@
 """Attention with no batch entry, no query or no key. Chosen automatically; rows that see no key follow the usual rule."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -52,5 +50,5 @@ class Empty(Strategy):
         return vary(zeros, varying_axes(operands))._replace(softmax_aux=dsinks, predicate_arrays=_none(operands))
 
 
-def _none(operands: Operands) -> Any:
+def _none(operands: Operands) -> tuple[tuple[None, ...], ...]:
     return jax.tree.map(lambda _: None, operands.predicate_arrays)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from jax import lax
 
@@ -34,7 +34,7 @@ def run_steps(
     run_step: Callable[..., State],
     settle: Callable[[State], State],
     state: State,
-    schedule: Sequence[Any],
+    schedule: Sequence[NamedTuple],
 ) -> State:
     """The state after all steps. Consecutive equal steps (all but the first and the last, if there are no gaps) are one loop: XLA
     then cannot run all rotations before the kernels, which would overlap nothing and hold every shard at once, and the program does

@@ -6,15 +6,20 @@ elsewhere is the dropout pattern, which is a definition and not a result. Run it
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_core.masks.dropout import keep_mask
 
-_Array = Any  # a NumPy array, a JAX array or a tracer
+_Array = np.ndarray | jax.Array  # or a tracer, which passes for the latter
+
+
+class _Sliced(Protocol):
+    def __getitem__(self, where: tuple[slice, slice], /) -> _Array: ...
 
 
 class ReferenceOutput(NamedTuple):
@@ -22,6 +27,26 @@ class ReferenceOutput(NamedTuple):
 
     out: jax.Array
     lse: jax.Array
+
+
+class _Options(TypedDict, total=False):
+    softmax_aux: _Array | None
+    bias: _Array | None
+    mask: _Array | None
+    mask_mod: Callable[..., jax.Array] | None
+    mask_builder: Callable[..., _Sliced] | None
+    q_segment_ids: _Array | None
+    kv_segment_ids: _Array | None
+    q_position_ids: _Array | None
+    kv_position_ids: _Array | None
+    sliding_window: int | tuple[int | None, int | None] | None
+    chunk_size: int | None
+    causal: bool
+    logits_soft_cap: float | None
+    softmax_scale: float | None
+    alibi_slopes: _Array | None
+    dropout_prob: float
+    dropout_seed: _Array | None
 
 
 class _Sizes(NamedTuple):
@@ -40,8 +65,8 @@ def reference_attention(
     bias: _Array | None = None,
     *,
     mask: _Array | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    mask_builder: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., jax.Array] | None = None,
+    mask_builder: Callable[..., _Sliced] | None = None,
     q_segment_ids: _Array | None = None,
     kv_segment_ids: _Array | None = None,
     q_position_ids: _Array | None = None,
@@ -54,7 +79,7 @@ def reference_attention(
     alibi_slopes: _Array | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: _Array | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> ReferenceOutput:
     """Attention of whole sequences in natural order; the arguments mean what they mean to ``jax_core.ring_attention``.
 
@@ -87,7 +112,7 @@ def reference_attention(
 
 
 def reference_gradients(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, dout: np.ndarray, **options: Any
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, dout: np.ndarray, **options: Unpack[_Options]
 ) -> list[np.ndarray]:
     """``out`` and the gradients of query, key and value for its cotangent ``dout``, in float64; ``options`` as for
     :func:`reference_attention`."""
@@ -101,7 +126,7 @@ def reference_gradients(
         return [np.array(x) for x in run((query, key, value), dout)]
 
 
-def _number(dtype: Any) -> Any:
+def _number(dtype: DTypeLike | None) -> jnp.dtype:
     widest = jnp.zeros(0, float).dtype  # float64 exactly when x64 is on
     number = jnp.dtype(dtype or widest)
     if number == jnp.float64 and widest != jnp.float64:
@@ -125,7 +150,9 @@ def _broadcast_ids(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes, n
         raise ValueError(
             f"{name} ids of one side serve both only when the lengths are equal; got {sizes.queries} queries and {sizes.keys} keys"
         )
-    return (kv_ids if q_ids is None else q_ids), (q_ids if kv_ids is None else kv_ids)
+    both = kv_ids if q_ids is None else q_ids, q_ids if kv_ids is None else kv_ids
+    assert both[0] is not None and both[1] is not None
+    return both[0], both[1]
 
 
 def _logits(query: jax.Array, key: jax.Array, scale: float | None, cap: float | None) -> jax.Array:
@@ -172,8 +199,8 @@ def _visible_by_segment(q_ids: _Array | None, kv_ids: _Array | None, sizes: _Siz
 
 def _visible_by_mask(
     mask: _Array | None,
-    mask_mod: Callable[..., Any] | None,
-    mask_builder: Callable[..., Any] | None,
+    mask_mod: Callable[..., jax.Array] | None,
+    mask_builder: Callable[..., _Sliced] | None,
     q_pos: jax.Array,
     k_pos: jax.Array,
     sizes: _Sizes,
@@ -189,7 +216,7 @@ def _visible_by_mask(
     return seen
 
 
-def _call_mask_mod(mask_mod: Callable[..., Any], q_pos: jax.Array, k_pos: jax.Array, sizes: _Sizes) -> jax.Array:
+def _call_mask_mod(mask_mod: Callable[..., jax.Array], q_pos: jax.Array, k_pos: jax.Array, sizes: _Sizes) -> jax.Array:
     over_keys = jax.vmap(mask_mod, (None, None, None, 0))
     over_queries = jax.vmap(over_keys, (None, None, 0, None))
     over_heads = jax.vmap(over_queries, (None, 0, None, None))
@@ -197,7 +224,7 @@ def _call_mask_mod(mask_mod: Callable[..., Any], q_pos: jax.Array, k_pos: jax.Ar
     return over_batch(jnp.arange(sizes.batch), jnp.arange(sizes.heads), q_pos, k_pos)
 
 
-def _call_mask_builder(mask_builder: Callable[..., Any], sizes: _Sizes) -> jax.Array:
+def _call_mask_builder(mask_builder: Callable[..., _Sliced], sizes: _Sizes) -> jax.Array:
     per_head = [
         np.asarray(mask_builder(sizes.queries, sizes.keys, sizes.heads, head, sizes.groups)[: sizes.queries, : sizes.keys])
         for head in range(sizes.heads)
@@ -213,7 +240,7 @@ def _keep(prob: float, seed: _Array | None, sizes: _Sizes) -> jax.Array | None:
     return keep_mask(seed, batch, head, q_index, k_index, prob) / (1.0 - prob)
 
 
-def _sinks(softmax_aux: _Array | None, heads: int, number: Any) -> jax.Array:
+def _sinks(softmax_aux: _Array | None, heads: int, number: jnp.dtype) -> jax.Array:
     """[H, n]; n is 0 without sinks."""
     if softmax_aux is None:
         return jnp.zeros((heads, 0), number)

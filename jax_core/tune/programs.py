@@ -49,8 +49,9 @@ def make_reference(problem: Problem, inputs: Inputs) -> Callable[[], Reference]:
 
 def make_program(kernel: Kernel, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals, calls: int) -> Program:
     """``calls`` passes one after another, compiled; the results are those of the last one."""
-    backward = isinstance(params, BwdParams)
-    once = partial(_backward, kernel, problem, params) if backward else partial(_forward, kernel, problem, params)
+    once: Callable[[Inputs, Residuals], Results] = partial(_forward, kernel, problem, params)
+    if isinstance(params, BwdParams):
+        once = partial(_backward, kernel, problem, params)
     # As arguments: arrays that a program closes over are constants, copied by the host into every program.
     arrays = inputs, residuals
     return partial(jax.jit(partial(_in_a_row, once, calls)).lower(*arrays).compile(), *arrays)
@@ -82,12 +83,12 @@ def _pairs(problem: Problem) -> float:
     return q * max(1, min(reach))
 
 
-def _forward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals | None) -> Results:
+def _forward(kernel: Kernel, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals | None) -> Results:
     del residuals  # a backward's
     return kernel.forward(inputs.pair(problem.scores), None, inputs.q.dtype, config_of(problem, params))._asdict()
 
 
-def _backward(kernel: Any, problem: Problem, params: FwdParams, inputs: Inputs, residuals: Residuals) -> Results:
+def _backward(kernel: Kernel, problem: Problem, params: BwdParams, inputs: Inputs, residuals: Residuals) -> Results:
     grads = kernel.backward(inputs.pair(problem.scores), residuals, None, config_of(problem, params))
     dq, dk, dv = kernel.finish(inputs[:3], (grads.dq, grads.dk, grads.dv), problem.scores)
     grads = grads._replace(dq=dq, dk=dk, dv=dv)

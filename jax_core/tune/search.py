@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Kernel, Problem
+from jax_core.kernels.contract import Kernel, Params, Problem
 from jax_core.tune import timing
 from jax_core.tune.devices import versions
 from jax_core.tune.inputs import Inputs, make_inputs
@@ -64,7 +64,7 @@ def as_pair(kernel: Kernel, problem: Problem, params: FwdParams) -> tuple[FwdPar
     return (forward, params) if isinstance(params, BwdParams) else (params, backward)
 
 
-def _running(kernel: Kernel, problem: Problem, listed: Iterable[Any]) -> tuple[Any, ...]:
+def _running(kernel: Kernel, problem: Problem, listed: Iterable[Params]) -> tuple[Params, ...]:
     return tuple(
         params for params in dict.fromkeys(listed) if kernel.unsupported(problem, *as_pair(kernel, problem, params)) is None
     )

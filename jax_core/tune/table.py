@@ -77,7 +77,7 @@ def _passes(key: str, passes: Any) -> dict[str, Found]:
 def _found(
     kind: type[FwdParams],
     *,
-    params: dict[str, Any],
+    params: dict[str, int | None],
     ms: float,
     heuristic_ms: float | None,
     complete: bool,

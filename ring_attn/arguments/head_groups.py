@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from jax_core.masks.layout import Index
 from jax_core.operands import GIVEN, Operands
-from jax_core.options import MaskMod, Options
+from jax_core.options import MaskMod, Options, Visible
 from ring_attn.arguments.checks import check_tensors
 from ring_attn.arguments.formats import check_format, dims_of
 
@@ -20,7 +20,7 @@ class _FromHead:
     mask_mod: MaskMod
     first: int
 
-    def __call__(self, batch: Any, head: Any, q_pos: Any, k_pos: Any) -> object:
+    def __call__(self, batch: Index, head: Index, q_pos: Index, k_pos: Index) -> Visible:
         return self.mask_mod(batch, head + self.first, q_pos, k_pos)
 
 

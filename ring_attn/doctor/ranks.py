@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from queue import Empty, Queue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from torch import Tensor
 from ring_attn.doctor.finding import Finding
 from ring_attn.doctor.kernels import dense, error, figures, inputs, oracle, results, verdict
 from ring_attn.doctor.versions import installed
+
+if TYPE_CHECKING:
+    from ring_attn.ring import Ring
 
 LIMIT = 300.0  # seconds
 HOP = 2**26  # bytes
@@ -105,7 +108,7 @@ def _ring() -> Iterator[Finding]:
             yield Finding(check, verdict(our_error, usual), f"{figures(our_error, usual)} on one")
 
 
-def _tried(ring: Any, options: dict[str, Any], shards: list[Tensor], exact: list[Tensor]) -> float:
+def _tried(ring: "Ring", options: dict[str, Any], shards: list[Tensor], exact: list[Tensor]) -> float:
     """The error of a call on the ring, and of its gradients."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
-from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
@@ -67,7 +66,7 @@ class RingParallelism(ParallelismConfig):
         head_groups: int = 1,
         offload_inputs: bool = False,
         place_documents: bool | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be the model that will be trained, got {type(model).__name__}; load it first")
@@ -145,7 +144,7 @@ class RingParallelism(ParallelismConfig):
             self._whole_batches = WholeBatches(parallel)
         return mesh
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             **{f"{name}_size": size for name, size in self._sizes.items()},
             "cp_backend": "ring_attn",
@@ -155,7 +154,7 @@ class RingParallelism(ParallelismConfig):
             **asdict(self.levers),
         }
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # The Trainer pickles its arguments beside each checkpoint: neither the weights nor the processes belong there.
         return {**self.__dict__, "_model": None, "_whole_batches": None, "device_mesh": None}
 
@@ -184,13 +183,13 @@ class RingParallelism(ParallelismConfig):
             )
 
 
-def _whole_on_each_rank(accelerator: Accelerator) -> Callable[..., Any]:
+def _whole_on_each_rank(accelerator: Accelerator) -> Callable[..., object]:
     """``prepare_data_loader`` that gives all ranks of a ring the same batches, of streamed data, too: accelerate's default for
     these is to read them in one process and to deal parts of each batch to all others, whatever the mesh."""
     prepare = accelerator.prepare_data_loader
 
     @wraps(prepare)
-    def prepared(*arguments: Any, **options: Any) -> Any:
+    def prepared(*arguments: object, **options: object) -> object:
         config = accelerator.dataloader_config
         if config.dispatch_batches:
             raise ValueError(
@@ -203,14 +202,14 @@ def _whole_on_each_rank(accelerator: Accelerator) -> Callable[..., Any]:
     return prepared
 
 
-def _from_rings(accelerator: Accelerator, size: int) -> Callable[..., Any]:
+def _from_rings(accelerator: Accelerator, size: int) -> Callable[..., object]:
     """``gather_for_metrics`` where each sample comes from all ``size`` ranks of a ring. By itself it keeps as many entries of the
     last batch as that has samples, so that an evaluation's mean would weigh the batch too little."""
     gather = accelerator.gather_for_metrics
 
     @wraps(gather)
-    def gathered(*arguments: Any, **options: Any) -> Any:
-        loader: Any = accelerator.gradient_state.active_dataloader
+    def gathered(*arguments: object, **options: object) -> object:
+        loader = accelerator.gradient_state.active_dataloader
         samples = getattr(loader, "remainder", -1)
         if samples <= 0:
             return gather(*arguments, **options)

@@ -5,7 +5,7 @@ attention through a table of backends. This module adds a backend to the table a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.ring import Ring, as_ring
+from ring_attn.sharding.autograd import Context
 from ring_attn.sharding.reduction import gather_from_ring
 from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
 
@@ -36,13 +37,22 @@ def _backend_name() -> AttentionBackendName:
 RING_ATTN = _backend_name()
 
 
+# Of a module: how its inputs are split, or how its outputs are gathered.
+CpPlan = dict[str, dict[str | int, object] | ContextParallelOutput | Sequence[ContextParallelOutput | None]]
+
+
+class _Processor(Protocol):
+    _attention_backend: AttentionBackendName | None
+    _parallel_config: ParallelConfig | None
+
+
 def enable_ring_attention(
     model: ModelMixin,
     *,
     ring: Ring | None = None,
     mesh: MeshLike = None,
     mesh_dim: MeshDim = None,
-    cp_plan: dict[str, Any] | None = None,
+    cp_plan: CpPlan | None = None,
 ) -> None:
     """Makes a diffusers transformer compute on a ring, as ``model.enable_parallelism(config=ContextParallelConfig(...))`` does with
     diffusers' own ring, on any device and mesh, for any lengths, and right in the backward too.
@@ -91,7 +101,7 @@ def use_ring_attention(model: ModelMixin) -> None:
         processor._attention_backend = RING_ATTN
 
 
-def _processors(model: nn.Module) -> list[Any]:
+def _processors(model: nn.Module) -> list[_Processor]:
     """The processors of all attention modules, which hold their backend."""
     kinds = (Attention, MochiAttention, AttentionModuleMixin)
     processors = {name: module.processor for name, module in model.named_modules() if isinstance(module, kinds)}
@@ -114,7 +124,7 @@ def _config(group: dist.ProcessGroup, device: str) -> ParallelConfig:
     return ParallelConfig(context_parallel_config=config)
 
 
-def _apply(model: nn.Module, config: ContextParallelConfig, plan: dict[str, Any], group: dist.ProcessGroup) -> None:
+def _apply(model: nn.Module, config: ContextParallelConfig, plan: CpPlan, group: dist.ProcessGroup) -> None:
     """diffusers' hooks where they split, and our own where they gather: its needs NCCL for parts of different lengths."""
     apply_context_parallel(model, config, {name: entry for name, entry in plan.items() if isinstance(entry, dict)})
     for name, entry in plan.items():
@@ -141,11 +151,19 @@ class _GatherHook(ModelHook):
         return whole[0] if isinstance(output, Tensor) else whole
 
 
+class _Part(Context, Protocol):
+    """Of this rank, along a dim."""
+
+    dim: int
+    start: int
+    length: int
+
+
 class _Gather(torch.autograd.Function):
     """The parts of all ranks in order. Its gradient is that of this rank's part: all ranks compute the same from the whole."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Part, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ring, call = resolve(group), f"diffusers' gathering of outputs along dim {dim}"
         lengths = [length for (length,) in _sizes((part.shape[dim],), part.device, ring, call)]
         rank = dist.get_rank(group)
@@ -154,7 +172,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([x.narrow(dim, 0, length) for x, length in zip(parts, lengths, strict=True)], dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Part, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None
 
 

@@ -11,7 +11,7 @@ Written for torchtitan 0.3 and its ``spmd_types`` backend.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import spmd_types as spmd
 import torch
@@ -171,11 +171,17 @@ def _window(inner: Module.Config) -> int | None:
     raise NotImplementedError(f"only causal attention within documents has a ring; got {inner}; use attn_backend='flex'")
 
 
+class _Config(Protocol):
+    """A trainer's."""
+
+    parallelism: ParallelismConfig
+
+
 def _settling(config_class: type[BaseModel.Config]) -> type[BaseModel.Config]:
     """A class of model config that looks, when the trainer hands over its settings, at those that a ring depends on."""
 
     class Settling(config_class):
-        def update_from_config(self, *, config: Any, **kwargs: object) -> None:
+        def update_from_config(self, *, config: _Config, **kwargs: object) -> None:
             config_class.update_from_config(self, config=config, **kwargs)
             layout = _checked_layout(config.parallelism, getattr(config, "training", None))
             for layer in self.layers:

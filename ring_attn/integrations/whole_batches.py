@@ -3,14 +3,13 @@
 from collections.abc import Callable, MutableMapping
 from functools import wraps
 from inspect import signature
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers import ContextParallel
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+from ring_attn.integrations.transformers.batch.sharding import Inputs, ModelInputs
 
 _FUSED = "fused_lm_head"  # how TRL asks the model for one number a token in the place of logits
 _ASKED_BY_SFT = {"log_probs", "entropy", "is_top1"}
@@ -20,9 +19,9 @@ _ASKED_BY_TRL = {*_ASKED_BY_SFT, "mean_logits", "log_sum_sq_probs"}
 class _Call(NamedTuple):
     """A forward under way: the batch as it is sharded, whether the caller counted the labels, what TRL's head gets."""
 
-    batch: dict[str, Any]
+    batch: ModelInputs
     counted: bool
-    fused: dict[str, Any]
+    fused: ModelInputs
 
 
 class WholeBatches:
@@ -58,7 +57,7 @@ class WholeBatches:
         self._parallel.remove()
 
     @torch.compiler.disable
-    def _shard(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+    def _shard(self, model: nn.Module, args: tuple[object, ...], kwargs: ModelInputs) -> Inputs | None:
         self._call = None
         if self._parallel.off:
             return None
@@ -74,7 +73,7 @@ class WholeBatches:
         self._call = _Call(dict(batch), counted, late)
         return (), batch
 
-    def _give_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def _give_labels(self, model: nn.Module, args: tuple[object, ...], kwargs: ModelInputs) -> Inputs:
         """TRL's head scores the labels by itself; it gets them here, after the hook by which other models get no labels."""
         if self._call is None or not self._call.fused:
             return args, kwargs

@@ -1,9 +1,8 @@
 """``RingAttention``: ``nn.MultiheadAttention`` over a sequence that is sharded across processes."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from jax_core.keywords import explains
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import make_mask
 from jax_core.operands import Operands
-from jax_core.options import Options
+from jax_core.options import MaskBuilder, MaskMod, Options
 from ring_attn.arguments.checks import check_dense, check_inputs, check_sizes
 from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.arguments.names import OF_FORWARD, OF_MODULE
@@ -35,6 +34,11 @@ from torch_bridge.job.ring import tensors_per_sequence
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}
 _LOST_MESH = "a mesh that was not pickled"
 _Ids = tuple[Tensor | None, Tensor | None]  # segment ids of the queries and of the keys
+
+
+class _Factory(TypedDict):
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class RingAttention(nn.MultiheadAttention):
@@ -113,8 +117,8 @@ class RingAttention(nn.MultiheadAttention):
         softcap: float | None = None,
         scale: float | None = None,
         alibi_slopes: Tensor | None = None,
-        mask_mod: Callable[..., object] | None = None,
-        mask_builder: Callable[..., object] | None = None,
+        mask_mod: MaskMod | None = None,
+        mask_builder: MaskBuilder | None = None,
         fused_backward: bool = False,
         head_groups: int = 1,
         deterministic: bool = False,
@@ -155,7 +159,7 @@ class RingAttention(nn.MultiheadAttention):
         else:
             self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
 
-    def _make_parameters(self, bias: bool, add_bias_kv: bool, sinks: bool | int, factory: dict[str, Any]) -> None:
+    def _make_parameters(self, bias: bool, add_bias_kv: bool, sinks: bool | int, factory: _Factory) -> None:
         kv_dim = self.num_kv_heads * self.head_dim
         rows = self.embed_dim + 2 * kv_dim
         packed = self.kdim == self.vdim == self.embed_dim
@@ -173,7 +177,7 @@ class RingAttention(nn.MultiheadAttention):
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
         self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **factory)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         repack(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

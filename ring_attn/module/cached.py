@@ -1,14 +1,18 @@
 """``RingAttention`` with a cache: self-attention whose keys and values are kept."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ring_attn.functional import AttentionOptions
 from ring_attn.generation.cache import KVCache
+
+if TYPE_CHECKING:
+    from ring_attn.module.attention import RingAttention
 
 
 def attend_with_cache(
-    module: Any,
+    module: "RingAttention",
     cache: KVCache,
     itself: bool,
     *qkv: Tensor,
@@ -32,7 +36,7 @@ def attend_with_cache(
     wrong = [reason for reason, holds in reasons.items() if holds]
     if wrong:
         raise ValueError(f"with cache=, {wrong[0]}")
-    of_prompt: dict[str, Any] = dict(strategy=module.strategy, deterministic=module.deterministic)
+    of_prompt: AttentionOptions = dict(strategy=module.strategy, deterministic=module.deterministic)
     return cache.attend(
         cache.layer_of(module),
         *qkv,

@@ -1,9 +1,9 @@
 """The projections of ``RingAttention`` as one packed parameter or as three."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from ring_attn.module.attention import RingAttention
@@ -26,7 +26,7 @@ def separate(module: "RingAttention") -> None:
         module.register_parameter("in_proj_weight", None)
 
 
-def repack(module: "RingAttention", state_dict: dict[str, Any], prefix: str) -> None:
+def repack(module: "RingAttention", state_dict: dict[str, Tensor], prefix: str) -> None:
     """Changes the projections in ``state_dict`` to the form that the module has; leaves what does not fit, for torch to name."""
     packed, three = f"{prefix}in_proj_weight", [prefix + name for name in SEPARATE]
     if module.in_proj_weight is None:

@@ -1,6 +1,6 @@
 """``shard_packed``: every rank's part of a packed batch, with the work of its documents balanced."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +180,7 @@ def _places(order: Tensor, count: int) -> Tensor:
     return places
 
 
-def _labels(batch: Mapping[str, Any], documents: Documents, real: Any, ignore_index: int) -> Tensor:
+def _labels(batch: Mapping[str, Any], documents: Documents, real: Callable[[Tensor], Tensor], ignore_index: int) -> Tensor:
     """``[n]``: the label of each real token."""
     if batch.get("shift_labels") is not None:
         shifted: Tensor = real(batch["shift_labels"].long())

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from jax_core.masks.layout import padded_length
+from jax_core.masks.layout import Layout, padded_length
 from ring_attn.documents import table
 from ring_attn.documents.reading import begins_of
 from ring_attn.packed.documents import Documents, documents_in
@@ -17,6 +17,7 @@ from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import Ring
 from ring_attn.sharding import sequence
 from ring_attn.sharding.marks import mark_bounds, mark_shard
+from torch_bridge.job.mesh import MeshDim
 
 _ITS_OWN = (
     "with place_documents=True each batch has an order of its own, which the ring does not know; call cp.unshard(tensor, batch) "
@@ -39,7 +40,16 @@ def placing(ring: Ring, place_documents: bool | None, against: str | None) -> Ri
     return PlacingRing(ring.mesh, **_options(ring), where_it_can_be=place_documents is None)
 
 
-def _options(ring: Ring) -> dict[str, Any]:
+class _Options(TypedDict):
+    """Of a :class:`Ring`, but for its mesh."""
+
+    mesh_dim: MeshDim
+    layout: Layout
+    strategy: str
+    buckets: int
+
+
+def _options(ring: Ring) -> _Options:
     return {"mesh_dim": ring.mesh_dim, "layout": ring.layout, "strategy": ring.strategy, "buckets": ring.buckets}
 
 

@@ -19,6 +19,7 @@ from jax_core.masks.layout import Layout, Run, check_layout, check_shard_length,
 from ring_attn.documents.reading import read_documents
 from ring_attn.documents.table import of_numbers
 from ring_attn.sharding import marks
+from ring_attn.sharding.autograd import OfShard, OfWhole
 from ring_attn.sharding.marks import Shard, mark_shard, ranks_of, refuse_other_layout, refuse_shard
 from ring_attn.sharding.padding import carry_padding, note_padding
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
@@ -294,12 +295,12 @@ def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: AnyRing, leng
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, layout: Layout, ring: ProcessRing, call: str) -> Tensor:
+    def forward(ctx: OfWhole, tensor: Tensor, dim: int, layout: Layout, ring: ProcessRing, call: str) -> Tensor:
         ctx.sum = dim, layout, ring, call, tensor.shape[dim]
         return _assemble(gather_from_ring(tensor, ring, "unshard", call).unbind(), dim, layout)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: OfWhole, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return _SumOfShards.apply(grad, *ctx.sum), None, None, None, None
 
 
@@ -307,12 +308,12 @@ class _SumOfShards(torch.autograd.Function):
     """This rank's shard of the sum of all ranks' whole tensors; it and :class:`_Unshard` are each other's adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, layout: Layout, ring: ProcessRing, call: str, length: int) -> Tensor:
+    def forward(ctx: OfShard, whole: Tensor, dim: int, layout: Layout, ring: ProcessRing, call: str, length: int) -> Tensor:
         ctx.unshard = dim, layout, ring, call
         return _take(sum_over_ring(whole, ring, "unshard backward", call), dim, _held(layout, ring, length))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: OfShard, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _Unshard.apply(grad, *ctx.unshard), *[None] * 5
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from types import TracebackType
 from weakref import ref
 
 import torch
@@ -45,8 +45,8 @@ class _SecondRun(AbstractContextManager[None]):
         self._entered = self._calls.second_run()
         self._entered.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._entered.__exit__(kind, error, trace)
 
 
 class KeepingAttention:

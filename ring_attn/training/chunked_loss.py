@@ -1,14 +1,15 @@
 """The loss of hidden states, whose logits are made a few tokens at a time and never exist as a whole."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
 
 from ring_attn.packed.batch import PackedShard
-from ring_attn.ring import Ring
+from ring_attn.ring import OneByOne, Ring
+from ring_attn.sharding.autograd import Context
 from ring_attn.sharding.reduction import summed_in
 from ring_attn.sharding.sequence import ShardedBatch
 from ring_attn.training.batches import note_loss
@@ -22,9 +23,11 @@ Summed = Callable[[Tensor, Tensor], Tensor]  # hidden states and labels of a chu
 CHUNK = 1024  # tokens: at a vocabulary of 128k their logits take 0.25 GiB in 16 bits, and 0.5 in float32
 
 
-def _where(*arguments: object, **options: Any) -> MeshArg | None:
+def _where(
+    *arguments: object, ring: Ring | None = None, mesh: MeshLike = None, mesh_dim: MeshDim = None, **options: object
+) -> MeshArg | None:
     """As for ``cross_entropy``, whose arguments follow the head."""
-    return where_counted(*arguments[1:], **options)
+    return where_counted(*arguments[1:], ring=ring, mesh=mesh, mesh_dim=mesh_dim, **options)
 
 
 @propagates_errors(_where)
@@ -91,7 +94,7 @@ def chunked_loss(
     num_items: int | Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    **ring: Any,
+    **ring: Unpack[OneByOne],
 ) -> Tensor:
     """The same of any function of hidden states, of which ``parameters`` are those that get gradients. ``ring``: as for
     :func:`ring_attn.training.loss.mean_of`."""
@@ -115,11 +118,16 @@ def chunked_loss(
     return mean_of(total, labels, count if num_items is None else num_items, None, ignore_index, **ring)
 
 
+class _Chunks(Context, Protocol):
+    needed: list[int]  # arguments that get gradients
+    dtypes: list[torch.dtype]
+
+
 class _InChunks(torch.autograd.Function):
     """The sum of the losses; its gradients are made in the forward, for a cotangent of 1."""
 
     @staticmethod
-    def forward(ctx: Any, summed: Summed, hidden: Tensor, labels: Tensor, size: int, *given: Tensor) -> Tensor:
+    def forward(ctx: _Chunks, summed: Summed, hidden: Tensor, labels: Tensor, size: int, *given: Tensor) -> Tensor:
         ctx.needed = needed = [index for index in (1, *range(4, 4 + len(given))) if ctx.needs_input_grad[index]]
         parameters = [given[index - 4] for index in needed if index > 1]
         of_hidden = torch.zeros_like(hidden) if 1 in needed else None
@@ -145,7 +153,7 @@ class _InChunks(torch.autograd.Function):
         return torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=summed_in(hidden.dtype))
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Chunks, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "the gradients of chunked_cross_entropy are not differentiable again (create_graph=True); take "

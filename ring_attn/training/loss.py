@@ -4,13 +4,13 @@ Each rank's loss is its share: the shares add up to the loss of one process that
 parameters, summed over the ring (:func:`ring_attn.sync_gradients`), are its gradients.
 """
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from ring_attn.packed.batch import PackedShard
-from ring_attn.ring import Ring, as_ring
+from ring_attn.ring import OneByOne, Ring, as_ring
 from ring_attn.sharding.reduction import agree, sum_over_ring, where
 from ring_attn.sharding.sequence import ShardedBatch
 from ring_attn.training.batches import note_loss
@@ -112,7 +112,7 @@ def labels_of(batch: ShardedBatch | PackedShard | Tensor) -> tuple[Tensor, int |
 
 
 def mean_of(
-    total: Tensor, labels: Tensor, count: int | Tensor | None, weights: Tensor | None, ignore_index: int, **ring: Any
+    total: Tensor, labels: Tensor, count: int | Tensor | None, weights: Tensor | None, ignore_index: int, **ring: Unpack[OneByOne]
 ) -> Tensor:
     """This rank's sum of losses, divided by the count; where that is None by the labels, or their weights, of the whole ring, which
     is given as to :func:`as_ring`."""

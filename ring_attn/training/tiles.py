@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ring_attn.functional import is_dtensor
+from ring_attn.sharding.autograd import Context
 from ring_attn.training.partial_gradients import added, hooks_off, unknown_leaf
 
 TILE = 4096  # tokens: in 16 bits an MLP of 12,288 makes 0.3 GiB of them
@@ -184,15 +185,22 @@ class _Held(torch.autograd.Function):
         return tensors[0].new_empty(0, dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Context, _: Tensor | None) -> tuple[None, ...]:
         return (None,) * len(ctx.needs_input_grad)
+
+
+class _Tiled(Context, Protocol):
+    call: _Call
+    held: Any  # the node of ``_Held``
+    count: int
+    surroundings: "_Surroundings"
 
 
 class _InTiles(torch.autograd.Function):
     """``count`` inputs and the parameters -> what the module makes of them."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, held: Tensor, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Tiled, call: _Call, held: Tensor, count: int, *given: Tensor) -> tuple[Tensor, ...]:
         rows = given[:count]
         ctx.call, ctx.held, ctx.count, ctx.surroundings = call, held.grad_fn, count, _Surroundings(rows[0])
         ctx.set_materialize_grads(False)
@@ -201,7 +209,7 @@ class _InTiles(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Tiled, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "the gradients of a module in tiles are not differentiable again (create_graph=True); leave the module as it is"

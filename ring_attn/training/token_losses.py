@@ -1,13 +1,14 @@
 """The cross entropy of each token without logits in float32: those of a vocabulary are often the largest tensors of a model."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.nn import functional
 
+from ring_attn.sharding.autograd import Context
 from ring_attn.sharding.reduction import HALF
 
 _AT_ONCE = 2**25  # logits that are in float32 at a time: 128 MiB
@@ -38,15 +39,19 @@ def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
+class _Options(Context, Protocol):
+    options: tuple[int, float]  # ignore_index and label_smoothing
+
+
 class _InChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    def forward(ctx: _Options, logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
         ctx.save_for_backward(logits, labels)
         ctx.options = ignore_index, label_smoothing
         return torch.cat([_losses(logits[rows], labels[rows], ignore_index, label_smoothing) for rows in _chunks(*logits.shape)])
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Options, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels = ctx.saved_tensors
         if torch.is_grad_enabled():  # it is to be differentiated again
             losses = _losses(logits, labels, *ctx.options)

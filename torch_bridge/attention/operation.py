@@ -120,10 +120,10 @@ class Attention(Operation):
         pairs = batch * heads * queries * keys * tensors_per_sequence
         return 2 * pairs * (dim + value_dim), 2 * pairs * (3 * dim + 2 * value_dim)
 
-    def named(self, arrays: Sequence[A | None], built: tuple[tuple[object, ...], ...] = ()) -> Operands[A]:
+    def named(self, arrays: Sequence[A | None], built: tuple[tuple[np.ndarray, ...], ...] = ()) -> Operands[A]:
         """``arrays``, in the order of a request's specs, as operands. ``built``: the arrays of a mask builder, which come last."""
         lifted = (tuple(arrays[len(OPERANDS) :]),) if self.options.predicates else ()  # a mask function may have no arrays
-        return Operands.of(arrays, lifted + built)
+        return Operands.of(arrays, (*lifted, *built))
 
 
 @dataclass(frozen=True, eq=False)

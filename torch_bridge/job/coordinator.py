@@ -44,13 +44,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax_core.internals import serve_job
 from torch_bridge.job.addresses import listen, with_port
 from torch_bridge.job.deadlock import (
     ALL_CALL,
     ALL_LAUNCHED,
+    Message,
     Ranks,
     RankStatus,
     asked_for,
@@ -218,7 +219,7 @@ class Exchange:
         self.known.add(rank)
         self._send(peer, b"".join(self.gone))
 
-    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
+    def _take(self, peer: _Peer, message: Message) -> None:
         if "compare" in message:
             self._compare(peer, **message["compare"])
         elif "failed" in message:

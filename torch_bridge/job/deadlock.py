@@ -49,6 +49,9 @@ class Stalled(NamedTuple):
     limit: float
 
 
+Message = Mapping[str, Any]  # between processes: a JSON object, whose keys say what it is
+
+
 class RankStatus(NamedTuple):
     """A rank's report about itself. ``idle``: seconds for which it has been in no ring call, 0 while it is in one or prepares one.
     ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank. ``own``: False
@@ -62,7 +65,7 @@ class RankStatus(NamedTuple):
     own: bool = True
 
     @classmethod
-    def from_json(cls, message: Mapping[str, Any]) -> "RankStatus":
+    def from_json(cls, message: Message) -> "RankStatus":
         stalled = message["stalled"] and Stalled(tuple(message["stalled"][0]), *message["stalled"][1:])
         rings = cls.of_calls(message["rings"]).rings
         return cls(float(message["limit"]), float(message["idle"]), str(message["place"]), rings, stalled)

@@ -19,12 +19,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from torch_bridge.job import coordinator
-from torch_bridge.job.deadlock import ASK_AFTER, Ranks, RankStatus, RingStatus, Stalled, named
+from torch_bridge.job.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
 from torch_bridge.job.device_progress import DeviceProgress, RingCall
 from torch_bridge.job.liveness import VANISHED_AFTER, keep_alive, unheard
 
@@ -186,7 +186,7 @@ def _listen(connection: socket.socket) -> None:
             state.news.notify_all()
 
 
-def _take(message: dict[str, Any]) -> None:
+def _take(message: Message) -> None:
     if "ask" in message:
         send({"ask": message["ask"], "report": _report().to_json()})
         return
@@ -198,7 +198,7 @@ def _take(message: dict[str, Any]) -> None:
         state.news.notify_all()
 
 
-def _note(message: dict[str, Any]) -> None:
+def _note(message: Message) -> None:
     if "gone" in message:
         state.gone[int(message["gone"])] = bool(message["clean"])
     elif "compared" in message:

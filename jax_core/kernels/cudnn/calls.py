@@ -5,7 +5,7 @@ Shapes as in the contract. Every query sees every key; with ``causal`` query ``i
 """
 
 from functools import cache, partial
-from typing import Any
+from typing import Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,14 @@ import jax.numpy as jnp
 from jax_core.internals import cudnn_attention
 from jax_core.kernels.contract import no_gpu
 from jax_core.varying import vary, varying_axes
+
+
+class Settings(TypedDict, total=False):
+    """Of a call; ``scale`` is always given."""
+
+    scale: Required[float]
+    causal: bool
+    window: int | None
 
 
 def forward(q, k, v, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[jax.Array, jax.Array]:
@@ -34,7 +42,7 @@ def _left_out(q) -> list[jax.Array]:
     return [jnp.zeros(0, q.dtype)] * 7
 
 
-def _settings(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
+def _settings(scale: float, causal: bool, window: int | None) -> dict[str, object]:
     private = cudnn_attention()
     return dict(
         scale=scale,
@@ -69,7 +77,7 @@ def changed() -> str | None:
     q, k = (jax.ShapeDtypeStruct((2, 16, heads, 8), jnp.bfloat16) for heads in (4, 2))
     lse = jax.ShapeDtypeStruct((2, 4, 16), jnp.float32)
     try:
-        settings: dict[str, Any] = dict(scale=1.0, causal=True, window=8)
+        settings: Settings = dict(scale=1.0, causal=True, window=8)
         got = jax.eval_shape(partial(forward, **settings), q, k, k)
         got += jax.eval_shape(partial(backward, **settings), q, k, k, q, q, lse)
     except Exception as error:  # whatever a changed function may raise

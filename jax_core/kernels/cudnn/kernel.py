@@ -17,9 +17,8 @@ cuDNN's backward sums dQ in any order, so two runs may differ in the last bits. 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -111,7 +110,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     return join([carry, *partials], out_dtype)
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads[Array]:
     del config  # one sweep in any case
     # Every row sees a key, so the LSE is never +inf.
     operands = _Operands(*pair.shards, residuals.out, residuals.dout, residuals.lse)
@@ -130,24 +129,24 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelC
 class _Operands(NamedTuple):
     """Of a pair's backward; all but ``lse``, ``[batch, heads, length]``, are ``[batch, length, heads, dim]``."""
 
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    dout: Any
-    lse: Any
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    dout: Array
+    lse: Array
 
 
-def _whole(operands: _Operands, **settings: Any) -> tuple[Array, ...]:
+def _whole(operands: _Operands, **settings: Unpack[calls.Settings]) -> tuple[Array, ...]:
     return tuple(grad.astype(jnp.float32) for grad in calls.backward(*operands, **settings))
 
 
-def _whole_or_nothing(before: Array, operands: _Operands, **settings: Any) -> tuple[Array, ...]:
+def _whole_or_nothing(before: Array, operands: _Operands, **settings: Unpack[calls.Settings]) -> tuple[Array, ...]:
     # A select, not a product with 0: the weights of hidden keys may be infinite, since the LSE does not include them.
     return tuple(jnp.where(before, grad, 0) for grad in _whole(operands, **settings))
 
 
-def _two_tiles(before: Array, operands: _Operands, **settings: Any) -> tuple[Array, ...]:
+def _two_tiles(before: Array, operands: _Operands, **settings: Unpack[calls.Settings]) -> tuple[Array, ...]:
     queries, out, dout = (tiles.query_tiles(x, before) for x in (operands.q, operands.out, operands.dout))
     keys, values = (tiles.key_tiles(x, before) for x in (operands.k, operands.v))
     dq, dk, dv = calls.backward(queries, keys, values, out, dout, tiles.row_tiles(operands.lse, before), **settings)
@@ -171,8 +170,8 @@ def _by_heads(
 
 
 def _of_group(operands: _Operands, group: int, groups: int) -> _Operands:
-    axes = _Operands(q=2, k=2, v=2, out=2, dout=2, lse=1)
-    return jax.tree.map(lambda x, axis: jnp.split(x, groups, axis)[group], operands, axes)
+    axes = (2, 2, 2, 2, 2, 1)
+    return _Operands(*(jnp.split(x, groups, axis)[group] for x, axis in zip(operands, axes, strict=True)))
 
 
 def _add_to_heads(total: Array, share: Array, start: int) -> Array:
@@ -186,12 +185,12 @@ def _head_groups(q: Array, k: Array) -> int:
     return max((groups for groups in range(1, most + 1) if k.shape[2] % groups == 0), default=1)
 
 
-def _before(pair: Pair) -> Any:
+def _before(pair: Pair) -> Array:
     """Do the keys come before the queries in the sequence? (The first runs decide it in both layouts.)"""
     return pair.k_runs[0].start < pair.q_runs[0].start
 
 
-def _settings(pair: Pair) -> dict[str, Any]:
+def _settings(pair: Pair) -> calls.Settings:
     """The settings of a call over whole shards: a rank's own, or two that are fully visible to each other."""
     scores: Scores = pair.scores
     return dict(scale=scores.scale, causal=scores.mask.causal, window=_window(scores.mask.left, pair.q.shape[1]))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def _tile_rows(tile: BackwardTile, of: str) -> int:
     return tile.tile_m if of == "query" else tile.tile_n
 
 
-def rows_of(x: Any, group: int, packed: bool) -> Shaped:
+def rows_of(x: Array | jax.ShapeDtypeStruct, group: int, packed: bool) -> Shaped:
     """An operand or result ``[batch, length, heads, dim]``; ``packed``: as ``[batch * length, heads, dim]``. ``group`` divides the
     number of heads."""
     batch, length, heads, dim = x.shape

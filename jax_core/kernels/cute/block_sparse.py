@@ -1,7 +1,7 @@
 """Masks that flash-attn-4's own causal mask and windows do not express: lists of the blocks to visit, and the arrays from which a
 program judges pair by pair in those that are partly visible."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -104,5 +104,5 @@ def _rows(arrays: dict[str, Array], name: str, axis: int = 0) -> int:
     return 1 if name not in arrays or arrays[name].shape[axis] == 1 else 0
 
 
-def _shaped(array: Any) -> Shaped:
+def _shaped(array: Array) -> Shaped:
     return Shaped(array, (1,) * array.ndim)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax import Array
 
 from jax_core.caches import cache_folder, read_kept, write_kept
 from jax_core.kernels.contract import no_gpu
+from jax_core.kernels.cute.settings import OfProgram
 from jax_core.kernels.cute.tiles import TILES
 from jax_core.masks import static
 from jax_core.varying import vary, varying_axes
@@ -36,12 +37,19 @@ _STATE = {name: f"CuteDSLRT_NvJaxCutlassCallState{word}_v2" for name, word in ((
 class Shaped(NamedTuple):
     """An operand, and a divisor of each of its dims that the program may rely on."""
 
-    array: Any  # an Array, or the ShapeDtypeStruct of a result
+    array: Array | jax.ShapeDtypeStruct  # this, of a result
     units: tuple[int, ...]
 
 
+Operand = Shaped | tuple["Operand", ...] | None
+
+
 def call(
-    name: str, settings: Any, inputs: Sequence[Any], in_place: Sequence[Shaped], results: Sequence[Shaped]
+    name: str,
+    settings: OfProgram,
+    inputs: Sequence[Operand],
+    in_place: Sequence[Shaped],
+    results: Sequence[Shaped],
 ) -> tuple[Array, ...]:
     """Runs ``programs.<name>(stream, *inputs, *in_place, *results, settings)``.
 
@@ -77,6 +85,9 @@ class _Type(NamedTuple):
     units: tuple[int, ...]
 
 
+Types = tuple["_Type | tuple[Types, ...] | None", tuple[_Type, ...]]
+
+
 def _canonical(operand: Shaped) -> _Type:
     return _Type(str(operand.array.dtype), operand.units)
 
@@ -85,7 +96,7 @@ def _canonical(operand: Shaped) -> _Type:
 
 
 @cache
-def _code(name: str, settings: Any, types: Any, in_place: int, architecture: str, folder: Path | None) -> bytes:
+def _code(name: str, settings: OfProgram, types: Types, in_place: int, architecture: str, folder: Path | None) -> bytes:
     """The compiled object, from its file if there is one."""
     if folder is None:
         return _compile(name, settings, types, in_place)
@@ -107,20 +118,20 @@ def _sources() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _compile(name: str, settings: Any, types: Any, in_place: int) -> bytes:
+def _compile(name: str, settings: OfProgram, types: Types, in_place: int) -> bytes:
     """2 to 10 s. ``types``: of the inputs, of which the last ``in_place`` are changed, and of the results."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what flash-attn-4 uses of the DSL is deprecated there
         return _compiled(name, settings, types, in_place)
 
 
-def _compiled(name: str, settings: Any, types: Any, in_place: int) -> bytes:
+def _compiled(name: str, settings: OfProgram, types: Types, in_place: int) -> bytes:
     from cutlass.jax import compile as dsl
     from cutlass.jax.types import default_tensor_spec
 
     from jax_core.kernels.cute import programs
 
-    def arguments(kinds: Sequence[_Type]) -> tuple[Any, ...]:
+    def arguments(kinds: Sequence[_Type]) -> "tuple[dsl.Arg, ...]":
         return tuple(dsl.Arg(i, x.units, jnp.dtype(x.dtype), default_tensor_spec(x.units)) for i, x in enumerate(kinds))
 
     inputs, results = (jax.tree.leaves(part, is_leaf=_is_type) for part in types)
@@ -156,12 +167,14 @@ def _architecture(capability: int) -> str:
 def register() -> None:
     """Makes the library's functions known to XLA."""
     library = ctypes.CDLL(str(_library()))
-    state: Any = _capsules(library, _STATE, called=True)
-    jax.ffi.register_ffi_type("CuteDSLRT_NvJaxCutlassCallTypes_v2", state, platform="CUDA")
+    capsules = _capsules(library, _STATE, called=True)
+    jax.ffi.register_ffi_type(
+        "CuteDSLRT_NvJaxCutlassCallTypes_v2", {"type_id": capsules["type_id"], "type_info": capsules["type_info"]}, platform="CUDA"
+    )
     jax.ffi.register_ffi_target(_TARGET, _capsules(library, _SYMBOLS, called=False), platform="CUDA")
 
 
-def _capsules(library: ctypes.CDLL, names: Mapping[str, str], called: bool) -> dict[str, Any]:
+def _capsules(library: ctypes.CDLL, names: Mapping[str, str], called: bool) -> dict[str, object]:
     capsules = {}
     for key, name in names.items():
         function = getattr(library, name)

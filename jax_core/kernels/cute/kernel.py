@@ -29,6 +29,7 @@ from jax_core.masks.static import Mask
 from jax_core.operands import is_placed
 
 CONTINUES = False
+Gradient = Array | Accumulator | Joined
 
 
 def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
@@ -54,7 +55,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     return Partial(out_rows.reshape(out.shape), lse_rows)
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[BwdParams]) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[BwdParams]) -> Grads[Gradient]:
     """One sweep in any case."""
     q, k, v = pair.shards
     listed, group = _listed(pair), q.shape[2] // k.shape[2]
@@ -72,7 +73,9 @@ def backward(pair: Pair, residuals: Residuals, dq: Any, config: KernelConfig[Bwd
     return Grads(accumulators[0].filled(grads[0]), dk, dv, None, None)
 
 
-def _by_document(pair: Pair, residuals: Residuals, dq: Any, launch: "_Launch", sequences: int, deterministic: bool) -> Grads:
+def _by_document(
+    pair: Pair, residuals: Residuals, dq: Any, launch: "_Launch", sequences: int, deterministic: bool
+) -> Grads[Gradient]:
     """``sequences``: those of the sums of pairs other than the diagonal's. All is converted at once but for these."""
     (q, k, v), scale, alone = pair.shards, pair.scores.scale, rectangles.is_static(pair.q_runs)
     tile: Any = launch.settings.tile
@@ -124,14 +127,16 @@ def _zeros(result: Shaped) -> Shaped:
     return result._replace(array=jnp.zeros(result.array.shape, result.array.dtype))
 
 
-def finish(operands: tuple[Array, Array, Array], grads: tuple[Any, Any, Any], scores: Scores) -> tuple[Array, Array, Array]:
+def finish(
+    operands: tuple[Array, Array, Array], grads: tuple[Gradient, Gradient, Gradient], scores: Scores
+) -> tuple[Array, Array, Array]:
     """The sums over all pairs as gradients in their operands' dtype."""
     factors = scores.scale, scores.scale, 1.0
     dq, dk, dv = (_finished(x, operand, factor) for x, operand, factor in zip(grads, operands, factors, strict=True))
     return dq, dk, dv
 
 
-def _finished(x: Any, operand: Array, factor: float) -> Array:
+def _finished(x: Gradient, operand: Array, factor: float) -> Array:
     if isinstance(x, Joined):
         total: Array = x.own.astype(jnp.float32) + converted(x.others, operand, factor).astype(jnp.float32)
         return total.astype(operand.dtype)
@@ -152,7 +157,7 @@ class _Launch(NamedTuple):
     sequences: int = 0
     by_document: bool = False
 
-    def rows(self, x: Any, group: int = 1) -> Shaped:
+    def rows(self, x: Array | jax.ShapeDtypeStruct, group: int = 1) -> Shaped:
         """An operand or result ``[batch, length, heads, dim]``, of whose heads the program knows that ``group`` divides them."""
         return rows_of(x, group, self.packed)
 

@@ -15,7 +15,7 @@ ranks' shards at most one document has rows in both that see each other: the one
 are placed by a table, several have, each with one rectangle.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -35,10 +35,10 @@ class Rectangle(NamedTuple):
     """Query rows from ``q_first`` on, to ``q_end`` (None: all that follow), key rows ``k_first`` up to ``k_end``: numbers on the
     device, or one for each batch entry."""
 
-    q_first: Any
-    k_end: Any
-    k_first: Any = 0
-    q_end: Any = None
+    q_first: int | Array
+    k_end: int | Array
+    k_first: int | Array = 0
+    q_end: int | Array | None = None
 
 
 def rectangle(pair: Pair) -> Rectangle:
@@ -69,7 +69,7 @@ def where_of(area: Rectangle, pair: Pair) -> Offsets:
     return *_rows(area.q_first, q_end, batch, q_length), *_rows(area.k_first, area.k_end, batch, k_length)
 
 
-def _rows(first: Any, end: Any, batch: int, length: int) -> tuple[Array, Array | None]:
+def _rows(first: int | Array, end: int | Array, batch: int, length: int) -> tuple[Array, Array | None]:
     """Offsets of one sequence in each batch entry; and their lengths, where they do not follow from those."""
     first, end = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), batch) for x in (first, end))
     if batch == 1:
@@ -158,7 +158,7 @@ def offsets(batch: int, length: int) -> Array:
     return jnp.arange(batch + 1, dtype=jnp.int32) * length
 
 
-def between(first: Any, end: Any, length: int) -> Array:
+def between(first: int | Array, end: int | Array, length: int) -> Array:
     """bool ``[batch|1, length]``: the rows from ``first`` up to ``end``, numbers or one for each batch entry."""
     first, end = (jnp.reshape(jnp.asarray(x, jnp.int32), (-1, 1)) for x in (first, end))
     rows = jnp.arange(length, dtype=jnp.int32)

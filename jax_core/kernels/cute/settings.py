@@ -52,3 +52,6 @@ class ConvertSettings:
     dim: int
     scale: float
     tile: BackwardTile
+
+
+OfProgram = Settings | ConvertSettings

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +103,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     return Partial(_from_rows(out, const), _from_statistics(lse, const))
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads[Array]:
     """Deterministic in any case."""
     const = make_constants(pair, _fitting(config, pair))
     blocked, extras = block_extras(const, pair), pair.extras
@@ -268,7 +267,7 @@ def _from_statistics(x: Array, const: TileConstants) -> Array:
     return out_of_blocks(x[:, :, 0], 2, const.q)
 
 
-def _in_place(inputs: Any, before: Any, results: Sequence[jax.ShapeDtypeStruct]) -> dict[int, int]:
+def _in_place(inputs: Sequence[object], before: object, results: Sequence[jax.ShapeDtypeStruct]) -> dict[int, int]:
     """The aliases of a launch: ``before`` is the last leaves of ``inputs``; the last results reuse its buffers if dtypes match."""
     first = len(jax.tree.leaves(inputs)) - len(jax.tree.leaves(before))
     last = len(results) - len(jax.tree.leaves(before))

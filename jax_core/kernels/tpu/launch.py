@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 from jax import Array
@@ -16,13 +15,13 @@ from jax_core.varying import vary, varying_axes
 def launch(
     kernel: Callable[..., None],
     prefetched: Sequence[Array],
-    inputs: Sequence[Any],  # pytrees of arrays
-    in_specs: Sequence[Any],  # and of their BlockSpecs
+    inputs: Sequence[object],  # pytrees of arrays
+    in_specs: Sequence[object],  # and of their BlockSpecs
     outputs: Sequence[jax.ShapeDtypeStruct | None],
     out_specs: Sequence[pl.BlockSpec | None],
     *,
     grid: tuple[int | Array, ...],
-    scratch: Sequence[Any],
+    scratch: Sequence[pl.MemoryRef],
     aliases: dict[int, int],
     cost: pl.CostEstimate,
     generation: str,

@@ -4,7 +4,7 @@ The kernels read it as ``const.name``; its fields are numbers, strings, None or 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict, Unpack
 
 from jax_core.kernels.blocks import BlockLayout, block_layout
 from jax_core.kernels.contract import Pair, Scores
@@ -51,8 +51,24 @@ class LaunchConstants:
     fused: bool = False
 
 
-def make_constants(pair: Pair, blocks: tuple[int, int], /, **more: Any) -> LaunchConstants:
-    """``blocks``: of queries and keys. ``more``: the fields that the launch decides."""
+class OfTables(TypedDict):
+    bits_batch: int
+    bits_heads: int
+    table: bool
+    table_batch: int
+    table_heads: int
+
+
+class OfLaunch(OfTables, total=False):
+    """What a launch decides."""
+
+    carry: bool
+    in_place: int
+    fused: bool
+
+
+def make_constants(pair: Pair, blocks: tuple[int, int], /, **more: Unpack[OfLaunch]) -> LaunchConstants:
+    """``blocks``: of queries and keys. ``more``: what the launch decides."""
     (q, k, v), scores, extras = pair.shards, pair.scores, pair.extras
     bias, rows = extras.bias, (lambda x: 0 if x is None else x.shape[0])
     return LaunchConstants(

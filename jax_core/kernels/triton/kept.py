@@ -11,12 +11,33 @@ from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Protocol, TypeVar
 
 from jax_core.caches import cache_folder, parse_json, read_kept, write_kept
 
 _STAGES = "compile_ttir_inplace"  # of jax-triton 0.3 and 0.4: Triton's IR, backend, options, and what else there is -> a dataclass
 _TEXTS = ("ttgir", "llir")  # of its results, which only a dump reads
+
+
+class _Backend(Protocol):
+    """Triton's, of a vendor."""
+
+    @property
+    def target(self) -> "_Target": ...
+
+
+class _Target(Protocol):
+    backend: str
+
+
+class _Options(Protocol):
+    """Triton's, of a compilation."""
+
+    def hash(self) -> str: ...
+
+
+_Compiled = TypeVar("_Compiled")  # jax-triton's dataclass
+_Stages = Callable[..., _Compiled]
 
 
 def keep(library: ModuleType) -> None:
@@ -28,8 +49,8 @@ def keep(library: ModuleType) -> None:
             setattr(parts, _STAGES, _kept(compile_kernel, parts))
 
 
-def _kept(compile_kernel: Callable[..., Any], parts: ModuleType) -> Callable[..., Any]:
-    def kept(ir: object, backend: Any, options: Any, *target: Any) -> Any:
+def _kept(compile_kernel: _Stages[_Compiled], parts: ModuleType) -> _Stages[_Compiled]:
+    def kept(ir: object, backend: _Backend, options: _Options, *target: object) -> _Compiled:
         root, key = cache_folder(), _key(ir, options, target)
         if root is None or key is None or backend.target.backend != "cuda" or os.environ.get("JAX_TRITON_DUMP_DIR"):
             return compile_kernel(ir, backend, options, *target)
@@ -44,7 +65,7 @@ def _kept(compile_kernel: Callable[..., Any], parts: ModuleType) -> Callable[...
     return kept
 
 
-def _key(ir: object, options: Any, target: tuple[Any, ...]) -> str | None:
+def _key(ir: object, options: _Options, target: tuple[object, ...]) -> str | None:
     """Everything that the assembler text depends on; None where this version of Triton does not tell it."""
     with suppress(ImportError, AttributeError):
         versions = [metadata.version(package) for package in ("triton", "jax-triton")]
@@ -55,7 +76,7 @@ def _key(ir: object, options: Any, target: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _read(path: Path, result: Callable[..., Any]) -> Any:
+def _read(path: Path, result: Callable[..., _Compiled]) -> _Compiled | None:
     """None for a kernel that is not there, or not whole: it is compiled and written again."""
     content = read_kept(path)
     with suppress(ValueError, TypeError):
@@ -63,7 +84,7 @@ def _read(path: Path, result: Callable[..., Any]) -> Any:
     return None
 
 
-def _write(path: Path, result: Any) -> None:
+def _write(path: Path, result: object) -> None:
     fields = {name: value for name, value in vars(result).items() if name not in _TEXTS}
     assert dataclasses.is_dataclass(result)
     with suppress(OSError, TypeError):  # no room, a folder of another user, or a result that is more than text and numbers

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     return Partial(*(results if len(in_place) == 2 else results[::-1]))
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads[Array]:
     """Two sweeps are deterministic; one is not, and refused where that is asked for."""
     from jax_core.kernels.triton.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 
@@ -100,8 +100,8 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelC
 
     before = dq
     dq = jnp.zeros(q.shape, jnp.float32) if fused and dq is None else dq
-    dslopes = (1,) if extras.alibi_slopes is None else (q.shape[0], q.shape[2], k.shape[1])
-    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (dslopes, k.shape, v.shape)]
+    slopes = (1,) if extras.alibi_slopes is None else (q.shape[0], q.shape[2], k.shape[1])
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (slopes, k.shape, v.shape)]
     const, launched = over_queries.constants(of_keys=False, fused=fused)
     if fused:
         dq, dslopes, dk, dv = launched(keys_kernel, [], [dq], outputs, (const.k.blocks, const.kv_heads, const.batch))
@@ -130,7 +130,7 @@ class _Pass(NamedTuple):
     arrays: list[Array | None]
     config: KernelConfig
 
-    def constants(self, of_keys: bool | None, **settings: Any) -> tuple[LaunchConstants, Callable[..., Any]]:
+    def constants(self, of_keys: bool | None, **settings: bool | int) -> tuple[LaunchConstants, Callable[..., tuple[Array, ...]]]:
         """The constants, and a function that launches a kernel: ``(kernel, more inputs, in_place, outputs, grid)``. ``of_keys``:
         whether key blocks are visited (True) or query blocks (False); None: all pairs."""
         const = self.make_constants(**settings)
@@ -138,12 +138,12 @@ class _Pass(NamedTuple):
         inputs = [*self.arrays, self.tables.bits, *lists]
 
         def launched(
-            kernel: Any,
+            kernel: Callable,
             more: list[Array | None],
             in_place: list[Array],
             outputs: list[jax.ShapeDtypeStruct],
             grid: tuple[int, ...],
-        ) -> Any:
+        ) -> tuple[Array, ...]:
             return launch.launch(kernel, inputs + more, in_place, outputs, const=const, grid=grid, config=self.config)
 
         return const, launched

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 from jax import Array
@@ -33,7 +32,7 @@ def launch(
     inputs = [given[0] if array is None else array for array in inputs]  # a placeholder that no kernel reads
     types = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place), *outputs]
     aliases = {len(inputs) + i: i for i in range(len(in_place))}
-    settings: dict[str, Any] = dict(kernel=kernel, grid=grid, const=const, compute_capability=config.capability)
+    settings: dict[str, object] = dict(kernel=kernel, grid=grid, const=const, compute_capability=config.capability)
     settings |= dict(num_warps=config.params.num_warps, num_stages=config.params.num_stages)
     # jax-triton has no rule for vmap: entries are computed one after another.
     call = jax.custom_batching.sequential_vmap(lambda *arrays: tuple(_call(arrays, types, aliases, settings)))
@@ -41,7 +40,7 @@ def launch(
     return vary(tuple(results), varying_axes(given))  # jax-triton's results carry no varying axes
 
 
-def _call(arrays, types, aliases: dict[int, int], settings: dict[str, Any]):
+def _call(arrays, types, aliases: dict[int, int], settings: dict[str, object]):
     library = jax_triton()
     settings = settings | dict(input_output_aliases=aliases)
     if library.__version_info__ < (0, 4):

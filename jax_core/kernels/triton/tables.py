@@ -16,6 +16,7 @@ from jax_core.config import FwdParams
 from jax_core.kernels.blocks import WORD, BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks, packed_bits
 from jax_core.kernels.contract import KernelConfig, Pair
 from jax_core.kernels.triton import launch
+from jax_core.kernels.triton.constants import OfTables
 
 
 class Tables(NamedTuple):
@@ -28,12 +29,17 @@ class Tables(NamedTuple):
     whole: Array | None
 
     @property
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> OfTables:
         """The launch constants that a table decides."""
         bits = (0, 0) if self.bits is None else self.bits.shape[:2]
         table = (1, 1) if self.visible is None else self.visible.shape[:2]
-        settings = dict(bits_batch=bits[0], bits_heads=bits[1], table_batch=table[0], table_heads=table[1])
-        return settings | dict(table=self.visible is not None)
+        return dict(
+            bits_batch=bits[0],
+            bits_heads=bits[1],
+            table=self.visible is not None,
+            table_batch=table[0],
+            table_heads=table[1],
+        )
 
     def lists(self, of_keys: bool, config: KernelConfig) -> tuple[Array | None, Array | None]:
         """``(order, counts)``: for each block the blocks of the other side to visit, first the fully visible ones (its first

@@ -8,7 +8,7 @@ in a block, d dim.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,12 @@ class _Shares(NamedTuple):
     dalibi_slopes: Array | None
 
 
-def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads:
+_OfQueries = tuple[Array, Array | None]  # dq of all blocks, and dalibi_slopes
+_OfKeys = tuple[Array, Array, Array | None]  # of one block: dk, dv, dbias
+_Totals = tuple[Array, Array, Array, Array | None]  # dq, dk, dv, dalibi_slopes
+
+
+def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelConfig[BwdParams]) -> Grads[Array]:
     """One sweep, and deterministic, in any case."""
     queries, keys, tiles, uncut = cut(pair, config.params)
     kv_heads, size = queries.q.shape[2], queries.q.shape[-2]
@@ -156,10 +161,10 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelC
     dtype = accumulation_dtype(pair.q.dtype)
     zero = partial(_zero_shares, queries, keys, tiles, uncut, dtype)
 
-    def key_block(totals: Any, block: tuple[Keys, Tiles]) -> tuple[Any, Any]:
+    def key_block(totals: _OfQueries, block: tuple[Keys, Tiles]) -> tuple[_OfQueries, _OfKeys]:
         key, column = block
 
-        def query_block(totals: Any, block: tuple[Array, Queries, _BlockResiduals, Tiles]) -> tuple[Any, Array | None]:
+        def query_block(totals: _Totals, block: tuple[Array, Queries, _BlockResiduals, Tiles]) -> tuple[_Totals, Array | None]:
             number, query, row, tile = block
             share = partial(_shares, pair.scores, uncut, query, row, key, tile)
             share = lax.cond(tile.needed, lambda _: share(), lambda _: zero(), None)
@@ -183,13 +188,17 @@ def backward(pair: Pair, residuals: Residuals, dq: Array | None, config: KernelC
         join_rows(dq, q_length),
         join_keys(dk, k_length),
         join_keys(dv, k_length),
-        None if extras.bias is None else join_tiles(dbias, extras.bias.shape),
+        None if dbias is None or extras.bias is None else join_tiles(dbias, extras.bias.shape),
         None if dslopes is None or extras.alibi_slopes is None else dslopes.reshape(extras.alibi_slopes.shape),
     )
 
 
 def _zero_shares(queries: Queries, keys: Keys, tiles: Tiles, uncut: Uncut, dtype: jnp.dtype) -> _Shares:
-    def zeros(array: Array | None, leading: int) -> Any:
+    @overload
+    def zeros(array: Array, leading: int) -> Array: ...
+    @overload
+    def zeros(array: Array | None, leading: int) -> Array | None: ...
+    def zeros(array: Array | None, leading: int) -> Array | None:
         return None if array is None else jnp.zeros(array.shape[leading:], dtype)
 
     shares = _Shares(zeros(queries.q, 1), zeros(keys.k, 1), zeros(keys.v, 1), zeros(tiles.bias, 2), zeros(uncut.slopes, 0))

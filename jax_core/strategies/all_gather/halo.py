@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax_core.masks.layout import runs
 from jax_core.operands import Keys
 from jax_core.strategies.all_gather.reach import Reach
 from jax_core.strategies.contract import RingSpec
-from jax_core.strategies.transfers.transfer import collective, numbered, ordered_after, pack, unpack, word_of
+from jax_core.strategies.transfers.transfer import Buffer, Tree, collective, numbered, ordered_after, pack, unpack, word_of
 
 Routes = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a rank's runs to which: the pairs of ranks
 
@@ -42,7 +42,7 @@ def reduce_halo(spec: RingSpec, gradients: Sequence[tuple[Array, ...]], halo: Re
     return tuple(jnp.concatenate(parts, 1) for parts in zip(*runs_, strict=True))
 
 
-def _rows(tree: Any, start: int, end: int) -> Any:
+def _rows(tree: Tree, start: int, end: int) -> Tree:
     return jax.tree.map(lambda x: x[:, start:end], tree)
 
 
@@ -73,14 +73,14 @@ def _back(routes: Routes) -> Routes:
     return {(j, i): tuple((to, source) for source, to in pairs) for (i, j), pairs in routes.items()}
 
 
-class _Message(NamedTuple):
+class _Message(NamedTuple, Generic[Tree]):
     """What each of a rank's runs sends (a tree of arrays, maybe empty), and where to."""
 
-    runs: Sequence[Any]
+    runs: Sequence[Tree]
     routes: Routes
 
 
-def _send(spec: RingSpec, messages: Sequence[_Message]) -> list[list[Any]]:
+def _send(spec: RingSpec, messages: Sequence[_Message[Tree]]) -> list[list[Tree]]:
     """What comes to each run, for each message; zeros where nothing does."""
     arrived = [[jax.tree.map(jnp.zeros_like, run) for run in message.runs] for message in messages]
     before = None
@@ -93,7 +93,7 @@ def _send(spec: RingSpec, messages: Sequence[_Message]) -> list[list[Any]]:
     return arrived
 
 
-def _permuted(spec: RingSpec, tree: Any, pairs: Sequence[tuple[int, int]], before: Any) -> tuple[Any, Any]:
+def _permuted(spec: RingSpec, tree: Tree, pairs: Sequence[tuple[int, int]], before: Buffer | None) -> tuple[Tree, Buffer]:
     """``tree`` from the first rank of a pair to its second, zeros on the others; also the buffer that arrived, which on a CPU the
     next must not overtake (``transfer``)."""
     axes, places = numbered(spec.axis_name, spec.problem.size)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.kernels.contract import Pair, Partial, Problem, Residuals
+from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Residuals
 from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask
 from jax_core.operands import Keys, Operands
@@ -87,7 +87,7 @@ class AllGather(Strategy):
         pairs = _pairs(opened.spec, opened.operands, keys, halo)
         sums, run_grads = opened.no_gradients(), []
         for i, pair in enumerate(pairs):
-            grads = _of_run(opened, i, len(pairs)).differentiate(pair, None)
+            grads: Grads = _of_run(opened, i, len(pairs)).differentiate(pair, None)
             run_grads.append(opened.as_arrays(pair, grads))
             sums = accumulate(sums, grads, pair.k_runs)
         dq = jnp.concatenate([query for query, *_ in run_grads], 1)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Pair, Partial, Problem, accumulation_dtype
+from jax_core.kernels.contract import Grads, Pair, Partial, Problem, accumulation_dtype
 from jax_core.kernels.merge import join_stacked, sink_gradient
 from jax_core.masks.layout import Run
 from jax_core.operands import Operands
@@ -90,7 +90,7 @@ class Decode(Strategy):
         )
         pair = _pair(spec, arranged, operands)
         opened = Backward(spec, operands, residuals_of_rows, lse, to_given_shape)
-        grads = opened.differentiate(pair, None)
+        grads: Grads = opened.differentiate(pair, None)
         query, key, value = kernel_of(spec).finish(pair.shards, (grads.dq, grads.dk, grads.dv), spec.problem.scores)
         # Every rank has the whole gradient of the sinks, which is to be its part of a sum.
         sinks, size = operands.softmax_aux, spec.problem.size

@@ -15,7 +15,7 @@ past the barrier. At the end everything sent has arrived and all credits are spe
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
@@ -57,6 +57,18 @@ def _signal_neighbours(const: RingConstants, rank: Array, semaphore: Ref) -> Non
         pl.semaphore_signal(semaphore, device_id=device(const, lax.rem(rank + const.size + way, const.size)))
 
 
+class _Copy(Protocol):
+    """To another device: Pallas's descriptor, whose class is private."""
+
+    def start(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def wait_send(self) -> None: ...
+
+    def wait_recv(self) -> None: ...
+
+
 class RemoteTransfer(NamedTuple):
     """Buffers ``[half, slot, ...]`` that rotate together; semaphores ``sent [half]``, ``arrived [half, slot]``."""
 
@@ -80,7 +92,7 @@ class RemoteTransfer(NamedTuple):
         for copy in self._copies(step - 1):
             copy.wait_recv()
 
-    def _copies(self, step: Array) -> Iterator[Any]:
+    def _copies(self, step: Array) -> Iterator[_Copy]:
         here, there = lax.rem(step, SLOTS), lax.rem(step + 1, SLOTS)
         for half in HALVES:
             to = device(self.const, lax.rem(self.rank + self.const.size + self.const.directions[half], self.const.size))
@@ -109,7 +121,7 @@ class ReturnTransfer(NamedTuple):
         for copy in self._copies():
             copy.wait()
 
-    def _copies(self) -> Iterator[Any]:
+    def _copies(self) -> Iterator[_Copy]:
         last = self.const.hops
         for half in HALVES:
             owner = device(self.const, source(self.const, self.rank, half, last))

@@ -58,4 +58,5 @@ class Hierarchical(Strategy):
         rotation = HostRotation(spec, opened.operands, compute, keep, lambda sums: sums)
         # Its first transfers must neither run beside the forward's nor be merged with them, which would keep what came until now.
         sums, dkv, send_home = rotation.run(opened.no_gradients(), after=opened.residuals.delta)
+        assert dkv is not None
         return opened.close(dkv, sums, send_home)

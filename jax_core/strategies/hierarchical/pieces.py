@@ -1,20 +1,19 @@
 """Arrays that travel in pieces, one with each step."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_core.strategies.transfers.transfer import Tree
 from jax_core.varying import vary, varying_axes
 
 
-def take_piece(tree: Any, index: Array, count: int) -> Any:
+def take_piece(tree: Tree, index: Array, count: int) -> Tree:
     """The piece ``index`` of ``count`` of each array. The last ones overlap where its length does not divide."""
     return tree if count == 1 else jax.tree.map(lambda x: _take(x, index, count), tree)
 
 
-def put_piece(tree: Any, piece: Any, index: Array, count: int) -> Any:
+def put_piece(tree: Tree, piece: Tree, index: Array, count: int) -> Tree:
     """``tree`` with that piece replaced."""
     return piece if count == 1 else jax.tree.map(lambda x, part: _put(x, part, index), tree, piece)
 
@@ -32,6 +31,6 @@ def _longest(x: Array) -> int:
     return x.shape.index(max(x.shape))
 
 
-def room_for(tree: Any) -> Any:
+def room_for(tree: Tree) -> Tree:
     """To be filled by :func:`put_piece`."""
     return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), tree)

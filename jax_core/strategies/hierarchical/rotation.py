@@ -11,14 +11,14 @@ host, and with it the kernels.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.kernels.contract import Pair
 from jax_core.masks.layout import runs
-from jax_core.operands import Operands
+from jax_core.operands import Keys, Operands
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.hierarchical.pieces import put_piece, room_for, take_piece
 from jax_core.strategies.hierarchical.schedule import Hop, HostStep, Shift, host_steps, way_home
@@ -27,6 +27,7 @@ from jax_core.strategies.pairs.rows import query_runs, rank_of
 from jax_core.strategies.rotation import Step, run_steps
 from jax_core.strategies.transfers.transfer import (
     Transfer,
+    Tree,
     finish_transfers,
     ordered_after,
     pack,
@@ -37,6 +38,11 @@ from jax_core.strategies.transfers.transfer import (
 )
 from jax_core.strategies.visibility import visible_shifts
 
+Result = TypeVar("Result")  # a rank's own, so far
+Computed = TypeVar("Computed")  # by a kernel, of a pair
+Sums = TypeVar("Sums")  # of dK and dV; None in a forward
+R = TypeVar("R")
+
 
 class PairStep(NamedTuple):
     """A pair, and whether it is the last."""
@@ -45,68 +51,73 @@ class PairStep(NamedTuple):
     last: bool
 
 
-class _Relay(NamedTuple):
+class _Relay(NamedTuple, Generic[Tree]):
     """What travels from host to host: what this rank sends on, and room for what comes to it."""
 
-    sent: Any
-    room: Any
+    sent: Tree
+    room: Any  # like ``sent``; None where there is one host
 
 
-class _AtHost(NamedTuple):
+class _AtHost(NamedTuple, Generic[Result, Sums]):
     """Before the steps for a host. ``shift``: the first number of their shifts; ``sums``: of dK/dV, from the second host on;
     ``before``: of what has arrived last, which the next transfer must not overtake."""
 
     shift: Array
-    keys: _Relay
-    sums: _Relay | None
+    keys: _Relay[Keys]
+    sums: _Relay[Sums] | None
     before: Array | None
-    result: Any
+    result: Result
 
 
-class _AtStep(NamedTuple):
+class _AtStep(NamedTuple, Generic[Result, Sums]):
     """Before a step for a host. ``number``: how many there were; ``shift``: the second number; ``held``: the keys that are here;
     ``dkv``: of those that were here before."""
 
     number: Array
     shift: Array
-    held: Any
-    dkv: Any
-    keys: _Relay
-    sums: _Relay | None
+    held: Keys
+    dkv: Sums | None
+    keys: _Relay[Keys]
+    sums: _Relay[Sums] | None
     before: Array | None
-    result: Any
+    result: Result
+
+
+_State = TypeVar("_State", _AtHost, _AtStep)
 
 
 @dataclass(frozen=True)
-class HostRotation:
+class HostRotation(Generic[Result, Computed, Sums]):
     """``compute(result, step)`` runs the kernel on a pair, beside what travels; ``keep(result, step, computed) -> (result, dkv)``
     adds to a rank's own result what was computed, and gives the pair's gradients of keys and values, None in a forward.
     ``settle(result)``: in the form that a loop's body gives it."""
 
     spec: RingSpec
     operands: Operands
-    compute: Callable[[Any, PairStep], Any]
-    keep: Callable[[Any, PairStep, Any], tuple[Any, Any]]
-    settle: Callable[[Any], Any]
+    compute: Callable[[Result, PairStep], Computed]
+    keep: Callable[[Result, PairStep, Computed], tuple[Result, Sums]]
+    settle: Callable[[Result], Result]
 
-    def run(self, result: Any, after: Array | None = None) -> tuple[Any, Any, Callable[[Any], Any]]:
+    def run(self, result: Result, after: Array | None = None) -> tuple[Result, Sums | None, Callable[[Sums], Sums]]:
         """The result of all steps; the sums of dK/dV of the keys that came last, and what sends such to the rank that owns the
         keys. Nothing is sent before ``after`` is computed."""
         shifts, keys = self._shifts(), self.operands.keys
         if after is not None and len(shifts) > 1:
             keys = tree_after(self.spec, keys, after)
         hosts = host_steps(shifts)
-        begin = _AtHost(jnp.int32(0), _Relay(keys, room_for(keys) if len(hosts) > 1 else None), None, None, result)
+        begin: _AtHost[Result, Sums] = _AtHost(
+            jnp.int32(0), _Relay(keys, room_for(keys) if len(hosts) > 1 else None), None, None, result
+        )
         end = run_steps(self.spec, self._step_of_host, self._settled, begin, hosts)
         return end.result, end.sums and end.sums.sent, partial(self._send_home, way_home(shifts, self._sizes), end.before)
 
-    def _send_home(self, home: Hop, before: Array | None, dkv: Any) -> Any:
+    def _send_home(self, home: Hop, before: Array | None, dkv: Sums) -> Sums:
         if home == (0, 0):
             return dkv
         (arrived,), *_ = self._exchange([(dkv, home)], before, lambda: ())
         return arrived
 
-    def _step_of_host(self, state: _AtHost, step: HostStep) -> _AtHost:
+    def _step_of_host(self, state: _AtHost[Result, Sums], step: HostStep) -> _AtHost[Result, Sums]:
         shift, keys, sums, before, result = state
         begin = _AtStep(jnp.int32(0), jnp.int32(step.first), keys.sent, None, keys, sums, before, result)
         end = run_steps(self.spec, partial(self._step_of_rank, host_shift=shift, host=step), self._settled, begin, step.steps)
@@ -118,7 +129,7 @@ class HostRotation:
             sums = _Relay(total, sums.sent if sums else room_for(total))
         return _AtHost(shift, keys, sums, end.before, end.result)
 
-    def _step_of_rank(self, state: _AtStep, host_shift: Array, host: HostStep, step: Step) -> _AtStep:
+    def _step_of_rank(self, state: _AtStep[Result, Sums], host_shift: Array, host: HostStep, step: Step) -> _AtStep[Result, Sums]:
         """In flight meanwhile: within the host the keys for the next step and dK/dV of the step before; between hosts a piece of
         the keys for the next host, and of the sums that this host's are added to."""
         number, shift, current, dkv, keys, sums, before, result = state
@@ -140,15 +151,15 @@ class HostRotation:
         came = dict(zip(sent, arrived, strict=True))
         if "keys" in came:
             keys = keys._replace(room=put_piece(keys.room, came["keys"], number, count))
-        if "sums" in came:
+        if sums and "sums" in came:
             sums = sums._replace(room=put_piece(sums.room, came["sums"], number, count))
         return _AtStep(
             number + 1, shift + step.hop_out, came.get("held", current), add(came.get("dkv"), share), keys, sums, before, result
         )
 
     def _exchange(
-        self, sent: list[tuple[Any, Hop]], before: Array | None, compute: Callable[[], Any]
-    ) -> tuple[list[Any], Array | None, Any]:
+        self, sent: list[tuple[Any, Hop]], before: Array | None, compute: Callable[[], R]
+    ) -> tuple[list[Any], Array | None, R]:
         """Sends each tree by its hop while ``compute`` runs; what came, and what the next exchange must not overtake."""
         if not sent:
             return [], before, compute()
@@ -161,7 +172,7 @@ class HostRotation:
         before = None if self._word is None else arriving[-1][:1]
         return [unpack(buffer, tree) for buffer, (tree, _) in zip(arrived, sent, strict=True)], before, result
 
-    def _pair(self, keys: Any, shift: tuple[Array, Array], diagonal: bool) -> Pair:
+    def _pair(self, keys: Keys, shift: tuple[Array, Array], diagonal: bool) -> Pair:
         """The queries and the keys from ``shift`` before this rank."""
         hosts, ranks = self._sizes
         rank = rank_of(self.spec, self.operands)
@@ -169,7 +180,7 @@ class HostRotation:
         k_runs = runs(self.spec.problem.layout, owner, self.spec.problem.size, keys.key.shape[1])
         return make_pair(self.spec, self.operands, query_runs(self.spec, self.operands), keys, k_runs, diagonal)
 
-    def _settled(self, state: Any) -> Any:
+    def _settled(self, state: _State) -> _State:
         return state._replace(result=self.settle(state.result))
 
     def _shifts(self) -> list[Shift]:

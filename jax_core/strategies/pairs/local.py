@@ -5,13 +5,13 @@ A pair is this rank's queries and some keys that are here: their own shard, one 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.kernels.contract import Grads, Kernel, Pair, Partial, Residuals, Runs, accumulation_dtype
+from jax_core.kernels.contract import Grads, Kernel, Pair, Partial, Residuals, Runs, Sum, accumulation_dtype
 from jax_core.kernels.merge import join_sinks, sink_gradient
 from jax_core.operands import Keys, Operands
 from jax_core.strategies.contract import RingSpec, extras_of, make_residuals
@@ -19,6 +19,7 @@ from jax_core.strategies.pairs.bias_slices import put_slice, take_slice
 from jax_core.strategies.pairs.padding import clear_cotangents, clear_hidden, clear_operands, clear_values
 from jax_core.strategies.pairs.rows import real_rows
 from jax_core.strategies.pairs.shapes import SmallOperands, in_full_shape
+from jax_core.strategies.transfers.transfer import Tree
 from jax_core.varying import vary, varying_axes
 
 
@@ -58,10 +59,10 @@ def open_forward(spec: RingSpec, operands: Operands) -> Forward:
     return Forward(spec, operands, wide, final if operands.softmax_aux is None else wide)
 
 
-class LocalGradients(NamedTuple):
+class LocalGradients(NamedTuple, Generic[Sum]):
     """Gradients that stay with the rank: the sums so far."""
 
-    dq: Any
+    dq: Sum | None
     dbias: Array | None
     dalibi_slopes: Array | None
 
@@ -83,10 +84,10 @@ class Backward:
         zeros = jnp.zeros(self.operands.bias.shape, self.lse.dtype)
         return LocalGradients(None, vary(zeros, varying_axes(self.operands)), None)
 
-    def differentiate(self, pair: Pair, dq: Any) -> Grads:
+    def differentiate(self, pair: Pair, dq: Sum | None) -> Grads[Sum]:
         return kernel_of(self.spec).backward(pair, self.residuals, dq, self.spec.bwd_config)
 
-    def close(self, dkv: tuple[Any, Any], sums: LocalGradients, send_home: Callable[..., tuple[Array, Array]]) -> Operands:
+    def close(self, dkv: tuple[Sum, Sum], sums: LocalGradients[Sum], send_home: Callable[..., tuple[Array, Array]]) -> Operands:
         """The gradients as the contract says, from the sums over all pairs; ``dkv`` in the kernel's form, of the shard that came
         last. ``send_home`` takes dK and dV to the rank that owns it: nothing is added to them there, so they go rounded."""
         dq, dk, dv = kernel_of(self.spec).finish(self.operands[:3], (sums.dq, *dkv), self.spec.problem.scores)
@@ -118,12 +119,12 @@ def open_backward(spec: RingSpec, operands: Operands, out: Array, lse: Array, do
     return Backward(spec, operands, residuals, lse, to_given_shape)
 
 
-def accumulate(sums: LocalGradients, grads: Grads, k_runs: Runs) -> LocalGradients:
+def accumulate(sums: LocalGradients[Sum], grads: Grads[Sum], k_runs: Runs) -> LocalGradients[Sum]:
     dbias = None if sums.dbias is None else put_slice(sums.dbias, grads.dbias, k_runs)
     return LocalGradients(grads.dq, dbias, add(sums.dalibi_slopes, grads.dalibi_slopes))
 
 
-def add(total: Any, share: Any) -> Any:
+def add(total: Tree | None, share: Tree) -> Tree:
     return share if total is None else jax.tree.map(jnp.add, total, share)
 
 

@@ -1,7 +1,7 @@
 """Where a rank's rows are in the sequence, of which document they are, and which are none's: padding."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax_core.operands import Operands, is_placed
 from jax_core.strategies.contract import RingSpec
 
 
-def rank_of(spec: RingSpec, operands: Operands) -> Any:
+def rank_of(spec: RingSpec, operands: Operands) -> int | Array:
     """This device's rank: a number without a ring, else a value on the device."""
     if spec.problem.size == 1:
         return 0

@@ -17,6 +17,7 @@ from jax_core.operands import Keys, Operands
 from jax_core.strategies import visibility
 from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.pairs.local import (
+    LocalGradients,
     accumulate,
     add,
     kernel_of,
@@ -28,7 +29,21 @@ from jax_core.strategies.pairs.partial_results import PartialResults
 from jax_core.strategies.pairs.rows import query_runs, rank_of
 from jax_core.strategies.rotation import Step, run_steps, steps
 from jax_core.strategies.transfers.traffic import Traffic, rotated
-from jax_core.strategies.transfers.transfer import Transfer, finish_transfers, ordered_after, pack, start_transfers, unpack, word_of
+from jax_core.strategies.transfers.transfer import (
+    Transfer,
+    Tree,
+    finish_transfers,
+    ordered_after,
+    pack,
+    start_transfers,
+    unpack,
+    word_of,
+)
+
+# What a step leaves to the next: the keys as they are sent, how many ranks they have come, and what is summed. (Nothing
+# is sent where there is one step.)
+_Forward = tuple[Any, Array, PartialResults]
+_Backward = tuple[Any, Array, Any, LocalGradients]
 
 
 class RingStrategy(Strategy):
@@ -43,7 +58,7 @@ class RingStrategy(Strategy):
         operands, wide = opened.operands, opened.wide
         local_keys, schedule = operands.keys, _schedule(spec, operands)
 
-        def run_step(state: Any, step: Step) -> Any:
+        def run_step(state: _Forward, step: Step) -> _Forward:
             buffer, shift, partials = state
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             arriving = start_transfers(transfers, spec.axis_name, spec.problem.size)
@@ -52,9 +67,10 @@ class RingStrategy(Strategy):
             if transfers:
                 arriving, result = lax.optimization_barrier((arriving, result))
             partials = partials.plus(result, kernel.CONTINUES, wide)
-            return *(finish_transfers(arriving, transfers) or [buffer]), shift + step.hop_out, partials
+            (buffer,) = finish_transfers(arriving, transfers) or [buffer]
+            return buffer, shift + step.hop_out, partials
 
-        def settle(state: Any) -> Any:
+        def settle(state: _Forward) -> _Forward:
             buffer, shift, partials = state
             return buffer, shift, partials.merged(wide)
 
@@ -70,7 +86,7 @@ class RingStrategy(Strategy):
         local_keys, schedule = operands.keys, _schedule(spec, operands)
         word = word_of(spec, local_keys)
 
-        def run_step(state: Any, step: Step) -> Any:
+        def run_step(state: _Backward, step: Step) -> _Backward:
             buffer, shift, dkv, sums = state
             # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
@@ -86,7 +102,7 @@ class RingStrategy(Strategy):
 
         # The first rotation must neither run beside the forward's nor be merged with it, which would keep its result until now.
         buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(schedule) > 1 else None
-        state: Any = buffer, jnp.int32(0), None, opened.no_gradients()
+        state: _Backward = buffer, jnp.int32(0), None, opened.no_gradients()
         _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, schedule)
         sent = sum(step.hop_out for step in schedule)
         return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
@@ -111,7 +127,7 @@ def _schedule(spec: RingSpec, operands: Operands) -> list[Step]:
     return steps(visible_shifts(problem.scores.mask, problem.layout, problem.size, *lengths))
 
 
-def _return_to_owner(spec: RingSpec, dkv: Any, word: type | None, sent: int) -> Any:
+def _return_to_owner(spec: RingSpec, dkv: Tree, word: type | None, sent: int) -> Tree:
     """dK and dV of this rank's own shard, which are ``size - sent`` hops away from it."""
     if not sent:
         return dkv

@@ -4,7 +4,7 @@ Everything that a pass needs goes in one all-to-all, block ``i`` to rank ``i``: 
 (ids, a bias of one head). Sinks and slopes are not split over the sequence: a rank takes its heads of them.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ from jax import Array, lax
 
 from jax_core.kernels.contract import accumulation_dtype
 from jax_core.operands import Operands
+from jax_core.options import AxisName
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.transfers.exchange import all_to_all, in_sequence_order, in_shards
-from jax_core.strategies.transfers.transfer import tree_after, wire_dtype
+from jax_core.strategies.transfers.transfer import Tree, tree_after, wire_dtype
 from jax_core.strategies.ulysses.inside import kv_heads_sent, order
 
 Results = tuple[Array, Array, Array, Array | None]  # out, lse, and their cotangents
@@ -26,7 +27,7 @@ class _Sent(NamedTuple):
     query: Array
     key: Array
     value: Array
-    ids: dict[str, Any]
+    ids: dict[str, Array | None]
     rows: dict[str, Array]  # bias and mask, if their rows are split
     results: Results | None
 
@@ -34,7 +35,7 @@ class _Sent(NamedTuple):
 class Exchange:
     """Over an axis ``name`` of ``size`` ranks, of which this is number ``place``."""
 
-    def __init__(self, spec: RingSpec, operands: Operands, name: Any, size: int, place: Any) -> None:
+    def __init__(self, spec: RingSpec, operands: Operands, name: AxisName, size: int, place: int | Array) -> None:
         self.spec, self.name, self.size, self.place = spec, name, size, place
         self.heads = operands.query.shape[2]
         self.order = order(spec.problem.layout, alone=size == spec.problem.size)
@@ -104,8 +105,7 @@ class Exchange:
             mask=None if mask is None else mask.astype(bool),
             origin=self._origin(operands),
             rank=self._rank_inside(operands),
-            **arrived.ids,
-        )
+        ).replaced(**arrived.ids)
 
     def _table(self, name: str, x: Array | None, arrived: _Sent) -> Array | None:
         """A bias or mask for this rank's heads and the inner shard's rows."""
@@ -130,7 +130,7 @@ class Exchange:
             return x
         return lax.dynamic_slice_in_dim(x, self._first_head(), self.heads // self.size, axis)
 
-    def _first_head(self) -> Any:
+    def _first_head(self) -> int | Array:
         return self.place * (self.heads // self.size)
 
     def _origin(self, operands: Operands) -> Array | None:
@@ -151,7 +151,7 @@ class Exchange:
         blocks = jax.tree.map(self._split_heads, sent)
         return jax.tree.map(lambda x: in_sequence_order(x, self.order), all_to_all(self.spec, blocks, self.name))
 
-    def _scattered(self, tree: Any) -> Any:
+    def _scattered(self, tree: Tree) -> Tree:
         """``[batch, rows of the inner shard, heads, ...]`` -> ``[ranks, batch, length, heads, ...]``, by whose heads they are."""
         blocks = jax.tree.map(lambda x: in_shards(x, self.order, self.size), tree)
         return all_to_all(self.spec, blocks, self.name)

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jax import Array
 
 from jax_core.kernels.contract import Problem
-from jax_core.masks.layout import Run, feature, padded_length, runs, shard_multiple
+from jax_core.masks.layout import Index, Layout, Run, feature, padded_length, runs, shard_multiple
+from jax_core.options import AxisName
 from jax_core.strategies.contract import RingSpec, Strategy
 
 _SEEN_BY_HEAD = frozenset("dropout_prob predicates".split())  # what goes by the global number of a head
@@ -14,12 +17,12 @@ _SEEN_BY_HEAD = frozenset("dropout_prob predicates".split())  # what goes by the
 class UlyssesAxis(NamedTuple):
     """The mesh axis (or axes) of the exchange, its size, and this rank's place along it."""
 
-    name: Any
+    name: AxisName
     size: int
-    place: Any
+    place: int | Array
 
 
-def ulysses_axis(spec: RingSpec, axis: int | None, rank: Any) -> UlyssesAxis:
+def ulysses_axis(spec: RingSpec, axis: int | None, rank: int | Array) -> UlyssesAxis:
     if axis is None:
         return UlyssesAxis(spec.axis_name, spec.problem.size, rank)
     assert isinstance(spec.axis_name, tuple)
@@ -72,12 +75,12 @@ def spec_inside(spec: RingSpec, inner: Strategy, axis: int | None) -> RingSpec:
     return replace(spec, problem=problem_inside(spec.problem, axis), strategy=inner, axis_name=name)
 
 
-def order(layout: Any, alone: bool) -> Any:
+def order(layout: Layout, alone: bool) -> Layout:
     """The layout by which ``exchange.in_sequence_order`` joins shards to the inner one. ``alone``: they are the whole sequence."""
     return layout if alone or layout == "zigzag" else "contiguous"
 
 
-def _layout_inside(layout: Any, sizes: tuple[int, ...], axis: int | None) -> Any:
+def _layout_inside(layout: Layout, sizes: tuple[int, ...], axis: int | None) -> Layout:
     if axis is None or sizes[1 - axis] == 1:
         return "contiguous"  # the whole sequence
     if sizes[axis] == 1:
@@ -92,7 +95,7 @@ class JoinedShards:
     """The layout of a ring of which every rank has the shards of ``count`` ranks: with the exchange's axis first in the mesh (or,
     ``neighbours``, last). An :class:`jax_core.masks.layout.Arrangement`."""
 
-    layout: str
+    layout: Layout
     count: int
     neighbours: bool
     feature = "plan"
@@ -101,7 +104,7 @@ class JoinedShards:
     def shard_multiple(self) -> int:
         return self.count * shard_multiple(self.layout)
 
-    def runs(self, rank: Any, size: int, length: int) -> tuple[Run, ...]:
+    def runs(self, rank: Index, size: int, length: int) -> tuple[Run, ...]:
         places = range(self.count)
         ranks = [rank * self.count + place if self.neighbours else place * size + rank for place in places]
         shards = [runs(self.layout, member, size * self.count, length // self.count) for member in ranks]

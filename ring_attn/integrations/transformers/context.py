@@ -15,11 +15,11 @@ from jax_core.masks.layout import Layout
 from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.generation.cache import KVCache
 from ring_attn.integrations.transformers.batch.given import CHANGED, check_given, check_labels, taken
-from ring_attn.integrations.transformers.batch.head import Head, first_tokens
+from ring_attn.integrations.transformers.batch.head import Head, Outputs, first_tokens
 from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, loss_of, with_loss, without_logits
 from ring_attn.integrations.transformers.batch.outputs import without_pooled
-from ring_attn.integrations.transformers.batch.sharding import MARK, shard_batch
-from ring_attn.integrations.transformers.calls import CALL, Call, Sharded
+from ring_attn.integrations.transformers.batch.sharding import MARK, Inputs, ModelInputs, shard_batch
+from ring_attn.integrations.transformers.calls import CALL, Call, Items, Sharded
 from ring_attn.integrations.transformers.generation.cache import RingCache, cache_in
 from ring_attn.integrations.transformers.generation.generate import generate_on_ring
 from ring_attn.integrations.transformers.layers.attention import NAME, register
@@ -29,7 +29,8 @@ from ring_attn.integrations.transformers.model.patches import Patches
 from ring_attn.integrations.transformers.model.plan import plan_of, pretrained_model
 from ring_attn.integrations.transformers.model.tiles import check_tiles, tiles_of
 from ring_attn.integrations.transformers.sequence import Sequence
-from ring_attn.integrations.transformers.verify.verification import Verdict, verify
+from ring_attn.integrations.transformers.verify.verification import Batch, LossOf, Verdict, verify
+from ring_attn.integrations.transformers.versions import ModelOutput
 from ring_attn.memory import Levers
 from ring_attn.memory.formula import Checkpoint
 from ring_attn.packed.ring import placing
@@ -52,7 +53,7 @@ class _Entered(NamedTuple):
     module: nn.Module
     begun: tuple[Call, Token[Call | None], Token[Callable[[], None] | None]] | None = None
     labels: Tensor | None = None
-    items: Any = None
+    items: Items = None
     hidden: Tensor | None = None
 
 
@@ -99,7 +100,7 @@ class ContextParallel:
             first = module is self.model
             self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True, prepend=first))
 
-    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: Batch) -> ModelInputs:
         """This rank's part of a whole batch, the same on every rank, as any data collator makes it. No communication.
 
         Sequences are padded, to one of the ring's ``buckets``, so that few programs are compiled, and sharded; ``position_ids`` are
@@ -113,11 +114,11 @@ class ContextParallel:
             raise ValueError("this batch is sharded already")
         return shard_batch(self.plan, self.ring, self, batch)
 
-    def __call__(self, **batch: Any) -> Any:
+    def __call__(self, **batch: object) -> Outputs:
         """The model's outputs for a whole batch, which is sharded here, or for one that :meth:`shard` made."""
         return self._outer(**(batch if MARK in batch else self.shard(batch)))
 
-    def unshard(self, tensor: Tensor, batch: Mapping[str, Any], *, dim: int = 1) -> Tensor:
+    def unshard(self, tensor: Tensor, batch: Batch, *, dim: int = 1) -> Tensor:
         """The whole of what the model made of a ``batch`` of :meth:`shard`, something for each token along ``dim``: in the order of
         the batch, without padding, on every rank. Collective and differentiable as :func:`ring_attn.unshard`."""
         sharded = batch.get(MARK)
@@ -126,7 +127,7 @@ class ContextParallel:
         sequence = sharded.sequences["decoder"]
         return sequence.ring.unshard(tensor, dim=dim, length=sequence.length)
 
-    def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    def loss(self, outputs: Outputs | Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a model's outputs, or of its logits, for a batch that :meth:`shard` made: the mean over all labels of the
         ring, with this rank's part of the gradient. ``model(**batch).loss`` is the same. Of the base model's outputs
         (``model.model(**batch)``) the logits are made ``loss_chunk`` tokens at a time, 1,024 by default. Collective."""
@@ -137,8 +138,9 @@ class ContextParallel:
         self._check_entries(sharded, {"labels": batch["labels"]})
         items = batch.get("num_items_in_batch", sharded.items)
         chunks = None
-        if getattr(outputs, "last_hidden_state", None) is not None and not hasattr(outputs, "logits"):
-            chunks = InChunks(self._head or Head(self.plan, CHUNK), outputs.last_hidden_state)
+        hidden = getattr(outputs, "last_hidden_state", None)
+        if hidden is not None and not hasattr(outputs, "logits"):
+            chunks = InChunks(self._head or Head(self.plan, CHUNK), hidden)
         with self._by_itself():
             return loss_of(self.plan, self.ring, outputs, batch["labels"], sharded, items, chunks)
 
@@ -175,7 +177,7 @@ class ContextParallel:
         finally:
             self._attach()
 
-    def verify(self, batch: Mapping[str, Any], *, loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None) -> Verdict:
+    def verify(self, batch: Batch, *, loss: LossOf | None = None) -> Verdict:
         """Compares this model on the ring with the same model in one process, in float32 and without dropout, on a short whole
         ``batch`` with labels, the same on all ranks: the loss, the logits, each parameter's gradient, and whether packed documents
         see each other. Collective. Neither the model nor its gradients are changed.
@@ -197,12 +199,11 @@ class ContextParallel:
         """An empty cache, spread over the ring, to be given to ``model.generate`` or the model as ``past_key_values``.
         ``max_length``, ``at_once``: as of :class:`ring_attn.generation.KVCache`. In a loop of your own, without gradients:
         ``model(**cp.shard(prompt), past_key_values=cache)`` keeps the prompt's keys and has no logits; then ``model(input_ids=new,
-        past_key_values=cache)`` takes new tokens, the same on every rank. NotImplementedError for a model that it cannot serve.
-        """
+        past_key_values=cache)`` takes new tokens, the same on every rank. NotImplementedError for a model that it cannot serve."""
         self.plan.check_cache()
         return RingCache(self, self.model, bool(self.plan.states), KVCache(self.ring, max_length, at_once))
 
-    def generate(self, *arguments: Any, **options: Any) -> Any:
+    def generate(self, *arguments: object, **options: object) -> ModelOutput | Tensor:
         """The model's own ``generate`` on a whole prompt; ``model.generate`` is this. With ``past_key_values=cp.cache(...)`` it
         goes over the ring, with the same tokens on all ranks; without, each rank uses the model's own attention, by itself."""
         if MARK in options or any(is_shard(x) for x in (*arguments, *options.values())):
@@ -232,12 +233,12 @@ class ContextParallel:
         finally:
             self._off = before
 
-    def _through_hooks(self, module: nn.Module) -> Any:
+    def _through_hooks(self, module: nn.Module) -> Callable[..., object]:
         """Some wrappers (PEFT's older releases) call ``model.forward``, past the hooks."""
         forward = module.forward
 
         @wraps(forward)
-        def through(*arguments: Any, **options: Any) -> Any:
+        def through(*arguments: object, **options: object) -> object:
             # The hooks would have taken the mark out, and entered this module last.
             came_by_them = MARK not in options and self._entered and self._entered[-1].module is module
             if not (self._off or came_by_them):
@@ -258,7 +259,7 @@ class ContextParallel:
         return self._off
 
     @torch.compiler.disable
-    def _enter(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _enter(self, module: nn.Module, arguments: tuple[object, ...], options: ModelInputs) -> Inputs | None:
         if self._off:
             return None
         sharded = options.pop(MARK, None)
@@ -268,7 +269,7 @@ class ContextParallel:
         self._entered.append(_Entered(module) if part else self._begin(module, sharded, options))
         return arguments, options
 
-    def _begin(self, module: nn.Module, sharded: Sharded | None, options: dict[str, Any]) -> _Entered:
+    def _begin(self, module: nn.Module, sharded: Sharded | None, options: ModelInputs) -> _Entered:
         labels, items, cache = None, None, cache_in(options)
         if sharded is not None:
             self._check(sharded, options)
@@ -288,13 +289,13 @@ class ContextParallel:
         # Without the head, which is the caller's, there is no loss to be made.
         return _Entered(module, (call, CALL.set(call), ON_CALL.set(call.count)), labels if module is self.model else None, items)
 
-    def _check(self, sharded: Sharded, options: dict[str, Any]) -> None:
+    def _check(self, sharded: Sharded, options: ModelInputs) -> None:
         if sharded.owner is not self:
             raise ValueError("the batch was sharded by another ContextParallel than that of this model; use its own cp.shard")
         check_given(self.plan, sharded, options)
         self._check_entries(sharded, options)
 
-    def _check_entries(self, sharded: Sharded, given: Mapping[str, Any]) -> None:
+    def _check_entries(self, sharded: Sharded, given: Batch) -> None:
         """Foreign entries are compared on their device, which nobody waits for."""
         for name in sharded.entries:
             tensor = given.get(name)
@@ -303,7 +304,7 @@ class ContextParallel:
                 self._shared.ask({f"{name} of a sharded batch is not what cp.shard made": CHANGED}, changed.view(1))
 
     @torch.compiler.disable
-    def _leave(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
+    def _leave(self, module: nn.Module, arguments: object, options: object, output: Outputs | None) -> Outputs | None:
         if self._off or not self._entered or self._entered[-1].module is not module:  # it was refused before it had entered
             return None
         _, begun, labels, items, hidden = self._entered.pop()
@@ -329,12 +330,12 @@ class ContextParallel:
             loss = loss_of(self.plan, self.ring, output, labels, call.sharded, items, chunks)
         return with_loss(output, loss, logits=chunks is None)
 
-    def _leave_cache(self, cache: RingCache, output: Any, decoding: bool, head: bool) -> Any:
+    def _leave_cache(self, cache: RingCache, output: Outputs, decoding: bool, head: bool) -> Outputs:
         """Logits of a prompt's shard are of no use to anybody, so there are none."""
         cache.end(logits_of(output) if decoding and head else None)
         return output if decoding or not head else without_logits(output)
 
-    def _without_logits(self, output: Any) -> Any:
+    def _without_logits(self, output: Outputs | None) -> Outputs | None:
         """A base model's output in the whole model's forward. Where the loss is made in chunks, or a cache is filled, the head gets
         few tokens of it."""
         whole = self._entered[-1] if self._entered else None

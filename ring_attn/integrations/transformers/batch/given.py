@@ -1,11 +1,11 @@
 """What a model is given beside, or in the place of, what its ``cp.shard`` made."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from ring_attn.integrations.transformers.batch.entries import REFUSED
+from ring_attn.integrations.transformers.batch.sharding import ModelInputs
 from ring_attn.integrations.transformers.calls import Items, Sharded
 from ring_attn.integrations.transformers.generation.cache import RingCache
 from ring_attn.integrations.transformers.model.plan import Plan
@@ -43,7 +43,7 @@ def check_labels(plan: Plan, sharded: Sharded, given: Mapping[str, object]) -> N
         )
 
 
-def taken(sharded: Sharded, options: dict[str, Any]) -> tuple[Tensor | None, Items]:
+def taken(sharded: Sharded, options: ModelInputs) -> tuple[Tensor | None, Items]:
     """Takes the labels and their count out of a model's inputs, which the model would use by itself."""
     items, shifted = options.pop("num_items_in_batch", None), options.pop("shift_labels", None)
     labels = options.pop("labels", None)

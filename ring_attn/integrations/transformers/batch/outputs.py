@@ -1,9 +1,10 @@
 """Outputs that a model made of a token which one rank has: not to be had from a shard."""
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
+from ring_attn.integrations.transformers.batch.head import Outputs
 from ring_attn.integrations.transformers.sequence import Sequence
 
 _POOLED = ("pooler_output", "mc_logits", "text_embeds", "sentence_embedding")
@@ -35,7 +36,7 @@ class OfOneToken:
         (found[0] if found else cls("a pooled output"))._refuse()
 
 
-def without_pooled(output: Any, sequences: dict[str, Sequence]) -> Any:
+def without_pooled(output: Outputs, sequences: dict[str, Sequence]) -> Outputs:
     """A model's outputs with :class:`OfOneToken` in the place of what is no number or vector for each token of a shard."""
     if isinstance(output, tuple):
         return tuple(OfOneToken(f"output {at}") if _pooled(str(at), x, sequences) else x for at, x in enumerate(output))

@@ -22,6 +22,8 @@ from ring_attn.sharding.marks import is_shard, mark_shard
 from ring_attn.sharding.padding import forget_padding
 from ring_attn.training.shared_state import fingerprints
 
+ModelInputs = dict[str, Any]  # by name: tensors, numbers, flags, and the mark
+Inputs = tuple[tuple[object, ...], ModelInputs]  # as torch gives them to a hook
 MARK = "ring_attn"  # the entry of a sharded batch that says so; the model's pre-forward hook takes it out
 
 
@@ -38,14 +40,14 @@ _MAIN = _Names("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _OF_DECODER = _Names("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids")
 
 
-def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, object]) -> dict[str, Any]:
+def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, object]) -> ModelInputs:
     """This rank's part of a whole batch: what :meth:`ContextParallel.shard` returns."""
-    given = {name: _tensor(value) for name, value in batch.items() if value is not None}
+    given: ModelInputs = {name: _tensor(value) for name, value in batch.items() if value is not None}
     _check_whole(given)
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim}
     whole = {name: fingerprints(x) if x.is_floating_point() or x.is_complex() else x for name, x in tensors.items()}
     labels, items = _labels(plan, given), given.pop("num_items_in_batch", None)
-    own: dict[str, Any] = {}
+    own: ModelInputs = {}
     sequences: dict[str, Sequence] = {}
     names = _OF_DECODER if plan.encoder_decoder else _MAIN
     if plan.encoder_decoder:
@@ -76,11 +78,11 @@ def _check_whole(given: Mapping[str, object]) -> None:
         )
 
 
-def _tensor(value: object) -> Any:
+def _tensor(value: object) -> object:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-def _labels(plan: Plan, given: dict[str, Any]) -> Tensor | None:
+def _labels(plan: Plan, given: ModelInputs) -> Tensor | None:
     """Whole labels, each where it is predicted."""
     labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
     if labels is None and shifted is None:
@@ -91,7 +93,7 @@ def _labels(plan: Plan, given: dict[str, Any]) -> Tensor | None:
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _sequence(plan: Plan, ring: Ring, names: _Names, given: dict[str, Any], own: dict[str, Any], labels: Tensor | None) -> Sequence:
+def _sequence(plan: Plan, ring: Ring, names: _Names, given: ModelInputs, own: ModelInputs, labels: Tensor | None) -> Sequence:
     """The sequence of these names; takes them out of ``given``, and puts this rank's parts into ``own``."""
     tokens, name = given.pop(names.ids, None), names.ids
     if tokens is None:
@@ -144,9 +146,9 @@ def _positions(sequence: Sequence, positions: Tensor | None) -> Tensor:
     return sequence.shard(positions, dim=-1)
 
 
-def _others(plan: Plan, sequence: Sequence, given: Mapping[str, Any]) -> dict[str, Any]:
+def _others(plan: Plan, sequence: Sequence, given: ModelInputs) -> ModelInputs:
     """The entries that are no sequence of tokens; ValueError or NotImplementedError for one that cannot be honoured."""
-    own: dict[str, Any] = {"use_cache": False} if plan.takes_use_cache else {}
+    own: ModelInputs = {"use_cache": False} if plan.takes_use_cache else {}
     for name, value in given.items():
         if name in TOKEN_TYPES:
             # Masks read them at any position, embeddings at this rank's.

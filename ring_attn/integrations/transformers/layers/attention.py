@@ -4,12 +4,13 @@ Which batch a mask is made for is a context variable that the model's pre-forwar
 mask. The mask then carries all that attention needs, so it is right where a layer is run again, in the backward of a checkpoint.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from jax_core.options import MaskMod
 from ring_attn.functional import AttentionOptions
 from ring_attn.integrations.transformers.calls import CALL, Call
 from ring_attn.integrations.transformers.generation.cache import RingCache
@@ -220,7 +221,7 @@ def _chunked_by(queries: Sequence, from_first: bool) -> Tensor | None:
     return places if left is None else (places - left[:, None]).clamp_min(0)
 
 
-def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> Callable[..., object]:
+def _mask_mod(rule: Rule, queries: Sequence, keys: Sequence) -> MaskMod:
     # Imported here so that JAX is loaded by the first mask that needs it.
     from torch_bridge.attention.torch_predicate import Lengths, traced
 

@@ -79,8 +79,8 @@ def _state_space(
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
     dt = dt if dt_bias is None else dt + dt_bias
     dt = functional.softplus(dt) if dt_softplus else dt
-    settings = dict(chunk_size=chunk_size, output_final_state=return_final_states)
-    return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, **settings, **along)
+    along = {**along, "output_final_state": return_final_states}
+    return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, chunk_size=chunk_size, **along)
 
 
 # Each takes first what the operators of a ring take beside their own operands.

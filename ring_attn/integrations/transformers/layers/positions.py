@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -84,18 +84,32 @@ def _with(forward: Callable[..., object], name: str, value: Callable[[Sequence],
     return call
 
 
-def has_relative_bias(module: nn.Module) -> bool:
+class _OfRelativePositions(Protocol):
+    """A layer of T5's kind."""
+
+    compute_bias: Callable[..., Tensor]
+    relative_attention_bias: nn.Embedding
+    is_decoder: bool
+    relative_attention_num_buckets: int
+    relative_attention_max_distance: int
+
+    def _relative_position_bucket(
+        self, distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int
+    ) -> Tensor: ...
+
+
+def has_relative_bias(module: nn.Module) -> TypeGuard[_OfRelativePositions]:
     """Whether the layer makes a bias for all pairs of positions, as T5's do."""
     return callable(getattr(module, "compute_bias", None)) and hasattr(module, "_relative_position_bucket")
 
 
-def knows_its_bias(module: Any) -> bool:
+def knows_its_bias(module: _OfRelativePositions) -> bool:
     """Whether the layer makes its bias as T5 does."""
     bias, bucket = (inspect.signature(function).parameters for function in (module.compute_bias, module._relative_position_bucket))
     return {"query_length", "key_length"} <= set(bias) and "bidirectional" in bucket
 
 
-def relative_bias(module: Any, ring: Ring, is_off: Callable[[], bool]) -> Callable[..., Tensor]:
+def relative_bias(module: _OfRelativePositions, ring: Ring, is_off: Callable[[], bool]) -> Callable[..., Tensor]:
     """``compute_bias`` of a layer of T5's kind, for this rank's queries and the keys of all ranks: ``[1, heads, local, whole]``."""
     original = module.compute_bias
 
@@ -150,8 +164,8 @@ def _sequence() -> Sequence | None:
 
 
 def _with_the_longest(
-    module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    module: nn.Module, arguments: tuple[Tensor, ...], options: dict[str, Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]] | None:
     sequence = _sequence()
     if sequence is None:
         return None

@@ -52,8 +52,8 @@ class Patches:
             if not plan.takes_positions and embeds_positions(module):
                 for name, function in of_this_rank(module, lambda: owner.off).items():
                     self._assign(module, name, function)
-            if has_relative_bias(module):
-                self._assign(module, "compute_bias", relative_bias(module, ring, lambda: owner.off))
+            if has_relative_bias(layer := module):
+                self._assign(module, "compute_bias", relative_bias(layer, ring, lambda: owner.off))
             if module in plan.states:
                 self._assign(module, "forward", on_the_ring(module, lambda: owner.off))
             self._hooks += sees_the_longest(module)

@@ -17,8 +17,8 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Tensor | None:
     real = mask != 0 if isinstance(mask, Tensor) and mask.shape == shape else torch.ones(shape, dtype=torch.bool)
     real = real.to(tokens.device)
     numbered = isinstance(mask, Tensor) and mask.shape == shape and mask.dtype != torch.bool and bool((mask > 1).any())
-    ids: Any
-    if numbered:
+    ids: Tensor
+    if numbered and isinstance(mask, Tensor):
         ids = mask
     elif batch.get("seq_idx") is not None:
         ids = batch["seq_idx"].expand(shape)

@@ -8,13 +8,13 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn.integrations.transformers.batch.sharding import MARK
+from ring_attn.integrations.transformers.batch.sharding import MARK, ModelInputs
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.integrations.transformers.sequence import IGNORED
 from ring_attn.integrations.transformers.verify.documents import documents_of_batch
@@ -32,8 +32,8 @@ _EARLY = 0.1  # times the tolerance: a forward that is off by more is not called
 _NOT_THERE = 0.1  # times what rounding makes: what moves by less in one process is not moved
 
 Batch = Mapping[str, object]
-LossOf = Callable[[ModelOutput, Batch], Tensor]
-Run = Callable[..., Any]  # the model, of a batch's entries
+LossOf = Callable[[ModelOutput, ModelInputs], Tensor]
+Run = Callable[..., ModelOutput]  # the model, of a batch's entries
 
 
 class Parallel(Protocol):
@@ -45,7 +45,7 @@ class Parallel(Protocol):
     previous: str
 
     def detached(self) -> AbstractContextManager[None]: ...
-    def shard(self, batch: Batch) -> dict[str, Any]: ...
+    def shard(self, batch: Batch) -> ModelInputs: ...
     def unshard(self, tensor: Tensor, batch: Batch) -> Tensor: ...
     def reduce_gradients(self) -> None: ...
     def remove(self) -> None: ...
