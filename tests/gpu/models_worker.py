@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.harness.team import Team, tidy
 from ring_attn import Ring
 from ring_attn.integrations.transformers import context_parallel
+from ring_attn.sharding.reduction import of_rank_0
 
 VOCABULARY, WINDOW = 512, 300
 SIZES: dict[str, Any] = dict(
@@ -62,7 +63,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Bamba": ("", dict(head_dim=None, attn_layer_indices=[1], mamba_n_heads=16, mamba_d_head=64, mamba_d_state=64)),
 }
-WAYS = ("plain", "left", "packed", "fsdp2", "levers")
+WAYS = ("plain", "left", "packed", "fsdp2", "levers", "decoded")
+NEW = 8  # tokens that are decoded
 WITH_LEVERS = ("Llama", "Qwen3Moe")
 LEVERS = dict(checkpoint="offload", offload_inputs=True, head_groups=2, mlp_tile=300, loss_chunk=300)
 
@@ -88,7 +90,7 @@ def main() -> int:
             for way in options.ways:
                 if way == "levers" and name not in WITH_LEVERS:
                     continue
-                wrong += not compare(team, name, tokens, way)
+                wrong += not (decoded if way == "decoded" else compare)(team, name, tokens, way)
                 tidy()
     team.close()
     return 1 if wrong else 0
@@ -106,6 +108,35 @@ def compare(team: Team, name: str, tokens: int, way: str) -> bool:
     )
     team.say(f"{name:12} {tokens:6} {way:8} {'' if fine else 'WRONG '}{shown}")
     return fine
+
+
+@torch.no_grad()
+def decoded(team: Team, name: str, tokens: int, way: str) -> bool:
+    """Logits of the last tokens, decoded one by one after a prompt on the ring, whose second row is padded on the left; and what
+    ``generate`` says, the same on all ranks."""
+    batch = {key: x.to(team.device) for key, x in batch_of("left", tokens).items() if key != "labels"}
+    exact, usual = (model(**batch, use_cache=False).logits[:, -NEW:].float() for model in both(name, team.device))
+    model = made(name, team.device).bfloat16().eval()
+    cp = context_parallel(model)
+    cache, logits = cp.cache(tokens + NEW), []
+    model(**cp.shard({key: x[:, :-NEW] for key, x in batch.items()}), **{cp.plan.cache_name: cache})
+    for number in range(NEW):
+        seen = tokens - NEW + number
+        given = {key: x[:, seen, None] if key == "input_ids" else x[:, : seen + 1] for key, x in batch.items()}
+        logits.append(model(**given, **{cp.plan.cache_name: cache}).logits)
+    have, eager = apart(torch.cat(logits, 1).float(), exact), apart(usual, exact)
+    settings = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    said = model.generate(**batch, **settings, **{cp.plan.cache_name: cp.cache(tokens + NEW)})
+    same = torch.equal(said, of_rank_0(said.clone(), cp.ring.processes, "what was said"))
+    fine = team.agreed(have <= 2 * eager and same and said.shape == (2, tokens + NEW))
+    team.say(f"{name:12} {tokens:6} {way:8} {'' if fine else 'WRONG '}logits {have:.1e} ({eager:.1e})")
+    return fine
+
+
+def both(name: str, device: torch.device) -> Iterator[Any]:
+    """The model in float32, and in bfloat16."""
+    yield made(name, device).eval()
+    yield made(name, device).eval().bfloat16()
 
 
 def made(name: str, device: torch.device) -> Any:
