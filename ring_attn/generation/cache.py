@@ -109,7 +109,7 @@ class KVCache:
         if self.lengths is not None:
             raise ValueError("this cache has had its prompt; make a new KVCache for another one")
         (batch, length), device = input_ids.shape, input_ids.device
-        self.begin(torch.full((batch,), length, device=device) if lengths is None else lengths.to(device))
+        self.begin(torch.full((batch,), length, device=device) if lengths is None else lengths.to(device, torch.int64))
         assert self.lengths is not None
         self._documents = segment_ids is not None
         whole = torch.zeros(batch, length, dtype=torch.int32, device=device) if segment_ids is None else segment_ids.to(torch.int32)

@@ -42,9 +42,9 @@ def check_appended(number: int, layer: Layer, new: CacheSlots, longest: int, max
     _check_at_once(number, layer, new.slots)
 
 
-def check_new_tokens(layers: dict[int, Layer], new: int, before: int, max_length: int) -> None:
-    """What each layer would object to, before any has appended: ``new`` tokens after ``before`` others."""
-    check_room(0, new, before, max_length)
+def check_new_tokens(layers: dict[int, Layer], appended: int, new: int, longest: int, max_length: int) -> None:
+    """What each layer would object to, before any has appended."""
+    check_room(appended, new, longest, max_length)
     for number, layer in layers.items():
         _check_at_once(number, layer, new)
 

@@ -43,6 +43,8 @@ def test_hybrid_families(name):
 def test_each_way_of_choosing_tokens():
     sampled = dict(do_sample=True, temperature=0.8, top_p=0.9)
     several = dict(num_return_sequences=2, **sampled)
+    never = transformers.LogitsProcessorList([lambda ids, scores: scores.index_fill(1, torch.arange(40), -torch.inf)])
+    compare("mistral", "local", dict(logits_processor=never))
     compare("mistral", "local", several, dict(num_beams=2, do_sample=True), dict(attention_mask=None))
     compare("mistral", "local", dict(input_ids=torch.tensor([[5], [9]]), attention_mask=None))
 
@@ -125,9 +127,20 @@ def test_what_is_refused_by_generate(local):
     for name, value, words in (
         ("max_time", 1.0, "the clocks of the ranks"),
         ("assistant_model", model, "each rank would draft by itself"),
+        ("output_attentions", True, "no rank ever has"),
+        ("output_hidden_states", True, "spread over the ranks"),
         ("pixel_values", torch.ones(2, 3), "pixel_values cannot be given"),
     ):
         refused(NotImplementedError, words, model.generate, **batch, past_key_values=cp.cache(ROOM), **{name: value})
+    refused(ValueError, "all else by name", model.generate, batch["input_ids"], SETTINGS, past_key_values=cp.cache(ROOM))
+    clock = transformers.StoppingCriteriaList([transformers.generation.stopping_criteria.MaxTimeCriteria(1.0)])
+    refused(NotImplementedError, "the clocks", model.generate, **batch, stopping_criteria=clock, past_key_values=cp.cache(ROOM))
+    ids = batch["input_ids"].clone()
+    ids[1, 0] = 0
+    given = dict(**SETTINGS, past_key_values=cp.cache(ROOM))
+    refused(ValueError, "give its attention_mask", model.generate, ids, **given)
+    refused(ValueError, "on the left alone", model.generate, ids, attention_mask=ids.flip(1) != 0, **given)
+    refused(ValueError, "needs its cache", model.generate, **batch, use_cache=False, past_key_values=cp.cache(ROOM))
     refused(ValueError, "needs one prompt", model.generate, past_key_values=cp.cache(ROOM))
     refused(ValueError, "rows of 28 tokens, .* room for 26", model.generate, **batch, past_key_values=cp.cache(26))
     model.generate(**batch, past_key_values=cp.cache(27))
@@ -154,8 +167,46 @@ def test_what_is_refused_of_a_cache(local):
     refused(ValueError, "must be the prompt's", model, **new, attention_mask=torch.ones(2, LENGTH + 1))
     refused(ValueError, "2 prompts, and 3 rows", model, input_ids=ids[:1, :1].expand(3, 1), past_key_values=cache)
     refused(ValueError, "must leave between 0 and the 0 tokens", cache.crop, -1)
+    new |= dict(attention_mask=torch.cat([mask, mask[:, -1:]], 1))
+    refused(NotImplementedError, "no rank ever has", model, **new, output_attentions=True)
     assert cache.get_seq_length() == LENGTH  # nothing was appended
-    model(**new, attention_mask=torch.cat([mask, mask[:, -1:]], 1))
+    model(**new)
+
+
+def test_another_history_is_refused(local):
+    """transformers would take the cache's tokens for those that came."""
+    model, cp = local
+    cache, ids = cp.cache(ROOM), prompt()["input_ids"]
+    whole = model.generate(ids, **SETTINGS, past_key_values=cache)
+    new = dict(**SETTINGS, past_key_values=cache)
+    refused(ValueError, "the 27 tokens that the cache holds", model.generate, whole.flip(0), **new)
+    refused(ValueError, "the 27 tokens that the cache holds", model.generate, whole[:, :20], **new)
+    more = torch.randint(3, 60, (2, 40))
+    refused(ValueError, "all of input_ids", model.generate, more, attention_mask=torch.ones(2, 67), **new)
+    beams = model.generate(ids, **SETTINGS, num_beams=3, past_key_values=(searched := cp.cache(ROOM)))
+    refused(ValueError, "After beams", model.generate, torch.cat([beams, beams], 1), **SETTINGS, past_key_values=searched)
+
+
+def test_a_cache_serves_its_model_alone(local):
+    model, cp = local
+    with cp.detached():
+        refused(
+            ValueError, "serves the context-parallel model", model.generate, **prompt(), **SETTINGS, past_key_values=cp.cache(ROOM)
+        )
+
+
+@torch.no_grad()
+def test_a_forward_that_failed_half_way_is_known(local):
+    model, cp = local
+    cache, ids = cp.cache(ROOM), prompt()["input_ids"]
+    model(**cp.shard({"input_ids": ids}), past_key_values=cache)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: pytest.fail("as it may"))
+    with pytest.raises(pytest.fail.Exception):
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    hook.remove()
+    refused(ValueError, "ended half way", model, input_ids=ids[:, :1], past_key_values=cache)
+    cache.reset()
+    model(**cp.shard({"input_ids": ids}), past_key_values=cache)
 
 
 def test_gradients_are_refused(local):

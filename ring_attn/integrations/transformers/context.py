@@ -213,7 +213,7 @@ class ContextParallel:
             )
         generate, cache = partial(type(self.model).generate, self.model), cache_in(options)
         if cache is not None:
-            return generate_on_ring(generate, self._prefill, cache, self.plan.takes_positions, arguments, options)
+            return generate_on_ring(generate, self._prefill, cache, self.plan, arguments, options)
         with self._patches.undone(), self._by_itself():
             return generate(*arguments, **options)
 
@@ -272,7 +272,10 @@ class ContextParallel:
     def _begin(self, module: nn.Module, sharded: Sharded | None, options: ModelInputs) -> _Entered:
         labels, items, cache = None, None, cache_in(options)
         if sharded is not None:
-            self._check(sharded, options)
+            if sharded.owner is not self:
+                raise ValueError("the batch was sharded by another ContextParallel than that of this model; use its own cp.shard")
+            check_given(self.plan, sharded, options)
+            self._check_entries(sharded, options)
             given = options[next(iter(sharded.entries))]
             if torch.is_grad_enabled():
                 self._reduced_by_ddp = reduced_by_ddp(self.ring)
@@ -288,12 +291,6 @@ class ContextParallel:
         call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None, self.levers.head_groups, cache)
         # Without the head, which is the caller's, there is no loss to be made.
         return _Entered(module, (call, CALL.set(call), ON_CALL.set(call.count)), labels if module is self.model else None, items)
-
-    def _check(self, sharded: Sharded, options: ModelInputs) -> None:
-        if sharded.owner is not self:
-            raise ValueError("the batch was sharded by another ContextParallel than that of this model; use its own cp.shard")
-        check_given(self.plan, sharded, options)
-        self._check_entries(sharded, options)
 
     def _check_entries(self, sharded: Sharded, given: Batch) -> None:
         """Foreign entries are compared on their device, which nobody waits for."""
@@ -313,12 +310,11 @@ class ContextParallel:
         call, of_call, of_listener = begun
         CALL.reset(of_call)
         ON_CALL.reset(of_listener)
-        if output is None or (call.sharded is None and call.cache is None):  # None: an error is on its way
-            return None
-        self.plan.check_attended(call.attended, 1 if call.decoding else call.head_groups)
         if call.cache is not None:
-            return self._leave_cache(call.cache, output, call.decoding, head=module is self.model)
-        assert call.sharded is not None
+            return self._leave_cache(call.cache, call, output, head=module is self.model)
+        if output is None or call.sharded is None:  # None: an error is on its way
+            return None
+        self.plan.check_attended(call.attended, call.head_groups)
         if self.ring.size > 1:
             output = without_pooled(output, call.sharded.sequences)
         if labels is None:
@@ -330,10 +326,14 @@ class ContextParallel:
             loss = loss_of(self.plan, self.ring, output, labels, call.sharded, items, chunks)
         return with_loss(output, loss, logits=chunks is None)
 
-    def _leave_cache(self, cache: RingCache, output: Outputs, decoding: bool, head: bool) -> Outputs:
+    def _leave_cache(self, cache: RingCache, call: Call, output: Outputs | None, head: bool) -> Outputs | None:
         """Logits of a prompt's shard are of no use to anybody, so there are none."""
-        cache.end(logits_of(output) if decoding and head else None)
-        return output if decoding or not head else without_logits(output)
+        cache.running = False
+        if output is None:
+            return None
+        self.plan.check_attended(call.attended, 1 if call.decoding else call.head_groups)
+        cache.end(logits_of(output) if call.decoding and head else None)
+        return output if call.decoding or not head else without_logits(output)
 
     def _without_logits(self, output: Outputs | None) -> Outputs | None:
         """A base model's output in the whole model's forward. Where the loss is made in chunks, or a cache is filled, the head gets

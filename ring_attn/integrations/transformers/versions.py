@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 try:
-    from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+    from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
     from transformers import masking_utils as masks
     from transformers.cache_utils import Cache, DynamicCache
     from transformers.masking_utils import AttentionMaskInterface
@@ -27,6 +27,7 @@ __all__ = [
     "AttentionMaskInterface",
     "Cache",
     "DynamicCache",
+    "GenerationConfig",
     "ModelOutput",
     "PreTrainedModel",
     "PretrainedConfig",

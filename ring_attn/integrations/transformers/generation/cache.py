@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ring_attn.functional import AttentionOptions
 from ring_attn.generation.cache import KVCache
-from ring_attn.generation.checks import check_new_tokens, check_operands, reach_of
+from ring_attn.generation.checks import check_new_tokens, reach_of
 from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.integrations.transformers.versions import Cache, DynamicCache, PreTrainedModel
 from ring_attn.sharding.reduction import of_rank_0, sum_over_ring
@@ -28,7 +28,8 @@ class RingCache(Cache):
     Layers attend through it, so :meth:`update` only hands on; states of layers that carry one are small and whole on every rank, in
     transformers' own cache layers. ``seen``: how many tokens a row has, padding among them; ``mask``:
     bool ``[batch, seen]``, False on padding, or None. ``generating``: whether ``generate`` of
-    :mod:`ring_attn.integrations.transformers.generation.generate` runs.
+    :mod:`ring_attn.integrations.transformers.generation.generate` runs; ``ids [batch, seen]``: the tokens, where it knows them.
+    ``running``: whether a forward of its model is under way: to others it would give the new keys alone.
     """
 
     is_compileable = False
@@ -36,7 +37,8 @@ class RingCache(Cache):
     def __init__(self, owner: object, model: PreTrainedModel, with_states: bool, kv: KVCache) -> None:
         super().__init__(layers=[])
         self.owner, self.kv, self._model, self._with_states = owner, kv, model, with_states
-        self.seen, self.mask, self.generating = 0, None, False  # type: int, Tensor | None, bool
+        self.seen, self.mask, self.ids = 0, None, None  # type: int, Tensor | None, Tensor | None
+        self.generating = self.running = False
         self._whole: int | None = None  # tokens that generate was given, until its first forward
         self._prompt = self._coming = 0  # tokens of the prompt, and of the forward under way
         # Of this rank's part of the prompt: positions, segments; and how many tokens from the row's end each is.
@@ -52,20 +54,32 @@ class RingCache(Cache):
     def __repr__(self) -> str:
         return f"RingCache({self.seen} of {self.kv.max_length} tokens, {len(self.kv.layers)} layers, {self.kv.nbytes} bytes here)"
 
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
     @contextmanager
-    def generated(self, whole: int) -> Iterator[None]:
-        """While ``generate`` runs, which was given ``whole`` tokens a row."""
-        self._whole, self.generating = whole, True
+    def generated(self, whole: Tensor) -> Iterator[None]:
+        """While ``generate`` runs, which was given ``whole [batch, seq]``."""
+        self._whole, self.generating, self.ids = whole.shape[1], True, whole[:, : self.seen or whole.shape[1] - 1]
         try:
             yield
         finally:
             self._whole, self.generating = None, False
 
+    def end_at(self, sequences: Tensor) -> None:
+        """After ``generate``: a ring that had ended before others of its job, under FSDP, has gone on with them."""
+        beyond = self.seen - (sequences.shape[1] - 1)
+        if beyond > 0 and self._with_states:
+            self.reset()
+        elif beyond > 0:
+            self.crop(-beyond)
+
     # A forward of the model.
 
     def begin_prompt(self, owner: object, sequence: Sequence, labels: Tensor | None = None) -> None:
         """Before a forward on a sharded prompt."""
-        self._check_owner(owner)
+        self._check_forward(owner)
         if self.seen:
             raise ValueError(
                 f"this cache has had its prompt and holds {self.seen} tokens: give the model new tokens whole, as "
@@ -78,7 +92,7 @@ class RingCache(Cache):
             raise ValueError(
                 f"the prompt has {sequence.length} tokens, more than the cache's max_length={self.kv.max_length}: make a larger one"
             )
-        self._empty_states()
+        self.reset()
         # Positions count from each row's first token, as chunks do; for windows it is all the same.
         left = torch.zeros(sequence.batch, dtype=torch.int64, device=sequence.device) if sequence.left is None else sequence.left
         self.kv.begin(sequence.length - left)
@@ -88,11 +102,12 @@ class RingCache(Cache):
         positions, self._to_end = places - left[:, None], sequence.length - places
         self._ids = positions, sequence.ring.shard(sequence.zeros().masked_fill(hidden, -1))
         self._prompt = self._coming = sequence.length
+        self.running = True
         self.mask = None if sequence.hidden is None else ~sequence.hidden[:, : sequence.length]
 
     def begin_new(self, owner: object, given: dict[str, Any]) -> None:
         """Before a forward on new tokens, the same on all ranks. ``given``: the model's inputs, by name."""
-        self._check_owner(owner)
+        self._check_forward(owner)
         self._ids = self._to_end = None
         self._cut(given)
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -106,11 +121,22 @@ class RingCache(Cache):
                 "the cache of cp.cache is empty: call model.generate(prompt, past_key_values=cache), which fills it, or "
                 "model(**cp.shard(prompt), past_key_values=cache) first"
             )
+        if set(self.kv.counts().values()) - {self.seen - self._prompt}:
+            raise ValueError(
+                "an earlier forward with this cache ended half way, and some layers have its tokens: call cache.reset() and give "
+                "the prompt again"
+            )
         if not self.seen:
+            self._empty_states()
             self.kv.begin(torch.zeros(batch, dtype=torch.int64, device=tokens.device))
+            self.ids = tokens[:, :0] if self.generating else None
         self._repeat(batch)
-        check_new_tokens(self.kv.layers, self._coming, self.seen, self.kv.max_length)
+        check_new_tokens(self.kv.layers, self.seen - self._prompt, self._coming, self._prompt, self.kv.max_length)
         self._check_mask(given.get("attention_mask"))
+        self._note(given.get("input_ids"))
+        if given.get("output_attentions"):
+            raise NotImplementedError("output_attentions: no rank ever has the attention weights; leave it out")
+        self.running = True
 
     def _cut(self, given: dict[str, Any]) -> None:
         """The first forward of generate may be given all tokens, as by prompt lookup, whatever the cache has."""
@@ -121,6 +147,11 @@ class RingCache(Cache):
         for name in ("input_ids", "position_ids"):
             if isinstance(given.get(name), Tensor):
                 given[name] = given[name][..., self.seen :]
+
+    def _note(self, tokens: Tensor | None) -> None:
+        ids = self.ids
+        if ids is not None and ids.shape[1] == self.seen:
+            self.ids = None if tokens is None else torch.cat([ids, tokens.to(ids.device)], 1)
 
     def _repeat(self, batch: int) -> None:
         """As generate expands its inputs, for beams and several sequences of a prompt, after the prompt."""
@@ -149,9 +180,11 @@ class RingCache(Cache):
                 "and new tokens have none"
             )
 
-    def _check_owner(self, owner: object) -> None:
+    def _check_forward(self, owner: object) -> None:
         if owner is not self.owner:
             raise ValueError("this cache was made by another ContextParallel than that of this model; use its own cp.cache")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in self._model.parameters()):
+            raise ValueError("a KVCache keeps no gradients: run the model within torch.no_grad()")
         checkpointed = (getattr(module, "gradient_checkpointing", False) for module in self._model.modules())
         if self._with_states and self._model.training and any(checkpointed):
             raise NotImplementedError(
@@ -160,7 +193,6 @@ class RingCache(Cache):
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor, options: AttentionOptions, named: str) -> None:
         """Keys and values of a layer's shard of the prompt, ``[batch, local, kv_heads, dim]``, as it attends with ``options``."""
-        check_operands(key, value)
         reason = _not_kept(options)
         if reason is not None:
             raise NotImplementedError(
@@ -187,9 +219,10 @@ class RingCache(Cache):
     # What transformers asks of a cache.
 
     def __len__(self) -> int:
-        return len(self.kv.layers)
+        return max(len(self.layers), len(self.kv.layers))
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self._check_running()
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -207,11 +240,29 @@ class RingCache(Cache):
 
     def crop(self, tokens: int) -> None:
         """``-tokens`` new tokens are taken back, or, of a positive number, all but so many are."""
-        if self._with_states:
-            raise NotImplementedError("layers with a state take no token back: leave prompt_lookup_num_tokens out")
+        self.check_croppable()
         seen = self.seen + tokens if tokens <= 0 else min(tokens, self.seen)
         self.kv.crop(seen - self._prompt)
-        self.seen, self.mask = seen, None if self.mask is None else self.mask[:, :seen]
+        self.seen = seen
+        self.mask, self.ids = (None if x is None else x[:, :seen] for x in (self.mask, self.ids))
+
+    def check_croppable(self) -> None:
+        if self._with_states:
+            raise NotImplementedError("layers with a state take no token back: leave prompt_lookup_num_tokens out")
+
+    def activate_past_recording(self) -> None:
+        self.check_croppable()
+
+    def grow(self, max_length: int) -> None:
+        """Makes room for ``max_length`` tokens a row."""
+        self.kv.grow(max_length)
+
+    def _check_running(self) -> None:
+        if not self.running:
+            raise ValueError(
+                "a cache of cp.cache serves the context-parallel model that it was made for, called itself: not another, nor this "
+                "one after cp.remove() or within cp.detached(); leave it out there"
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -226,14 +277,14 @@ class RingCache(Cache):
             self.kv.reorder(indices.long())
         else:  # of a model whose layers all carry a state
             self.kv.begin(self.kv.lengths[indices])
-        self.mask = None if self.mask is None else self.mask[indices]
+        self.mask, self.ids = (None if x is None else x[indices.to(x.device)] for x in (self.mask, self.ids))
         for states in self._states():
             states.update({number: x.index_select(0, indices) for number, x in states.items() if x is not None})
 
     def reset(self) -> None:
         """Empties it, for another prompt."""
         self.kv = KVCache(self.kv.ring, self.kv.max_length, self.kv.at_once)
-        self.seen, self.mask, self._prompt = 0, None, 0
+        self.seen, self.mask, self.ids, self._prompt = 0, None, None if not self.generating else self.ids, 0
         self._empty_states()
 
     # States.
@@ -248,6 +299,7 @@ class RingCache(Cache):
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **settings: Any) -> Tensor:
         """``conv_states [batch, channels, tokens]``, inputs of a convolution; on a prompt this rank's, which go on to the
         ring, while the last of the whole are kept."""
+        self._check_running()
         if self._to_end is None:
             return super().update_conv_state(conv_states, layer_idx, state_idx, **settings)
         last = self._last(conv_states, self._to_end, settings["conv_kernel_size"])

@@ -118,7 +118,12 @@ def mask_of_call(**arguments: Unpack[MaskArguments]) -> object:
     if isinstance(prepared, _Prepared):
         return prepared
     if call.cache is not None and call.sharded is None:
-        return CacheMask(arguments, call.cache, _window_of(translate(arguments["mask_function"])))
+        rule = translate(arguments["mask_function"])
+        if not rule.causal or rule.predicates:
+            raise NotImplementedError(
+                "a cache over a ring keeps causal attention, and no mask functions of a model's own; leave it out"
+            )
+        return CacheMask(arguments, call.cache, _window_of(rule))
     if call.sharded is None:
         return WholeMask(arguments, call.previous, _previous_mask(call, arguments))
     rule = translate(arguments["mask_function"])
