@@ -214,8 +214,10 @@ def explain(
     static = {name: x for name, x in given.items() if name not in arrays}
     decided = []
 
-    def local(options: Options, shards: Operands, where: AxisName) -> tuple[Array, Array]:
-        spec, completed = local_spec(options, shards, where)
+    def local(
+        options: Options, shards: Operands, axis_name: AxisName, head_shards: int = 1, backend: str | None = None
+    ) -> tuple[Array, Array]:
+        spec, completed = local_spec(options, shards, axis_name, head_shards, backend)
         decided.append((options, spec))
         return attend(spec, completed)
 
