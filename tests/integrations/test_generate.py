@@ -187,6 +187,16 @@ def test_another_history_is_refused(local):
     refused(ValueError, "After beams", model.generate, torch.cat([beams, beams], 1), **SETTINGS, past_key_values=searched)
 
 
+def test_other_rows_than_the_cache_holds_are_refused(local):
+    """Also where a loop of one's own gave the prompt, whose tokens the cache does not know."""
+    model, cp = local
+    cache, ids = cp.cache(ROOM), prompt()["input_ids"]
+    with torch.no_grad():
+        model(**cp.shard({"input_ids": ids[:1, :-1]}), past_key_values=cache)
+    refused(ValueError, "the 20 tokens that the cache holds", model.generate, ids, **SETTINGS, past_key_values=cache)
+    assert torch.equal(model.generate(ids[:1], **SETTINGS, past_key_values=cache), model.generate(ids[:1], **SETTINGS))
+
+
 def test_a_cache_serves_its_model_alone(local):
     model, cp = local
     with cp.detached():

@@ -51,8 +51,9 @@ def asked(cache: RingCache, arguments: Sequence[object], options: Mapping[str, o
     _check_settings(settings, cache)
     prompt, mask = _prompt_of(arguments, options), options.get("attention_mask")
     _check_mask(prompt, mask, settings)
+    other_rows = cache.seen > 0 and cache.kv.lengths is not None and len(prompt) != len(cache.kv.lengths)
     known = cache.ids is None or prompt[:, : cache.seen].equal(cache.ids.to(prompt.device))
-    if cache.seen >= prompt.shape[1] or not known:
+    if cache.seen >= prompt.shape[1] or other_rows or not known:
         raise ValueError(
             f"input_ids must be the {cache.seen} tokens that the cache holds, and at least one new; {list(prompt.shape)} came. "
             "After beams it holds those of the last step; call cache.reset() to begin anew"
