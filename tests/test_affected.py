@@ -30,6 +30,15 @@ def test_every_test_and_example_is_in_a_step():
     assert all(EVERYTHING.values())
 
 
+def test_what_triton_interprets_is_run_by_its_own_step_alone():
+    """A file that is named is collected, whatever tests/conftest.py leaves out."""
+    makefile, conftest = ((affected.ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "tests/conftest.py"))
+    for file in affected.INTERPRETED:
+        assert [step for step, files in EVERYTHING.items() if file in files] == ["test-triton"]
+        assert file in makefile
+        assert file.removeprefix("tests/") in conftest
+
+
 def test_pages_run_the_tests_that_read_them():
     ran = steps("docs/strategies.md", "docs/pictures/ring.svg")
     assert ran["test-cpu"] >= {"tests/test_readme.py", "tests/test_benchmarks.py"}

@@ -36,7 +36,7 @@ STEPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/jax_core/api/test_transforms.py",
             "tests/jax_core/strategies/test_empty_arrays.py",
         ),
-        (),
+        IN_THEIR_OWN,
     ),
     "test-gpu-aot": (("tests/jax_core/strategies/test_gpu_program.py",), ()),
     "test-tpu": (("tests/jax_core/strategies/test_tpu_program.py", "tests/jax_core/strategies/test_fused_ring.py"), ()),
