@@ -21,8 +21,8 @@ from ring_attn.training.tiles import tiled
 from ring_attn.verification.entry import verify
 from ring_attn.verification.verdict import Verdict
 from ring_attn.version import __version__
-from torch_bridge.job.runtime import PeerFailure, start
-from torch_bridge.job.sanity_checks import DoubtWarning
+from torch_bridge.call.sanity_checks import DoubtWarning
+from torch_bridge.start.runtime import PeerFailure, start
 
 __all__ = [
     "BwdParams",

@@ -37,7 +37,7 @@ from jax_core.masks.layout import shard_multiple
 from ring_attn.arguments.documents import ids_by_document, rank_in
 from ring_attn.documents.cumulative import check_cumulative, documents_of, require
 from ring_attn.functional import ring_attention
-from torch_bridge.job.mesh import MeshLike
+from torch_bridge.mesh.rings import MeshLike
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 Window = tuple[int, int]

@@ -18,9 +18,9 @@ from ring_attn.arguments.names import OF_FUNCTION
 from ring_attn.arguments.shards import check_shards
 from ring_attn.sharding.padding import check_padding
 from torch_bridge.call import call_cache
-from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike
-from torch_bridge.job.sanity_checks import suspect_swapped_dims
+from torch_bridge.call.error_propagation import propagates_errors
+from torch_bridge.call.sanity_checks import suspect_swapped_dims
+from torch_bridge.mesh.rings import MeshArg, MeshDim, MeshLike
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,8 +12,8 @@ from ring_attn.arguments.documents import index_of, tensors_per_sequence_of
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
 from ring_attn.functional import is_dtensor
 from ring_attn.ring import as_ring
-from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike
+from torch_bridge.call.error_propagation import propagates_errors
+from torch_bridge.mesh.rings import MeshArg, MeshDim, MeshLike
 
 if TYPE_CHECKING:
     from ring_attn.ring import Ring

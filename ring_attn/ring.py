@@ -13,7 +13,7 @@ from jax_core.masks.plan import Plan
 from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.sharding import sequence
 from ring_attn.sharding.sequence import ShardedBatch
-from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
+from torch_bridge.mesh.rings import MeshDim, MeshLike, ProcessRing, resolve
 
 BUCKETS = 8  # lengths an octave
 

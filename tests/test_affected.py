@@ -73,7 +73,7 @@ def test_an_integration_runs_itself_and_its_examples():
     assert "tests/integrations/test_transformers.py" in ran["test-integrations"]
     assert ran["examples-integrations"] == set(affected.WITH_INTEGRATIONS)
     assert [ran[step] for step in ("test-triton", "test-gpu-aot", "test-tpu")] == [set()] * 3
-    assert not {file for file in ran["test-cpu"] - READERS if file.startswith(("tests/jax_core/", "tests/torch_bridge/job/"))}
+    assert not {file for file in ran["test-cpu"] - READERS if file.startswith(("tests/jax_core/", "tests/torch_bridge/mesh/"))}
 
 
 def test_what_a_package_hands_on_is_reached_where_it_is_used():

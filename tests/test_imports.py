@@ -34,7 +34,7 @@ LAYERS = (
     ("integrations",),
 )
 # And those of torch_bridge.
-ROOMS = (("job",), ("backends", "runtime"), ("call",), ("attention", "recurrence"))
+ROOMS = (("mesh",), ("failures",), ("start",), ("backends", "runtime"), ("call",), ("attention", "recurrence"))
 # The floors of ring_attn.
 FACE = (
     ("documents", "memory", "sharding", "version"),
@@ -62,6 +62,13 @@ ORDERS = {
 # Layers whose folders are alternatives to each other: none imports another, only the files beside them.
 WITH_SIBLINGS = ("kernels", "strategies")
 SHARED = ("pairs", "transfers")  # folders beside them that are none
+# Of a room that has a face: its files that others import, and who may import the rest.
+FACES = {
+    "torch_bridge.failures": (
+        ("watchdog", "device_progress"),
+        ("torch_bridge.start", "torch_bridge.runtime", "torch_bridge.call.error_propagation"),
+    ),
+}
 OUTSIDE = ("testing",)  # the oracle: only tests and benchmarks import it, and it imports nothing but the definition of dropout
 
 # Modules that import within a function what imports them, each with its reason. Empty is best.
@@ -78,7 +85,7 @@ def within(name: str, package: str) -> bool:
 
 def forbidden(module: str, name: str) -> str | None:
     """Why ``module`` may not import ``name``, or None."""
-    checks = (package_reason, internals_reason, standard_library_reason, sibling_reason, oracle_reason, layer_reason)
+    checks = (package_reason, internals_reason, standard_library_reason, sibling_reason, oracle_reason, face_reason, layer_reason)
     return next((reason for check in checks if (reason := check(module, name))), None)
 
 
@@ -125,6 +132,14 @@ def oracle_reason(module: str, name: str) -> str | None:
         return None
     allowed = any(within(a, b) for a, b in (("jax_core.masks.dropout", name), (name, "jax_core.masks.dropout")))
     return None if allowed else "the oracle shares no code with what it checks, but dropout's pattern, which is a definition"
+
+
+def face_reason(module: str, name: str) -> str | None:
+    for room, (face, inside) in FACES.items():
+        behind = within(name, room) and name != room and not any(within(name, f"{room}.{file}") for file in face)
+        if behind and not any(within(module, other) for other in (room, *inside)):
+            return f"of {room} others use {' and '.join(face)}"
+    return None
 
 
 def layer_reason(module: str, name: str) -> str | None:
@@ -206,10 +221,11 @@ def test_a_circle_of_imports_is_seen():
         ("jax_core.api.attention", "from jax_core.testing.oracle import reference_attention"),
         ("jax_core.api.attention", "from jax_core.integrations import flax"),
         ("jax_core.testing.oracle", "from jax_core.masks.static import visible"),
-        ("torch_bridge.job.mesh", "from torch_bridge.call import programs"),
+        ("torch_bridge.mesh.rings", "from torch_bridge.call import programs"),
+        ("torch_bridge.backends.compiled", "from torch_bridge.failures import peers"),
         ("torch_bridge.call.autograd", "def f():\n    from torch_bridge.attention import operation"),
         ("torch_bridge.backends.torch_xla", "from torch_bridge.attention.operation import Attention"),
-        ("torch_bridge.job.mesh", "from ring_attn.functional import ring_attention"),
+        ("torch_bridge.mesh.rings", "from ring_attn.functional import ring_attention"),
         ("ring_attn.functional", "def f():\n    import jax"),
         ("ring_attn.arguments.checks", "from ring_attn.functional import ring_attention"),
         ("ring_attn.training.loss", "from ring_attn.verification.step import verify"),
@@ -225,7 +241,7 @@ def test_a_circle_of_imports_is_seen():
         ("jax_core.kernels.contract", "from jax_core.strategies import contract"),
         ("jax_core.kernels.xla.kernel", "from jax_core.tune import lookup"),
         ("jax_core.kernels.cudnn.calls", "def f():\n    from jax._src.cudnn import fused_attention_stablehlo"),
-        ("torch_bridge.job.network", "from jaxlib import _jax"),
+        ("torch_bridge.start.network", "from jaxlib import _jax"),
         ("torch_bridge.backends.dlpack", "import importlib\nimportlib.import_module('jaxlib._jax')"),
         ("jax_core.tune.lookup", "from jax_core.request import dispatch"),
     ],
@@ -241,7 +257,7 @@ def test_the_rule_sees(module, source):
         ("torch_bridge.call.autograd", "import jax, torch\nfrom jax_core.operands import Operands"),
         (
             "ring_attn.sharding.sequence",
-            "import torch\nfrom jax_core.masks.layout import runs\nfrom torch_bridge.job.mesh import resolve",
+            "import torch\nfrom jax_core.masks.layout import runs\nfrom torch_bridge.mesh.rings import resolve",
         ),
         ("jax_core.masks.static", "from typing import NamedTuple\nfrom jax_core.masks.layout import Run"),
         (
@@ -269,7 +285,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 def test_the_torch_packages_load_no_jax():
-    assert not loaded_after("import ring_attn.sharding.sequence, torch_bridge.job.mesh") & {"jax", "jaxlib"}
+    assert not loaded_after("import ring_attn.sharding.sequence, torch_bridge.mesh.rings") & {"jax", "jaxlib"}
 
 
 @pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)

@@ -53,7 +53,7 @@ OF_ALL_TESTS = (
     "tests/support/forked.py",
     "tools/affected.py",
     # What keeps programs that tests compile.
-    "torch_bridge/job/compilation_cache.py",
+    "torch_bridge/start/compilation_cache.py",
     "jax_core/caches.py",
 )
 # The library chooses these on hardware alone. On a CPU they do something where a test says one of the words.

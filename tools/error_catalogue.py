@@ -20,14 +20,22 @@ HOLE = "…"
 # The page's lists, and the folders and files whose messages each has; the longest that fits counts.
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "starting": (
-        "torch_bridge/job",
+        "torch_bridge/start",
+        "torch_bridge/mesh",
+        "torch_bridge/failures",
         "jax_core/caches",
         "jax_core/experimental",
         "jax_core/turns",
         "torch_bridge/backends",
         "jax_core/__init__",
     ),
-    "meshes": ("torch_bridge/job/mesh", "ring_attn/ring", "jax_core/api/mesh", "ring_attn/arguments/dtensor", "ring_attn/parallel"),
+    "meshes": (
+        "torch_bridge/mesh/rings",
+        "ring_attn/ring",
+        "jax_core/api/mesh",
+        "ring_attn/arguments/dtensor",
+        "ring_attn/parallel",
+    ),
     "arguments": (
         "ring_attn",
         "torch_bridge/attention",
@@ -47,19 +55,21 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "states": ("jax_core/api/recurrence", "jax_core/recurrence", "ring_attn/recurrence", "torch_bridge/recurrence"),
     "sharding": ("ring_attn/sharding",),
-    "training": ("ring_attn/training", "ring_attn/verification", "ring_attn/command", "torch_bridge/job/sanity_checks"),
+    "training": ("ring_attn/training", "ring_attn/verification", "ring_attn/command", "torch_bridge/call/sanity_checks"),
     "transformers": ("ring_attn/integrations/transformers", "ring_attn/integrations/whole_batches"),
     "integrations": ("ring_attn/integrations", "ring_attn/module", "jax_core/integrations"),
     "generation": ("ring_attn/generation",),
-    "peers": tuple(
-        f"torch_bridge/job/{name}" for name in ("coordinator", "peers", "watchdog", "deadlock", "error_propagation", "liveness")
+    "peers": (
+        *(f"torch_bridge/failures/{name}" for name in ("coordinator", "peers", "watchdog", "deadlock", "liveness")),
+        "torch_bridge/call/error_propagation",
     ),
     "kernels": ("jax_core/kernels", "jax_core/strategies", "jax_core/testing"),
     "tuning": ("jax_core/tune",),
 }
 # Files whose messages are put together by functions of their own: all their sentences are taken.
 TOGETHER = (
-    *(f"torch_bridge/job/{name}" for name in ("peers", "watchdog", "deadlock", "error_propagation", "sanity_checks")),
+    *(f"torch_bridge/failures/{name}" for name in ("peers", "watchdog", "deadlock")),
+    *(f"torch_bridge/call/{name}" for name in ("error_propagation", "sanity_checks")),
     *("ring_attn/training/shared_state", "ring_attn/verification/step", "ring_attn/verification/verdict"),
     "ring_attn/integrations/transformers/verify/verification",
 )

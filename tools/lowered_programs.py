@@ -218,7 +218,7 @@ def write_torch(folder: Path) -> None:
 
         return Recorder()
 
-    from torch_bridge.job.runtime import start
+    from torch_bridge.start.runtime import start
 
     start()
 

@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-from torch_bridge.job.jax_memory import choose_allocator
+from torch_bridge.start.jax_memory import choose_allocator
 
 GIB = 2**30
 ON_GPU = torch.cuda.is_available()

@@ -31,7 +31,7 @@ from benchmarks.ring.overlap import overlap
 from benchmarks.ring.profile import profile
 from benchmarks.ring.run import Run
 from benchmarks.ring.systems import CONTEXT_PARALLEL, PEERS, RING_FLASH, STRATEGIES, SYSTEMS, Group
-from torch_bridge.job import runtime
+from torch_bridge.start import runtime
 
 PHASES = ("forward", "both")
 SIZES = (16384, 65536, 262144)  # tokens in all

@@ -40,7 +40,8 @@ from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import Timed, reason, take_turns
 from ring_attn import Ring
 from ring_attn.generation import KVCache
-from torch_bridge.job import capture, runtime
+from torch_bridge.backends import capture
+from torch_bridge.start import runtime
 
 NEW = 4096  # tokens that a cache has room for; a system that has generated as many begins again
 SDPA: dict[str, SDPBackend | None] = {

@@ -19,7 +19,8 @@ from benchmarks.harness.report import short
 from benchmarks.harness.systems import Case
 from benchmarks.harness.timing import Timed
 from benchmarks.ring.run import Run
-from torch_bridge.job.mesh import jax_mesh, resolve
+from torch_bridge.mesh.jax_mesh import jax_mesh
+from torch_bridge.mesh.rings import resolve
 
 LONGER = 1.05  # how much longer the pass may take, from 8k tokens a GPU up
 ROTATING, STILL = "rotating", "nothing travels"

@@ -22,7 +22,7 @@ from benchmarks.harness.streams import Event, recorded, split
 from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import reason
 from benchmarks.training.systems import SYSTEMS, VOCABULARY, Batch, Setting, Step, cudnn, predicted
-from torch_bridge.job.jax_memory import default_pool, trim_jax_memory
+from torch_bridge.start.jax_memory import default_pool, trim_jax_memory
 
 SAID = '{"row": '
 _RESERVED_HIGH, _USED_HIGH = 6, 8  # CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, CU_MEMPOOL_ATTR_USED_MEM_HIGH

@@ -13,8 +13,8 @@ from ring_attn.documents.cumulative import check_cumulative, documents_of, or_pa
 from ring_attn.documents.table import Documents, of_cumulative
 from ring_attn.sharding.marks import bounds_of, ranks_of, shard_of
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.mesh import MeshArg, MeshLike
-from torch_bridge.job.ring import tensors_per_sequence
+from torch_bridge.mesh.protocol import tensors_per_sequence
+from torch_bridge.mesh.rings import MeshArg, MeshLike
 
 Given = tuple[Operands[Tensor], Options]
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")

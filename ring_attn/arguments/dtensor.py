@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from jax_core.operands import Operands
 from jax_core.options import Options
-from torch_bridge.job.mesh import MeshArg, resolve
+from torch_bridge.mesh.rings import MeshArg, resolve
 
 Whole = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _BATCH, _SEQUENCE, _HEADS = "batch", "sequence", "heads"

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge.job.device_progress import recorded
-from torch_bridge.job.sanity_checks import warn_once
+from torch_bridge.call.sanity_checks import warn_once
+from torch_bridge.failures.device_progress import recorded
 
 
 class _Asked(NamedTuple):

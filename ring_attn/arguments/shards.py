@@ -10,7 +10,7 @@ from jax_core.options import Options
 from ring_attn.arguments.documents import Packing
 from ring_attn.sharding.marks import refuse_other_layout, shard_of
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.mesh import MeshArg
+from torch_bridge.mesh.rings import MeshArg
 
 _DIMS = {"bshd": 1, "bhsd": 2, "sbhd": 0, "thd": 0}  # of the sequence
 _MOST_CALLS = 64

@@ -14,7 +14,7 @@ from ring_attn.generation.checks import check_appended, check_cropped, check_ope
 from ring_attn.generation.layer import EMPTY, CacheSlots, Layer, Sum, whole_layer, window_layer, written_layer
 from ring_attn.ring import Ring
 from ring_attn.sharding.reduction import agree, sum_over_ring
-from torch_bridge.job.capture import is_captured
+from torch_bridge.backends.capture import is_captured
 
 _SAME = "every rank of the ring must make the same call of its KVCache"
 _BY_POSITION = ("sliding_window", "chunk_size", "alibi_slopes", "mask_mod")  # options that read positions

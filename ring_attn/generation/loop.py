@@ -9,7 +9,7 @@ from ring_attn.generation.cache import KVCache
 from ring_attn.generation.sampling import GREEDY, Sampler
 from ring_attn.generation.step import DecodingStep, Model
 from ring_attn.sharding.reduction import agree, of_rank_0
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.mesh.rings import ProcessRing
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.checks import check_room
-from torch_bridge.job import capture
-from torch_bridge.job.device_progress import recorded
-from torch_bridge.job.watchdog import exchange, watch
+from torch_bridge.backends import capture
+from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.watchdog import exchange, watch
 
 Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]
 

@@ -24,7 +24,7 @@ from ring_attn.functional import AttentionOptions, ring_attention
 from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.autograd import Context
 from ring_attn.sharding.reduction import gather_from_ring
-from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing, resolve
+from torch_bridge.mesh.rings import MeshDim, MeshLike, ProcessRing, resolve
 
 
 def _backend_name() -> AttentionBackendName:

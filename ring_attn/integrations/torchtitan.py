@@ -31,7 +31,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from ring_attn.documents.cumulative import require
 from ring_attn.ring import Ring
 from ring_attn.sharding import sequence
-from torch_bridge.job.runtime import start
+from torch_bridge.start.runtime import start
 
 _BACKENDS = ("spmd_types", "full_dtensor")
 _LAYOUTS = {"headtail": "zigzag", None: "contiguous"}

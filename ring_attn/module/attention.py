@@ -26,9 +26,9 @@ from ring_attn.module.projections import repack, rows
 from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.ring import tensors_per_sequence
+from torch_bridge.call.error_propagation import propagates_errors
+from torch_bridge.mesh.protocol import tensors_per_sequence
+from torch_bridge.mesh.rings import MeshDim, MeshLike
 
 # Errors use the module's argument names.
 _NAMES = {core: name for core, name in NAMES.items() if core not in ("query", "key", "value")} | {"dropout_prob": "dropout"}

@@ -8,7 +8,7 @@ from torch import nn
 from jax_core.masks.layout import Layout
 from ring_attn.module.attention import RingAttention
 from ring_attn.ring import Ring, as_ring
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.mesh.rings import MeshDim, MeshLike
 
 
 class Replaced(NamedTuple):

@@ -17,7 +17,7 @@ from ring_attn.ring import BUCKETS, Ring, as_ring
 from ring_attn.sharding.marks import mark_bounds, mark_documents, mark_labels
 from ring_attn.sharding.sequence import unshard
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.mesh.rings import MeshDim, MeshLike
 
 _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", *PACKING})
 

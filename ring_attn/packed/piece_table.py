@@ -6,7 +6,7 @@ from ring_attn.documents.table import Documents as Table
 from ring_attn.packed.documents import Documents
 from ring_attn.packed.placement import Placement
 from ring_attn.sharding.marks import ranks_of
-from torch_bridge.job.ring import AnyRing
+from torch_bridge.mesh.protocol import AnyRing
 
 
 def piece_table(placement: Placement, documents: Documents, total: int, ring: AnyRing, device: torch.device) -> Table | None:

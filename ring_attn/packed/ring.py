@@ -17,7 +17,7 @@ from ring_attn.packed.placement import Placement, place
 from ring_attn.ring import Ring
 from ring_attn.sharding import sequence
 from ring_attn.sharding.marks import mark_bounds, mark_shard
-from torch_bridge.job.mesh import MeshDim
+from torch_bridge.mesh.rings import MeshDim
 
 _ITS_OWN = (
     "with place_documents=True each batch has an order of its own, which the ring does not know; call cp.unshard(tensor, batch) "

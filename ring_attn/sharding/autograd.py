@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from jax_core.masks.layout import Layout
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.mesh.rings import ProcessRing
 
 
 class Context(Protocol):

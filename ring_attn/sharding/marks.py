@@ -13,8 +13,8 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout
 from ring_attn.documents.table import Documents
-from torch_bridge.job.ring import AnyRing
-from torch_bridge.job.sanity_checks import note_batch
+from torch_bridge.call.sanity_checks import note_batch
+from torch_bridge.mesh.protocol import AnyRing
 
 _MARK, _SUMS, _DOCUMENTS = "ring_attn_shard", "ring_attn_whole", "ring_attn_documents"
 _BOUNDS = "ring_attn_bounds"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from jax_core.operands import Operands
 from jax_core.options import Options
-from torch_bridge.job.sanity_checks import warn_once
+from torch_bridge.call.sanity_checks import warn_once
 
 # By the length of a shard: the last sequence of such shards that was padded, its length before and after.
 _padded: dict[int, tuple[int, int]] = {}

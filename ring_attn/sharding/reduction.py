@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_bridge.job.device_progress import recorded
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.runtime import start
-from torch_bridge.job.watchdog import compare, watch
+from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.watchdog import compare, watch
+from torch_bridge.mesh.rings import ProcessRing
+from torch_bridge.start.runtime import start
 
 HALF = (torch.float16, torch.bfloat16)
 _LARGE = 2**16  # elements: two collectives of half the bytes are faster than one from here on

@@ -24,10 +24,10 @@ from ring_attn.sharding.marks import Shard, mark_shard, ranks_of, refuse_other_l
 from ring_attn.sharding.padding import carry_padding, note_padding
 from ring_attn.sharding.reduction import agree, gather_from_ring, sum_over_ring, where
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.error_propagation import propagates_errors, propagating
-from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing
-from torch_bridge.job.ring import AnyRing
-from torch_bridge.job.sanity_checks import note_layout
+from torch_bridge.call.error_propagation import propagates_errors, propagating
+from torch_bridge.call.sanity_checks import note_layout
+from torch_bridge.mesh.protocol import AnyRing
+from torch_bridge.mesh.rings import MeshDim, MeshLike, ProcessRing
 
 _MUST_AGREE = (
     "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring; pad the shards to "

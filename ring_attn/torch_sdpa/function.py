@@ -10,9 +10,9 @@ from jax_core.masks.layout import Layout
 from ring_attn.ring import Ring, as_ring
 from ring_attn.sharding.reduction import where
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike
-from torch_bridge.job.ring import tensors_per_sequence
+from torch_bridge.call.error_propagation import propagates_errors
+from torch_bridge.mesh.protocol import tensors_per_sequence
+from torch_bridge.mesh.rings import MeshArg, MeshDim, MeshLike
 
 
 class _Sizes(NamedTuple):

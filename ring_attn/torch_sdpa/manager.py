@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from jax_core.masks.layout import Layout
 from ring_attn.ring import Ring, as_ring
 from ring_attn.torch_sdpa.function import sdpa
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.sanity_checks import warn_once
+from torch_bridge.call.sanity_checks import warn_once
+from torch_bridge.mesh.rings import MeshDim, MeshLike
 
 P = ParamSpec("P")
 T = TypeVar("T")

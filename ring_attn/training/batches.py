@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ring_attn.arguments.shards import Called, called_since
 from ring_attn.sharding.marks import IDS, Shard, has_documents, shard_of, whole_of
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.sanity_checks import warn_once
+from torch_bridge.call.sanity_checks import warn_once
+from torch_bridge.mesh.rings import ProcessRing
 
 NUMBERS = 2  # that tell the batches of a step: how many, and a checksum of all in their order
 _FACTOR = 1_000_003

@@ -16,8 +16,8 @@ from ring_attn.training.batches import note_loss
 from ring_attn.training.loss import check_labels, check_num_items, labels_of, mean_of, where_counted
 from ring_attn.training.partial_gradients import added, hooks_off, unknown_leaf
 from ring_attn.training.token_losses import token_losses
-from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike
+from torch_bridge.call.error_propagation import propagates_errors
+from torch_bridge.mesh.rings import MeshArg, MeshDim, MeshLike
 
 Summed = Callable[[Tensor, Tensor], Tensor]  # hidden states and labels of a chunk -> the sum of their losses
 CHUNK = 1024  # tokens: at a vocabulary of 128k their logits take 0.25 GiB in 16 bits, and 0.5 in float32

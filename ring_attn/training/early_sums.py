@@ -23,9 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ring_attn.sharding.reduction import in_buckets, summed_in
 from ring_attn.training.shared_state import bits
-from torch_bridge.job.device_progress import recorded
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.watchdog import watch
+from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.watchdog import watch
+from torch_bridge.mesh.rings import ProcessRing
 
 _BUCKET = 25 * 2**20  # bytes of gradients, as many as DistributedDataParallel's
 _STEP = "sync_gradients"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ring_attn.sharding.reduction import local_part
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.mesh.rings import ProcessRing
 
 _MARK = "ring_attn_summed"  # the attribute of a gradient: the global ranks of the ring, and its version when it was their sum
 _SAMPLES, _VALUES = 4, 64

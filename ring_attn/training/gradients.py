@@ -14,9 +14,9 @@ from ring_attn.training import batches
 from ring_attn.training.early_sums import EarlySums, early_sums
 from ring_attn.training.gradient_sums import gradient_state, note_sums
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.error_propagation import propagates_errors
-from torch_bridge.job.mesh import MeshDim, MeshLike, ProcessRing
-from torch_bridge.job.watchdog import known_to_all
+from torch_bridge.call.error_propagation import propagates_errors
+from torch_bridge.failures.watchdog import known_to_all
+from torch_bridge.mesh.rings import MeshDim, MeshLike, ProcessRing
 
 _BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time
 _MUST_AGREE = (

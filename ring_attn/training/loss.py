@@ -16,8 +16,8 @@ from ring_attn.sharding.sequence import ShardedBatch
 from ring_attn.training.batches import note_loss
 from ring_attn.training.token_losses import token_losses
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.job.error_propagation import propagates_errors, propagating
-from torch_bridge.job.mesh import MeshArg, MeshDim, MeshLike, ProcessRing
+from torch_bridge.call.error_propagation import propagates_errors, propagating
+from torch_bridge.mesh.rings import MeshArg, MeshDim, MeshLike, ProcessRing
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ALL_COUNT = "cross_entropy counts labels over the ring: every rank of it must make the same call"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ring_attn.sharding.reduction import gather_from_ring, sum_over_ring
 from ring_attn.verification.verdict import largest
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.mesh.rings import ProcessRing
 
 CALL = "verify: the comparison of the ranks"
 _STEP = "verify"

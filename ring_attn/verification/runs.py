@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ring_attn.ring import Ring
 from torch_bridge.call import call_cache
-from torch_bridge.job.trial import Trial, trying
+from torch_bridge.mesh.trial import Trial, trying
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")

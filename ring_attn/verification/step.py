@@ -15,9 +15,9 @@ from ring_attn.sharding.reduction import agree
 from ring_attn.verification.ranks import CALL, everywhere, known_cause, largest_of_all, of_rank_0, off_by
 from ring_attn.verification.runs import Run, alone, repeated_randomness, run_step
 from ring_attn.verification.verdict import TOLERANCE, Verdict, largest, tolerance
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.runtime import start
-from torch_bridge.job.trial import Trial
+from torch_bridge.mesh.rings import ProcessRing
+from torch_bridge.mesh.trial import Trial
+from torch_bridge.start.runtime import start
 
 _OTHER_PARAMETERS = (
     "the ranks begin with other parameters: initialise or load the same on all ranks of a ring (one seed before the model is made, "

@@ -17,8 +17,8 @@ from ring_attn import Ring
 from ring_attn.generation import KVCache, generate
 from ring_attn.generation.step import DecodingStep
 from torch_bridge.attention import decoding
+from torch_bridge.backends import capture
 from torch_bridge.call import call_cache, programs
-from torch_bridge.job import capture
 
 KEYS = ("k", "v", "kv_segment_ids", "kv_position_ids")
 LENGTHS = torch.tensor([37, 5, 20])

@@ -27,7 +27,7 @@ import ring_attn
 from torch_bridge.backends import launch
 from torch_bridge.call import call_cache, programs
 from torch_bridge.call.host_copy import HostCopy
-from torch_bridge.job.jax_memory import trim_jax_memory
+from torch_bridge.start.jax_memory import trim_jax_memory
 
 MIB = 2**20
 BEHIND = 40_000_000  # clock cycles: about 20 ms

@@ -28,7 +28,7 @@ from ring_attn.integrations.transformers.layers.masks import Rule, translate
 from ring_attn.integrations.transformers.model.table import OPTIONS, check_layer_types
 from ring_attn.packed.ring import PlacedRing, PlacingRing
 from torch_bridge.backends import compiled
-from torch_bridge.job import sanity_checks
+from torch_bridge.call import sanity_checks
 
 TOLERANCE = 2e-6
 FROM_5 = pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="refused in older versions")

@@ -18,8 +18,7 @@ from ring_attn.flash import flash_attn_varlen_func
 from ring_attn.sharding import marks
 from torch_bridge.attention import functional
 from torch_bridge.attention.operation import OPERANDS
-from torch_bridge.call import autograd
-from torch_bridge.job import sanity_checks
+from torch_bridge.call import autograd, sanity_checks
 
 
 def of_the_reading(case: Case):

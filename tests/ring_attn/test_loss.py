@@ -11,7 +11,7 @@ from torch import nn
 
 from ring_attn import DoubtWarning, Ring, cross_entropy, ring_attention, shard_batch, shard_packed, sync_gradients, total_loss
 from ring_attn.training import batches, gradients, loss, token_losses
-from torch_bridge.job.sanity_checks import warn_once
+from torch_bridge.call.sanity_checks import warn_once
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 LOGITS = torch.randn(1, 8, 11, generator=torch.Generator().manual_seed(0))

@@ -4,7 +4,7 @@ import pytest
 from launch import torchrun
 from torch.distributed.pipelining import PipelineStage
 
-from torch_bridge.job.sanity_checks import shapes_only
+from torch_bridge.backends.capture import shapes_only
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from jax_core.masks.layout import LAYOUTS, shard_indices, shard_multiple
 from ring_attn import Ring, RingAttention
 from ring_attn.sharding.sequence import pad, positions, shard, shard_batch, unshard
 from torch_bridge.backends import shared_memory
-from torch_bridge.job import sanity_checks
+from torch_bridge.call import sanity_checks
 
 ROOT = Path(__file__).parents[2]
 

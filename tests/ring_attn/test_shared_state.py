@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ring_attn.training import shared_state
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.mesh.rings import ProcessRing
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def folder() -> str:
 
 def keep_programs() -> None:
     """As the library keeps a job's programs, in a folder apart: its other caches stay as a test wants them."""
-    from torch_bridge.job.compilation_cache import keep_programs as keep
+    from torch_bridge.start.compilation_cache import keep_programs as keep
 
     with patch.dict(os.environ, {VARIABLE: folder()}):
         keep()

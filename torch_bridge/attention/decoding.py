@@ -19,13 +19,13 @@ from jax_core.operands import GIVEN, Operands
 from jax_core.request.dispatch import KERNELS, STRATEGIES
 from jax_core.strategies.contract import RingSpec
 from torch_bridge.attention.empty import per_head
+from torch_bridge.backends import capture
 from torch_bridge.backends.compiled import Program
 from torch_bridge.backends.operation import Results, TensorSpec
-from torch_bridge.job import capture
-from torch_bridge.job.device_progress import recorded
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.ring import Tensors
-from torch_bridge.job.watchdog import watch
+from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.watchdog import watch
+from torch_bridge.mesh.protocol import Tensors
+from torch_bridge.mesh.rings import ProcessRing
 
 if TYPE_CHECKING:
     from jax_core.kernels.triton.decode_kernels import DecodeConstants

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_bridge.backends.operation import Results, TensorSpec
-from torch_bridge.job.ring import Tensors
+from torch_bridge.mesh.protocol import Tensors
 
 
 @dataclass(frozen=True, eq=False)

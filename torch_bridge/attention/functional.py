@@ -13,7 +13,7 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.call import autograd
 from torch_bridge.call.call_cache import CachedCall
 from torch_bridge.call.programs import Names, describe
-from torch_bridge.job.mesh import MeshArg
+from torch_bridge.mesh.rings import MeshArg
 
 Settings = tuple[tuple[str, Any], ...]  # the fields of Options
 

@@ -13,8 +13,8 @@ from jax_core.options import Options
 from jax_core.request.spec import broadcast_ids
 from torch_bridge.backends.dlpack import narrow_ids, to_torch
 from torch_bridge.backends.interface import Backend
-from torch_bridge.job.mesh import MeshArg
-from torch_bridge.job.ring import Tensors
+from torch_bridge.mesh.protocol import Tensors
+from torch_bridge.mesh.rings import MeshArg
 
 _IDS = [name for name in Operands._fields if name.endswith("_ids")]
 

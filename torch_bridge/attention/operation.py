@@ -20,9 +20,9 @@ from jax_core.strategies.pairs.rows import as_kernel_takes_them
 from torch_bridge.attention.decoding import Decoding, decoding_of
 from torch_bridge.attention.empty import Empty
 from torch_bridge.backends.operation import GlobalProgram, Operation, Program, Request, Shapes, TensorLike, TensorSpec
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.ring import AnyRing, Tensors, tensors_per_sequence
-from torch_bridge.job.sanity_checks import check_same_queries, check_shards
+from torch_bridge.call.sanity_checks import check_same_queries, check_shards
+from torch_bridge.mesh.protocol import AnyRing, Tensors, tensors_per_sequence
+from torch_bridge.mesh.rings import ProcessRing
 
 OPERANDS = Operands._fields[:GIVEN]
 QKV = (0, 1, 2)

@@ -11,17 +11,17 @@ import torch
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from jax_core.options import Placement
+from torch_bridge.backends.capture import is_captured, shapes_only
 from torch_bridge.backends.dlpack import keeping_device, precision_scope
 from torch_bridge.backends.executable import Compilation, Executable
 from torch_bridge.backends.launch import Compiled, Join, Launcher, jax_device, launcher
 from torch_bridge.backends.operation import Request, Results, ShardProgram, TensorSpec
-from torch_bridge.job.capture import is_captured
-from torch_bridge.job.mesh import ProcessRing, jax_mesh, jax_platform, joiner, sharding
-from torch_bridge.job.ring import Tensors
-from torch_bridge.job.runtime import start
-from torch_bridge.job.sanity_checks import shapes_only
-from torch_bridge.job.watchdog import compare, watch
-from torch_bridge.job.xla_options import options_of_ring
+from torch_bridge.failures.watchdog import compare, watch
+from torch_bridge.mesh.jax_mesh import jax_mesh, jax_platform, joiner, sharding
+from torch_bridge.mesh.protocol import Tensors
+from torch_bridge.mesh.rings import ProcessRing
+from torch_bridge.start.runtime import start
+from torch_bridge.start.xla_options import options_of_ring
 
 _MUST_AGREE = (
     "{} must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "

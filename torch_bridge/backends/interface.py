@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from torch_bridge.backends.operation import Program, Request, Results
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.ring import AnyRing
+from torch_bridge.mesh.protocol import AnyRing
+from torch_bridge.mesh.rings import MeshDim, MeshLike
 
 
 class Operators(NamedTuple):

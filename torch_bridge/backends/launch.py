@@ -17,8 +17,8 @@ import torch
 
 from torch_bridge.backends.dlpack import DEFAULT_STREAM, conversions, exportable
 from torch_bridge.backends.operation import TensorSpec
-from torch_bridge.job.jax_memory import reserve_pool, trim_jax_memory
-from torch_bridge.job.ring import Tensors
+from torch_bridge.mesh.protocol import Tensors
+from torch_bridge.start.jax_memory import reserve_pool, trim_jax_memory
 
 T = TypeVar("T")
 Join = Callable[[jax.Array], jax.Array]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from torch_bridge.job.ring import AnyRing, Tensors
+from torch_bridge.mesh.protocol import AnyRing, Tensors
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import AbstractMesh
 
     from jax_core.options import Placement
-    from torch_bridge.job.mesh import ProcessRing
+    from torch_bridge.mesh.rings import ProcessRing
 
 # What the specs of a request are made of: shape and dtype of each operand, None for an absent one.
 TensorSpecs: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]

@@ -10,10 +10,10 @@ import torch
 
 from torch_bridge.backends.dlpack import precision_scope
 from torch_bridge.backends.operation import Request
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.mesh import resolve as resolve
-from torch_bridge.job.ring import AnyRing
-from torch_bridge.job.runtime import start
+from torch_bridge.mesh.protocol import AnyRing
+from torch_bridge.mesh.rings import ProcessRing
+from torch_bridge.mesh.rings import resolve as resolve
+from torch_bridge.start.runtime import start
 
 if TYPE_CHECKING:
     from torch_bridge.backends.compiled import Program

@@ -22,9 +22,9 @@ from jax_core.experimental import warn_experimental
 from jax_core.options import Placement
 from torch_bridge.backends.interface import Operators
 from torch_bridge.backends.operation import Request, Results, ShardProgram
-from torch_bridge.job.mesh import AXIS, ProcessRing
-from torch_bridge.job.mesh import resolve as resolve
-from torch_bridge.job.ring import AnyRing, Tensors
+from torch_bridge.mesh.protocol import AnyRing, Tensors
+from torch_bridge.mesh.rings import AXIS, ProcessRing
+from torch_bridge.mesh.rings import resolve as resolve
 
 FORWARD, BACKWARD = "tpu_forward", "tpu_backward"  # custom ops in the namespace ring_attn, each name followed by a number
 Grid = tuple[int, int, int]

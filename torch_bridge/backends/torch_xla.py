@@ -25,8 +25,8 @@ from jax.sharding import AbstractMesh
 
 from jax_core.experimental import warn_experimental
 from torch_bridge.backends.operation import GlobalProgram, Request, Results
-from torch_bridge.job.mesh import MeshDim, MeshLike
-from torch_bridge.job.ring import AnyRing, Tensors
+from torch_bridge.mesh.protocol import AnyRing, Tensors
+from torch_bridge.mesh.rings import MeshDim, MeshLike
 
 OPERATORS = None
 _HARDWARE = ("CPU", "TPU")

@@ -21,7 +21,7 @@ from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
 from torch_bridge.call.refusal import Context, Refused, refuse, refuse_forward_mode
-from torch_bridge.job.ring import Tensors
+from torch_bridge.mesh.protocol import Tensors
 
 # Of operands, results, cotangents and the indices of the wanted gradients.
 Backward = Callable[[Tensors, Tensors, Tensors, list[int]], Sequence[torch.Tensor]]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.job.ring import Tensors
+from torch_bridge.mesh.protocol import Tensors
 
 Mapped = Sequence[int | None] | None  # for a list of tensors the mapped dimension of each; None for any other argument
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch._C import _are_functorch_transforms_active
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge.job.mesh import MeshArg, started_by_a_launcher
-from torch_bridge.job.trial import current
+from torch_bridge.mesh.rings import MeshArg, started_by_a_launcher
+from torch_bridge.mesh.trial import current
 
 CachedCall = Callable[[tuple[torch.Tensor | None, ...]], tuple[torch.Tensor, ...]]  # of the operands, in the order of the operation
 

@@ -3,8 +3,8 @@
 from torch_bridge.backends.executable import Compilation
 from torch_bridge.backends.operation import Request, specs_of
 from torch_bridge.call.programs import in_words_of_the_caller, made_for, request_of
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.ring import Tensors
+from torch_bridge.mesh.protocol import Tensors
+from torch_bridge.mesh.rings import ProcessRing
 
 
 def requested(key: str, operands: Tensors) -> Request:

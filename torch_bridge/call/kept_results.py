@@ -17,7 +17,7 @@ from torch_bridge.backends.operation import Results
 from torch_bridge.call.counting import tell
 from torch_bridge.call.host_copy import HostCopy
 from torch_bridge.call.programs import call_of
-from torch_bridge.job.ring import Tensors
+from torch_bridge.mesh.protocol import Tensors
 
 _OTHER_CALLS = (
     "activation checkpointing runs its function again in the backward, and its ring calls must be those of the first run, in their "

@@ -14,7 +14,7 @@ from torch_bridge.call.batching import Mapped, of_each_entry
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.call.refusal import refuse_in_compiled
-from torch_bridge.job.ring import Tensors, tensors_per_sequence
+from torch_bridge.mesh.protocol import Tensors, tensors_per_sequence
 
 
 @torch.library.custom_op(

@@ -16,9 +16,9 @@ import torch
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.operation import Operation, Program, Request, TensorSpec, TensorSpecs, specs_of
 from torch_bridge.call import call_cache
-from torch_bridge.job.error_propagation import propagating
-from torch_bridge.job.ring import AnyRing, Tensors
-from torch_bridge.job.trial import current, note_dtype, note_ring
+from torch_bridge.call.error_propagation import propagating
+from torch_bridge.mesh.protocol import AnyRing, Tensors
+from torch_bridge.mesh.trial import current, note_dtype, note_ring
 
 # Programs of a ring that are kept. The one made first is dropped first: programs are made in the same order on all ranks, because
 # making one is a comparison. The order in which they were last used may differ, after a call that failed on one rank.

@@ -11,7 +11,7 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.call import autograd
 from torch_bridge.call.programs import describe
-from torch_bridge.job.mesh import MeshArg
+from torch_bridge.mesh.rings import MeshArg
 from torch_bridge.recurrence.operation import LayerWithState
 
 Settings = tuple[tuple[str, Any], ...]  # the fields of a layer and the layout

@@ -13,9 +13,9 @@ from jax_core.options import Placement
 from jax_core.recurrence.layer import Layer, Operand
 from jax_core.recurrence.pieces import Pieces, pieces_of
 from torch_bridge.backends.operation import Operation, Program, Request, Results, TensorLike, TensorSpec
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.ring import AnyRing, Tensors
-from torch_bridge.job.sanity_checks import check_shards, check_shared
+from torch_bridge.call.sanity_checks import check_shards, check_shared
+from torch_bridge.mesh.protocol import AnyRing, Tensors
+from torch_bridge.mesh.rings import ProcessRing
 
 T = TypeVar("T")
 

@@ -41,7 +41,7 @@ from ring_attn.training.early_sums import early_sums
 from ring_attn.training.gradients import check_overlap, reduced_by_ddp, refuse_reduced_by_ddp, sync_gradients
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.call.counting import ON_CALL
-from torch_bridge.job.mesh import MeshDim, MeshLike
+from torch_bridge.mesh.rings import MeshDim, MeshLike
 
 _NO_LEVERS = Levers()
 

@@ -34,7 +34,7 @@ from jax_core.kernels.cute import calls as cute_calls
 from jax_core.operands import Operands
 from jax_core.options import Options, Placement
 from jax_core.request.spec import make_spec
-from torch_bridge.job.xla_options import options_of_ring
+from torch_bridge.start.xla_options import options_of_ring
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for GPUs is not installed: make test-gpu-aot")
 triton = import_module("triton")  # where that is installed, its absence is a fault

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
 from jax_core.masks.layout import shard_indices
-from torch_bridge.job.runtime import start
+from torch_bridge.start.runtime import start
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 

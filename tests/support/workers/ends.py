@@ -13,18 +13,19 @@ import torch
 import torch.distributed as dist
 from rings import run
 
-from torch_bridge.job import mesh, runtime
+from torch_bridge.mesh import rings
+from torch_bridge.start import runtime
 
 
 def start_from_many_threads() -> None:
     """start() is idempotent from any thread."""
-    threads = [threading.Thread(target=runtime.start, args=(mesh.resolve(),)) for _ in range(4)]
+    threads = [threading.Thread(target=runtime.start, args=(rings.resolve(),)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     runtime.start()
-    runtime.start(mesh.resolve("local"))
+    runtime.start(rings.resolve("local"))
 
 
 def early(rank: int) -> None:
@@ -42,7 +43,7 @@ def early_exit_status(rank: int) -> None:
     """Rank 1 leaves by sys.exit while rank 0 is in a step."""
     if rank == 1:
         sys.exit(5)
-    run(mesh.resolve(), torch.ones(3))
+    run(rings.resolve(), torch.ones(3))
 
 
 def fork(rank: int) -> None:
@@ -55,7 +56,7 @@ def fork(rank: int) -> None:
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.05)
-    run(mesh.resolve(), torch.ones(3))
+    run(rings.resolve(), torch.ones(3))
 
 
 def stopped_coordinator(rank: int) -> None:
@@ -81,7 +82,7 @@ def user_error(rank: int) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    out = run(mesh.resolve(), torch.full((2, 2), float(rank)))
+    out = run(rings.resolve(), torch.full((2, 2), float(rank)))
     assert out.tolist() == [[1.0 - rank] * 2] * 2
     assert (jax.process_index(), jax.process_count()) == (rank, 2)
     start_from_many_threads()

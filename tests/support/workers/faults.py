@@ -14,7 +14,9 @@ from rings import rotation
 import ring_attn
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.backends.dlpack import to_jax
-from torch_bridge.job import mesh, peers, runtime, watchdog
+from torch_bridge.failures import peers, watchdog
+from torch_bridge.mesh import jax_mesh, rings
+from torch_bridge.start import runtime
 
 LIMIT = 3.0  # seconds, for deaths and for waits
 X = torch.ones(1, 8, 2, 4)
@@ -54,7 +56,7 @@ class Event:
 
 def launch(seconds: float) -> None:
     """A call that the device ends after so many seconds."""
-    with watchdog.watch(mesh.resolve(None), "forward", "a call") as watched:
+    with watchdog.watch(rings.resolve(None), "forward", "a call") as watched:
         watched.event = Event(time.monotonic() + seconds)
 
 
@@ -176,7 +178,7 @@ def no_unshard(rank: int) -> None:
 def fails_inside(rank: int) -> None:
     """An error that occurs while the program runs, such as running out of memory."""
     start()
-    ring = mesh.resolve()
+    ring = rings.resolve()
     runtime.start(ring)
     program, local = rotation(ring, 1), to_jax(torch.ones(4, 2))
     try:
@@ -184,7 +186,7 @@ def fails_inside(rank: int) -> None:
             if rank == 1:
                 time.sleep(0.5)
                 raise MemoryError("no room")
-            mesh.to_local(program(mesh.to_global(ring, local))).block_until_ready()
+            jax_mesh.to_local(program(jax_mesh.to_global(ring, local))).block_until_ready()
     except MemoryError:
         time.sleep(3 * LIMIT)
 
@@ -242,11 +244,11 @@ def slow(rank: int) -> None:
     start()
     call()
     time.sleep(LIMIT / 2 * rank)
-    ring = mesh.resolve()
+    ring = rings.resolve()
     program, local = rotation(ring, 1), to_jax(torch.ones(4, 2))
     with runtime.watch(ring, "forward"):
         time.sleep(2 * LIMIT * rank)
-        mesh.to_local(program(mesh.to_global(ring, local))).block_until_ready()
+        jax_mesh.to_local(program(jax_mesh.to_global(ring, local))).block_until_ready()
     works()
 
 

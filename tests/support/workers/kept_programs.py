@@ -31,7 +31,7 @@ def attention() -> list[float]:
 
 
 def sine() -> list[float]:
-    from torch_bridge.job.compilation_cache import keep_programs
+    from torch_bridge.start.compilation_cache import keep_programs
 
     keep_programs()
     return [float(jax.jit(lambda x: jax.numpy.sin(x).sum())(jax.numpy.arange(8.0)))]
@@ -46,7 +46,7 @@ def plus_twelve(x: jax.Array) -> jax.Array:
 
 
 def sums() -> list[float]:
-    from torch_bridge.job.compilation_cache import keep_programs
+    from torch_bridge.start.compilation_cache import keep_programs
 
     keep_programs()
     return [float(jax.jit(function)(jax.numpy.float32(0))) for function in (plus_one, plus_twelve)]

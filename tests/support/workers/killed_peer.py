@@ -14,13 +14,14 @@ import torch.distributed as dist
 from rings import rotation
 
 from torch_bridge.backends.dlpack import to_jax
-from torch_bridge.job import mesh, runtime
+from torch_bridge.mesh import jax_mesh, rings
+from torch_bridge.start import runtime
 
 
 def main() -> None:
     victim, survivors = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
-    ring = mesh.resolve()
+    ring = rings.resolve()
     runtime.start(ring, peer_timeout=12.0)
     program = rotation(ring, 1)
     local = to_jax(torch.ones(64, 32))
@@ -30,7 +31,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             with runtime.watch(ring, "forward" if turn % 2 == 0 else "backward"):
-                mesh.to_local(program(mesh.to_global(ring, local))).block_until_ready()
+                jax_mesh.to_local(program(jax_mesh.to_global(ring, local))).block_until_ready()
         except runtime.PeerFailure as error:
             if survivors == "leave":
                 raise

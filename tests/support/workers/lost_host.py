@@ -7,17 +7,18 @@ import torch.distributed as dist
 from rings import rotation
 
 from torch_bridge.backends.dlpack import to_jax
-from torch_bridge.job import mesh, runtime
+from torch_bridge.mesh import jax_mesh, rings
+from torch_bridge.start import runtime
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    ring = mesh.resolve()
+    ring = rings.resolve()
     runtime.start(ring, peer_timeout=float(sys.argv[1]))
     program, local = rotation(ring, 1), to_jax(torch.ones(64, 32))
     for turn in range(1_000_000):
         with runtime.watch(ring, "forward"):
-            mesh.to_local(program(mesh.to_global(ring, local))).block_until_ready()
+            jax_mesh.to_local(program(jax_mesh.to_global(ring, local))).block_until_ready()
         if turn == 3:
             print("turns", flush=True)
 

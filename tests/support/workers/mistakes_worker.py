@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import ring_attn
 from ring_attn import DoubtWarning, Ring, cross_entropy, ring_attention, shard, sync_gradients, unshard
-from torch_bridge.job import sanity_checks
-from torch_bridge.job.sanity_checks import warn_once
+from torch_bridge.call import sanity_checks
+from torch_bridge.call.sanity_checks import warn_once
 
 WHOLE = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(0))
 IDS = torch.randint(17, (2, 24), generator=torch.Generator().manual_seed(1))

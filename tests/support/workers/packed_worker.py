@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from jax_core.masks.layout import LAYOUTS, shard_indices
 from ring_attn import Ring, flash, ring_attention, shard_packed
-from torch_bridge.job.runtime import start
+from torch_bridge.start.runtime import start
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 TOTAL = 64

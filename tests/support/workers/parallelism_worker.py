@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ring_attn
 from ring_attn import Ring, cross_entropy, sync_gradients
-from torch_bridge.job import peers
+from torch_bridge.failures import peers
 
 LAYOUT = "zigzag"
 

@@ -6,17 +6,17 @@ import torch
 import torch.distributed as dist
 from rings import run
 
-from torch_bridge.job import mesh
+from torch_bridge.mesh import rings
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
-    out = run(mesh.resolve(), torch.full((2, 2), float(rank)))
+    out = run(rings.resolve(), torch.full((2, 2), float(rank)))
     assert out.tolist() == [[1.0 - rank] * 2] * 2
     if attempt == "0" and rank == 1:
         os._exit(7)
-    run(mesh.resolve(), torch.ones(3))
+    run(rings.resolve(), torch.ones(3))
     print(f"attempt {attempt} works", flush=True)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attn import Ring, context_parallel_sdpa, sdpa, sync_gradients
 from tests.support.healthy import gloo_world
-from torch_bridge.job import sanity_checks
+from torch_bridge.call import sanity_checks
 
 LENGTH = 16
 ZIGZAG = Ring(layout="zigzag")

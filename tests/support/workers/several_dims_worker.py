@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ring_attn
 from ring_attn import Ring
-from torch_bridge.job import mesh as meshes
-from torch_bridge.job.runtime import start
+from torch_bridge.mesh import rings
+from torch_bridge.start.runtime import start
 
 BOTH, TURNED = ("a", "b"), ("b", "a")
 ANY_ORDER = "sort_ranks" in signature(dist.new_group).parameters  # of a group's ranks: from torch 2.13 on
@@ -23,11 +23,11 @@ def check_groups(mesh: DeviceMesh, rank: int) -> None:
     """A ring has a group of its own ranks, which sees the collectives of these alone."""
     if not ANY_ORDER:
         with pytest.raises(NotImplementedError, match=r"ascending ranks only, got a ring of ranks \[0, 2, 1, 3\]"):
-            _ = meshes.resolve(mesh, TURNED).group
+            _ = rings.resolve(mesh, TURNED).group
     for dims in (BOTH, TURNED) if ANY_ORDER else (BOTH,):
-        ring = meshes.resolve(mesh, dims)
+        ring = rings.resolve(mesh, dims)
         assert dist.get_process_group_ranks(ring.group) == list(ring.ranks) and dist.get_rank(ring.group) == ring.rank
-        assert ring.group is meshes.resolve(mesh, dims).group
+        assert ring.group is rings.resolve(mesh, dims).group
         gathered = [torch.empty(1) for _ in range(4)]
         dist.all_gather(gathered, torch.tensor([float(rank)]), group=ring.group)
         assert tuple(map(int, gathered)) == ring.ranks
@@ -55,7 +55,7 @@ def check_sequence(mesh: DeviceMesh, rank: int) -> None:
 
 def check_shapes_of_one_ring(mesh: DeviceMesh, rank: int) -> None:
     """Rings of the same ranks and different shapes in one job: each goes on after the other, and ranks that disagree are told."""
-    flat = meshes.resolve(mesh, BOTH).group
+    flat = rings.resolve(mesh, BOTH).group
     places = [dict(mesh=mesh, mesh_dim=BOTH), dict(mesh=flat), dict(mesh=mesh, mesh_dim=TURNED)]
     x = torch.randn(1, 32, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = ring_attn.ring_attention(x, x, x, mesh="local", causal=True)

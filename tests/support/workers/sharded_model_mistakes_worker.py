@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_attn.integrations.transformers import ContextParallel, context_parallel
 from tests.support.healthy import gloo_world
-from torch_bridge.job import sanity_checks
+from torch_bridge.call import sanity_checks
 
 LABELS = tiny.batch()["labels"]
 

@@ -6,14 +6,15 @@ import sys
 
 import torch.distributed as dist
 
-from torch_bridge.job import mesh, runtime
+from torch_bridge.mesh import rings
+from torch_bridge.start import runtime
 
 
 def local_first() -> None:
     """A ring of one before the ring of all."""
     import jax.numpy as jnp
 
-    runtime.start(mesh.resolve("local"))
+    runtime.start(rings.resolve("local"))
     jnp.zeros(1).block_until_ready()
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     globals()[sys.argv[1]]()
     try:
-        runtime.start(mesh.resolve(), peer_timeout=8.0)
+        runtime.start(rings.resolve(), peer_timeout=8.0)
         print("started")
     except RuntimeError as error:
         print(f"refused: {error}")

@@ -30,7 +30,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from ring_attn.integrations import torchtitan as ours
-from torch_bridge.job import peers
+from torch_bridge.failures import peers
 
 STEPS, ROWS, LENGTH, VOCABULARY = 10, 4, 32, 2048
 

@@ -13,8 +13,8 @@ from torch_bridge.backends import shared_memory, torch_tpu
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.operation import Request, TensorSpec, specs_of
 from torch_bridge.call.programs import rename_args
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.ring import tensors_per_sequence
+from torch_bridge.mesh.protocol import tensors_per_sequence
+from torch_bridge.mesh.rings import ProcessRing
 
 ALONE = ProcessRing((0,), 0)
 LOCAL = ("local", None)

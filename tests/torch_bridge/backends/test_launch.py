@@ -12,7 +12,7 @@ import torch
 import ring_attn
 from torch_bridge.backends import compiled, dlpack, launch
 from torch_bridge.backends.launch import Compiled, TensorSpec
-from torch_bridge.job.mesh import AXIS, ProcessRing
+from torch_bridge.mesh.rings import AXIS, ProcessRing
 
 CPU = torch.device("cpu")
 

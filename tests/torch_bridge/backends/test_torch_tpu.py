@@ -25,7 +25,7 @@ from jax_core.options import Options
 from torch_bridge.attention.operation import OPERANDS, Attention
 from torch_bridge.backends import torch_tpu as tpu
 from torch_bridge.backends.operation import Request, TensorSpec
-from torch_bridge.job.mesh import AXIS, ProcessRing
+from torch_bridge.mesh.rings import AXIS, ProcessRing
 
 WORLD, RANK = 8, 3
 GRIDS = [pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 4, 1), (2, 2, 2)]

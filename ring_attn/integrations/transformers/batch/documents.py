@@ -8,7 +8,7 @@ from torch import Tensor
 from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import PACKING as PACKING
 from ring_attn.documents.reading import Reading, begins_of, read_documents
-from torch_bridge.job.sanity_checks import warn_once
+from torch_bridge.call.sanity_checks import warn_once
 
 
 def documents_of(

@@ -11,8 +11,8 @@ from ring_attn.generation.loop import check_same
 from ring_attn.integrations.transformers.generation.asked import Asked, asked, digest
 from ring_attn.integrations.transformers.generation.cache import NAMES, RingCache
 from ring_attn.sharding.reduction import of_rank_0
-from torch_bridge.job.error_propagation import propagating
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.call.error_propagation import propagating
+from torch_bridge.mesh.rings import ProcessRing
 
 
 class Prefill(Protocol):

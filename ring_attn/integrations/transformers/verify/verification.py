@@ -25,7 +25,7 @@ from ring_attn.training.loss import total_loss
 from ring_attn.verification.modules import first_that_differs, watched
 from ring_attn.verification.ranks import everywhere, known_cause, largest_of_all
 from ring_attn.verification.verdict import ROUNDING, TOLERANCE, Verdict, largest, relative
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.mesh.rings import ProcessRing
 
 LARGEST = 2**31  # bytes of float32 parameters of which a process holds a copy
 _EARLY = 0.1  # times the tolerance: a forward that is off by more is not called right

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
-from torch_bridge.job import device_progress
-from torch_bridge.job.device_progress import DeviceProgress
+from torch_bridge.failures import device_progress
+from torch_bridge.failures.device_progress import DeviceProgress
 
 LIMIT, BEAT = 600.0, 0.5
 

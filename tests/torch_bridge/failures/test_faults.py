@@ -5,7 +5,7 @@ import re
 import pytest
 from launch import Ended, processes
 
-from torch_bridge.job.peers import EXIT_PEER_FAILURE
+from torch_bridge.failures.peers import EXIT_PEER_FAILURE
 
 LIMIT = 3.0  # what faults.py gives to start()
 

@@ -5,8 +5,9 @@ import torch
 import torch.utils.checkpoint
 
 import ring_attn
-from torch_bridge.job import error_propagation, peers
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.call import error_propagation
+from torch_bridge.failures import peers
+from torch_bridge.mesh.rings import ProcessRing
 
 RING = ProcessRing((0, 1), 0)
 

@@ -62,7 +62,7 @@ def test_strategies_over_two_hosts_under_torchrun(hosts, tmp_path):
 
 LISTENING = """
 from pathlib import Path
-from torch_bridge.job import addresses, coordinator
+from torch_bridge.failures import addresses, coordinator
 listens, reached = addresses.meeting_place({name!r}, ["a", "b"])
 coordinator.launch(1, 5.0, listens)
 tables = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]

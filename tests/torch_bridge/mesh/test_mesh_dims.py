@@ -12,9 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ring_attn import Ring, ring_attention
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.torch_tpu import tile_world
-from torch_bridge.job import mesh as meshes
-from torch_bridge.job.mesh import resolve
-from torch_bridge.job.ring import tensors_per_sequence
+from torch_bridge.mesh import rings
+from torch_bridge.mesh.protocol import tensors_per_sequence
+from torch_bridge.mesh.rings import resolve
 
 RANK = 6
 
@@ -47,14 +47,14 @@ def test_ranks_are_in_row_major_order_of_the_dimensions(mesh, dims, ranks):
 
 
 def test_a_ring_over_one_dimension_is_what_it_was(mesh):
-    assert resolve(mesh, ("ring",)) == resolve(mesh, "ring") == meshes.ProcessRing((6, 7), 0)
-    assert resolve(mesh, ("ring",)).axis_name == meshes.AXIS and resolve(mesh, "ring").sizes == (2,)
+    assert resolve(mesh, ("ring",)) == resolve(mesh, "ring") == rings.ProcessRing((6, 7), 0)
+    assert resolve(mesh, ("ring",)).axis_name == rings.AXIS and resolve(mesh, "ring").sizes == (2,)
 
 
 def test_rings_of_other_shapes_are_others(mesh):
     square = resolve(mesh, ("ulysses", "ring"))
     assert square == resolve(mesh["ulysses", "ring"], (0, 1)) and hash(square) == hash(resolve(mesh, (1, 2)))
-    assert square != meshes.ProcessRing(square.ranks, square.rank) and square != resolve(mesh, ("ring", "ulysses"))
+    assert square != rings.ProcessRing(square.ranks, square.rank) and square != resolve(mesh, ("ring", "ulysses"))
 
 
 def test_meshes_without_names_and_dimensions_of_one(mesh):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from jax_core import internals
-from torch_bridge.job import peers
+from torch_bridge.failures import peers
 
 _AT_ONCE = 65536  # bytes
 

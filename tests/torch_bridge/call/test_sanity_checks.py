@@ -9,7 +9,8 @@ from launch import torchrun
 
 from ring_attn import DoubtWarning, ring_attention
 from ring_attn.sharding import marks
-from torch_bridge.job import mesh, sanity_checks
+from torch_bridge.call import sanity_checks
+from torch_bridge.mesh import rings
 
 
 @pytest.mark.slow
@@ -54,10 +55,10 @@ def test_heads_are_doubted_where_shards_were_as_many(monkeypatch):
 def test_several_processes_without_a_process_group_are_refused(variable, monkeypatch):
     monkeypatch.setenv(variable, "2")
     with pytest.raises(ValueError, match=f'init_process_group first, or pass mesh="local".*|{variable}'):
-        mesh.resolve()
-    assert mesh.resolve("local").size == 1
+        rings.resolve()
+    assert rings.resolve("local").size == 1
     monkeypatch.setenv(variable, "1")
-    assert mesh.resolve().size == 1
+    assert rings.resolve().size == 1
 
 
 def test_a_fingerprint_tells_values_and_ignores_what_is_the_same_everywhere():
@@ -68,7 +69,7 @@ def test_a_fingerprint_tells_values_and_ignores_what_is_the_same_everywhere():
 
 
 def test_different_batches_are_certain_where_none_is_in_common(monkeypatch):
-    ring = mesh.ProcessRing((0, 1), 0)
+    ring = rings.ProcessRing((0, 1), 0)
     own = sanity_checks.Holding(layout="zigzag", sharded=["striped"], values="", batches=[[1, 2]])
 
     def check(*batches, layout=""):

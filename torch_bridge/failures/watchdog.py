@@ -14,8 +14,8 @@ from types import TracebackType
 
 import torch
 
-from torch_bridge.job import peers
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.failures import peers
+from torch_bridge.mesh.rings import ProcessRing
 
 # What JAX's CPU and GPU collectives say when a connection breaks. They raise it as ValueError or JaxRuntimeError.
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (reset|closed)|socket closed", re.IGNORECASE)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torch_bridge.job.deadlock import (
+from torch_bridge.failures.deadlock import (
     RankStatus,
     RingStatus,
     Stalled,

@@ -4,7 +4,7 @@ Users need not call anything here. The first call of a ring of more than one pro
 of the *whole world*, even if the rings are subsets of it: JAX has one ``jax.distributed`` per job. A program in which only some
 ranks ever use a ring must call ``start()`` once on all ranks, after ``init_process_group``.
 
-``torch_bridge.job.watchdog`` handles a process that dies, fails, or does not join; its public names are re-exported here.
+``torch_bridge.failures.watchdog`` handles a process that dies, fails, or does not join; its public names are re-exported here.
 """
 
 import atexit
@@ -22,17 +22,18 @@ import torch
 import torch.distributed as dist
 
 from jax_core.internals import backends_started, skip_atexit
-from torch_bridge.job import coordinator, peers
-from torch_bridge.job.addresses import loopback, meeting_place
-from torch_bridge.job.compilation_cache import keep_programs
-from torch_bridge.job.deadlock import named
-from torch_bridge.job.jax_memory import choose_allocator
-from torch_bridge.job.mesh import ProcessRing, jax_mesh, jax_platform, to_global, to_local
-from torch_bridge.job.network import leave_jax, open_relay, set_gloo_address
-from torch_bridge.job.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
-from torch_bridge.job.trial import note_ring
-from torch_bridge.job.watchdog import PeerFailure, compare, watch
-from torch_bridge.job.xla_options import options_of_ring
+from torch_bridge.failures import coordinator, peers
+from torch_bridge.failures.addresses import loopback, meeting_place
+from torch_bridge.failures.deadlock import named
+from torch_bridge.failures.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
+from torch_bridge.failures.watchdog import PeerFailure, compare, watch
+from torch_bridge.mesh.jax_mesh import jax_mesh, jax_platform, to_global, to_local
+from torch_bridge.mesh.rings import ProcessRing
+from torch_bridge.mesh.trial import note_ring
+from torch_bridge.start.compilation_cache import keep_programs
+from torch_bridge.start.jax_memory import choose_allocator
+from torch_bridge.start.network import leave_jax, open_relay, set_gloo_address
+from torch_bridge.start.xla_options import options_of_ring
 
 if TYPE_CHECKING:
     import jax

@@ -18,10 +18,10 @@ To the coordinator                                    What it does
 ``{"failed": {"ring", "number", "error"}}``           passes it on to the other members, with the ``"rank"``
 ``{"waits": seconds}``                                sends ``{"ask": n}`` to all ranks, at most once in so many seconds
 ``{"ask": n, "report": RankStatus}``                  when all have reported: ``{"stuck": {"ring", "words"}}`` to the members of
-                                                      every ring that can never continue (:mod:`torch_bridge.job.deadlock`)
+                                                      every ring that can never continue (:mod:`torch_bridge.failures.deadlock`)
 ``{"calls": rings of a RankStatus}``                  the answer to ``{"look": true}``, which all get now and then; when all have
                                                       answered: ``{"stuck": ...}`` to the members of every ring whose calls have
-                                                      crossed (:mod:`torch_bridge.job.deadlock`)
+                                                      crossed (:mod:`torch_bridge.failures.deadlock`)
 ``{"bye": clean}``                                    says whether the end of the connection will be clean; answered alike
 ====================================================  ======================================================================
 
@@ -47,8 +47,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jax_core.internals import serve_job
-from torch_bridge.job.addresses import listen, with_port
-from torch_bridge.job.deadlock import (
+from torch_bridge.failures.addresses import listen, with_port
+from torch_bridge.failures.deadlock import (
     ALL_CALL,
     ALL_LAUNCHED,
     Message,
@@ -59,7 +59,7 @@ from torch_bridge.job.deadlock import (
     deadlocked_rings,
     stalled_rings,
 )
-from torch_bridge.job.liveness import VANISHED_AFTER, keep_alive, unheard
+from torch_bridge.failures.liveness import VANISHED_AFTER, keep_alive, unheard
 
 # JAX's own heartbeat is only a last resort: the connections report a death sooner.
 SERVICE_HEARTBEAT = 100
@@ -71,7 +71,7 @@ HELLO_TIME, LONGEST_HELLO = 10.0, 4096
 LONGEST_LINE = 1 << 24
 
 # The packages' folder goes last on sys.path: nothing in it may shadow a standard-library module.
-_MAIN = "import sys; sys.path.append({folder!r}); from torch_bridge.job.coordinator import main; main()"
+_MAIN = "import sys; sys.path.append({folder!r}); from torch_bridge.failures.coordinator import main; main()"
 
 
 class Endpoint(NamedTuple):
@@ -83,8 +83,8 @@ class Endpoint(NamedTuple):
 
 
 def launch(world: int, timeout: float, address: str) -> Endpoint:
-    """Start a coordinator for ``world`` ranks in its own process. It listens at ``address`` (:mod:`torch_bridge.job.addresses`) and
-    ends by itself. Raises RuntimeError if it cannot start."""
+    """Start a coordinator for ``world`` ranks in its own process. It listens at ``address``
+    (:mod:`torch_bridge.failures.addresses`) and ends by itself. Raises RuntimeError if it cannot start."""
     token = secrets.token_hex(16)
     program = _MAIN.format(folder=str(Path(__file__).parents[2]))
     command = [sys.executable, "-P", "-c", program, str(world), str(timeout), address]

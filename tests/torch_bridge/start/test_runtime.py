@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from launch import WORKERS, environment, processes
 
-from torch_bridge.job import coordinator, jax_memory, mesh, peers, runtime, watchdog
-from torch_bridge.job.mesh import ProcessRing, jax_mesh, resolve, to_global, to_local
-from torch_bridge.job.network import open_relay
+from torch_bridge.failures import coordinator, peers, watchdog
+from torch_bridge.mesh.jax_mesh import _Joiner, jax_mesh, to_global, to_local
+from torch_bridge.mesh.rings import ProcessRing, resolve
 from torch_bridge.runtime import EXIT_PEER_FAILURE
+from torch_bridge.start import jax_memory, runtime
+from torch_bridge.start.network import open_relay
 
 PEER_TIMEOUT = 12.0  # what killed_peer.py gives to start()
 NOISE = re.compile(r"Traceback|Check failure|grpc|CANCELLED|UNAVAILABLE|coordination|Error|Warning")
@@ -205,7 +207,7 @@ def test_global_arrays_after_the_first_are_like_it(wrap, monkeypatch):
 
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", spy)
     alone = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("ring",)), jax.sharding.PartitionSpec("ring"))
-    join, local = mesh._Joiner(1, alone), jnp.arange(6.0).reshape(3, 2)
+    join, local = _Joiner(1, alone), jnp.arange(6.0).reshape(3, 2)
     first, second = join(wrap(local)), join(wrap(local))
     assert (first.aval, first.sharding, first.committed) == (second.aval, second.sharding, second.committed)
     assert first.unsafe_buffer_pointer() == second.unsafe_buffer_pointer() == local.unsafe_buffer_pointer()

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from torch_bridge.job import addresses, coordinator, peers
+from torch_bridge.failures import addresses, coordinator, peers
 
 TOKEN = "a token"
 HELLO = {"token": TOKEN, "rank": 0, "peer_timeout": 20}

@@ -9,11 +9,11 @@ import torch
 import torch.utils.checkpoint
 
 from jax_core.keywords import NO_OTHERS, Others, explained
-from torch_bridge.job import peers
-from torch_bridge.job.mesh import MeshArg, ProcessRing, resolve
-from torch_bridge.job.ring import AnyRing
-from torch_bridge.job.runtime import refused, start
-from torch_bridge.job.watchdog import PeerFailure, tell_failure
+from torch_bridge.failures import peers
+from torch_bridge.failures.watchdog import PeerFailure, tell_failure
+from torch_bridge.mesh.protocol import AnyRing
+from torch_bridge.mesh.rings import MeshArg, ProcessRing, resolve
+from torch_bridge.start.runtime import refused, start
 
 # Activation checkpointing stops a recomputation by an exception as soon as it has what it needs: after the ring call has ended.
 _NO_FAILURES = (PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_bridge.job.xla_options import FEW_CHANNELS, TWO_AXES, options_of_ring
+from torch_bridge.start.xla_options import FEW_CHANNELS, TWO_AXES, options_of_ring
 
 
 @pytest.mark.parametrize("axes", [1, 2])

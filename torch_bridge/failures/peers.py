@@ -1,5 +1,5 @@
 """What this process knows about the other ranks, what it reports about itself, and the watchdog thread that ends it when a ring
-call can never return (:mod:`torch_bridge.job.watchdog` says when that is).
+call can never return (:mod:`torch_bridge.failures.watchdog` says when that is).
 
 All messages go through the coordinator. In normal operation next to nothing is sent: each ring call only records itself, and the
 watchdog asks for the state of the other ranks once a call has lasted for a quarter of the wait limit; and the coordinator has all
@@ -23,10 +23,10 @@ from typing import Protocol
 
 import torch
 
-from torch_bridge.job import coordinator
-from torch_bridge.job.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
-from torch_bridge.job.device_progress import DeviceProgress, RingCall
-from torch_bridge.job.liveness import VANISHED_AFTER, keep_alive, unheard
+from torch_bridge.failures import coordinator
+from torch_bridge.failures.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
+from torch_bridge.failures.device_progress import DeviceProgress, RingCall
+from torch_bridge.failures.liveness import VANISHED_AFTER, keep_alive, unheard
 
 # How long the others may keep running after a peer's death, in seconds; `runtime.start(peer_timeout=)` changes it.
 PEER_TIMEOUT = 20.0

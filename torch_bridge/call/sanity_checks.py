@@ -7,19 +7,17 @@ therefore told to the others when a program runs for the first time. What is cer
 
 import hashlib
 import json
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import FrameType
 from typing import TypedDict
 
 import torch
 
 from jax_core.masks.layout import Layout
-from torch_bridge.job.mesh import ProcessRing
-from torch_bridge.job.watchdog import exchange, known_to_all
+from torch_bridge.failures.watchdog import exchange, known_to_all
+from torch_bridge.mesh.rings import ProcessRing
 
 _SAMPLES = 64  # positions of a shard that its fingerprint reads
 _ROUNDING = 0.05  # of the largest value: more than two processes of one program are apart
@@ -120,14 +118,6 @@ def _apart(ring: ProcessRing, shared: Mapping[str, torch.Tensor]) -> Iterator[tu
         apart = (ranks - ranks[:1]).abs().amax(1) > _ROUNDING * ranks.abs().max()
         if bool(apart.any()):
             yield name, apart.nonzero().flatten().tolist()
-
-
-def shapes_only() -> bool:
-    """Whether torch.distributed.pipelining runs a stage on uninitialised memory, perhaps equal on all ranks, for its shapes."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
-        frame = frame.f_back
-    return frame is not None
 
 
 def probable_mistake(ranks: list[Holding]) -> str | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from torch_bridge.job.mesh import ProcessRing
+from torch_bridge.mesh.rings import ProcessRing
 
 _REMEMBERED = 256  # calls; as many as a queue of CUDA holds, and so many that have ended
 _LOOKS = 8  # at events, in a limit's time: CUDA forbids them while another thread captures a graph

@@ -1,0 +1,22 @@
+"""Runs that are no steps: torch records a CUDA graph, or runs a pipeline's stage for its shapes."""
+
+import sys
+from types import FrameType
+
+import torch
+
+# Not yet: decoding by torch's own launches was compiled for GPUs and run in Triton's interpreter, but not on one.
+DECODES_ON_GPUS = False
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether torch records its stream's work in a CUDA graph, in place of doing it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def shapes_only() -> bool:
+    """Whether torch.distributed.pipelining runs a stage on uninitialised memory, perhaps equal on all ranks, for its shapes."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
+        frame = frame.f_back
+    return frame is not None

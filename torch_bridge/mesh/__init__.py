@@ -1,0 +1,1 @@
+"""Who shares a sequence: rings of processes, and the same as JAX's meshes."""
