@@ -34,7 +34,7 @@ LAYERS = (
     ("integrations",),
 )
 # And those of torch_bridge.
-ROOMS = (("mesh",), ("failures",), ("start",), ("backends", "runtime"), ("call",), ("attention", "recurrence"))
+ROOMS = (("mesh", "tracing"), ("failures",), ("start",), ("backends", "runtime"), ("call",), ("attention", "recurrence"))
 # The floors of ring_attn.
 FACE = (
     ("documents", "memory", "sharding", "version"),
@@ -284,8 +284,8 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_the_torch_packages_load_no_jax():
-    assert not loaded_after("import ring_attn.sharding.sequence, torch_bridge.mesh.rings") & {"jax", "jaxlib"}
+def test_the_torch_packages_load_no_jax_and_no_compiler():
+    assert not loaded_after("import ring_attn, torch_bridge.mesh.rings") & {"jax", "jaxlib", "torch._dynamo", "triton"}
 
 
 @pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)

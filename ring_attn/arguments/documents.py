@@ -15,6 +15,7 @@ from ring_attn.sharding.marks import bounds_of, ranks_of, shard_of
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.mesh.protocol import tensors_per_sequence
 from torch_bridge.mesh.rings import MeshArg, MeshLike
+from torch_bridge.tracing import constant
 
 Given = tuple[Operands[Tensor], Options]
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
@@ -144,7 +145,7 @@ def ids_by_document(layout: str, cu_seqlens: Tensor, length: int, group: MeshLik
     return {**segments, "q_position_ids": size * start + offset}
 
 
-@torch.compiler.assume_constant_result
+@constant
 def rank_in(group: MeshLike, device: torch.device) -> tuple[int, int]:
     """This process's rank in the ring, and the ring's size."""
     ring = backend_of(device).resolve(group, None)
@@ -153,17 +154,17 @@ def rank_in(group: MeshLike, device: torch.device) -> tuple[int, int]:
     return ring.held[0], ring.size
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _ranks(where: MeshArg, device: torch.device) -> tuple[int, ...]:
     return ranks_of(backend_of(device).resolve(*where))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def tensors_per_sequence_of(where: MeshArg, device: torch.device) -> int:
     return tensors_per_sequence(backend_of(device).resolve(*where))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _held(where: MeshArg, device: torch.device) -> tuple[tuple[int, ...], int]:
     """The ring ranks whose shards this process's tensor holds, and the size of the ring."""
     ring = backend_of(device).resolve(*where)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ring_attn.integrations.transformers import ContextParallel
 from ring_attn.integrations.transformers.batch.sharding import Inputs, ModelInputs
+from torch_bridge.tracing import untraced
 
 _FUSED = "fused_lm_head"  # how TRL asks the model for one number a token in the place of logits
 _ASKED_BY_SFT = {"log_probs", "entropy", "is_top1"}
@@ -56,7 +57,7 @@ class WholeBatches:
             hook.remove()
         self._parallel.remove()
 
-    @torch.compiler.disable
+    @untraced
     def _shard(self, model: nn.Module, args: tuple[object, ...], kwargs: ModelInputs) -> Inputs | None:
         self._call = None
         if self._parallel.off:
@@ -79,7 +80,7 @@ class WholeBatches:
             return args, kwargs
         return args, {**kwargs, **self._call.fused, _FUSED: True}
 
-    @torch.compiler.disable
+    @untraced
     def _answer(self, model: nn.Module, args: object, output: object) -> object:
         if self._call is None:
             return output

@@ -28,6 +28,7 @@ from torch_bridge.call.error_propagation import propagates_errors, propagating
 from torch_bridge.call.sanity_checks import note_layout
 from torch_bridge.mesh.protocol import AnyRing
 from torch_bridge.mesh.rings import MeshDim, MeshLike, ProcessRing
+from torch_bridge.tracing import untraced
 
 _MUST_AGREE = (
     "unshard needs the same shape, dtype, dim, layout, length and need of a gradient on every rank of the ring; pad the shards to "
@@ -115,7 +116,7 @@ def unshard(
     return _gathered(tensor, dim, layout, length, ring)
 
 
-@torch.compiler.disable
+@untraced
 def _gathered(tensor: Tensor, dim: int, layout: Layout, length: int | None, ring: ProcessRing) -> Tensor:
     with propagating(ring, tensor.device):  # under torch.compile, unshard does not
         call = _agreed(tensor, dim, layout, length, ring)

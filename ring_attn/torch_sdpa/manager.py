@@ -16,6 +16,7 @@ from ring_attn.ring import Ring, as_ring
 from ring_attn.torch_sdpa.function import sdpa
 from torch_bridge.call.sanity_checks import warn_once
 from torch_bridge.mesh.rings import MeshDim, MeshLike
+from torch_bridge.tracing import constant
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,7 +126,7 @@ def _counts(func: object, args: tuple[Any, ...]) -> Iterator[int]:
                 yield part.stop
 
 
-@torch.compiler.assume_constant_result  # Dynamo looks into no strings
+@constant  # Dynamo looks into no strings
 def _attends_locally(name: str) -> bool:
     return any(other in name for other in _OTHERS)
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from weakref import ref
 
@@ -13,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torch_bridge.call.host_copy import HostCopy
 from torch_bridge.call.kept_results import CheckpointedCalls
+from torch_bridge.tracing import untraced
 
 
 def keep_attention(*, offload: bool = False) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -56,7 +58,7 @@ class KeepingAttention:
     def __init__(self, function: Callable[..., object], offload: bool = False) -> None:
         self._function, self._calls, self._again = function, CheckpointedCalls(offload), False
 
-    @torch.compiler.disable(recursive=False)
+    @partial(untraced, recursive=False)
     def __call__(self, *arguments: object, **options: object) -> object:
         if not self._again:
             self._again = True

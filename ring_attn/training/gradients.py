@@ -17,6 +17,7 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.call.error_propagation import propagates_errors
 from torch_bridge.failures.watchdog import known_to_all
 from torch_bridge.mesh.rings import MeshDim, MeshLike, ProcessRing
+from torch_bridge.tracing import untraced
 
 _BUCKET = 64 * 2**20  # bytes that are flattened and sent at a time
 _MUST_AGREE = (
@@ -112,7 +113,7 @@ def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     return list({id(x): x for x in given if x.requires_grad}.values())
 
 
-@torch.compiler.disable
+@untraced
 def _sum(trained: list[Tensor], device: torch.device, ring: ProcessRing, overlap: bool) -> None:
     early = early_sums(trained, ring)
     call = "; ".join([_call(trained), *map(str, early), *["overlap=True"] * overlap])

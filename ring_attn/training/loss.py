@@ -18,6 +18,7 @@ from ring_attn.training.token_losses import token_losses
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.call.error_propagation import propagates_errors, propagating
 from torch_bridge.mesh.rings import MeshArg, MeshDim, MeshLike, ProcessRing
+from torch_bridge.tracing import untraced
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ALL_COUNT = "cross_entropy counts labels over the ring: every rank of it must make the same call"
@@ -130,7 +131,7 @@ def _count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring
     return _total(weight, ring, f"cross_entropy of labels with weights in {weight.dtype}", _ALL_COUNT)
 
 
-@torch.compiler.disable
+@untraced
 def _total(number: Tensor, ring: Ring, call: str, must: str) -> Tensor:
     processes = backend_of(number.device).resolve(ring.mesh, ring.mesh_dim)
     if len(processes.held) == processes.size:

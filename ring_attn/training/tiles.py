@@ -14,6 +14,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ring_attn.functional import is_dtensor
 from ring_attn.sharding.autograd import Context
 from ring_attn.training.partial_gradients import added, hooks_off, unknown_leaf
+from torch_bridge.tracing import untraced
 
 TILE = 4096  # tokens: in 16 bits an MLP of 12,288 makes 0.3 GiB of them
 _FEW = 4  # tokens that are computed together and alone, once
@@ -300,7 +301,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-@torch.compiler.disable
+@untraced
 def _refuse_compiled() -> None:
     raise NotImplementedError(
         "a module in tiles cannot be in a graph of torch.compile, which would hold what all tiles make; compile what is inside of "

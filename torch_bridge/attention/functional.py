@@ -14,6 +14,7 @@ from torch_bridge.call import autograd
 from torch_bridge.call.call_cache import CachedCall
 from torch_bridge.call.programs import Names, describe
 from torch_bridge.mesh.rings import MeshArg
+from torch_bridge.tracing import constant, untraced
 
 Settings = tuple[tuple[str, Any], ...]  # the fields of Options
 
@@ -41,7 +42,7 @@ def _call(
     return out, lse
 
 
-_untraced_call = torch.compiler.disable(_call)
+_untraced_call = untraced(_call)
 
 
 def cached_call(where: MeshArg, operands: Operands[torch.Tensor], options: Options, names: Names) -> CachedCall:
@@ -59,7 +60,7 @@ def _described(where: MeshArg, options: Options, device: torch.device, names: Na
     return _described_in_graph(where, tuple(values.items()), device, names)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _described_in_graph(where: MeshArg, settings: Settings, device: torch.device, names: Names) -> str:
     """Called once, while tracing."""
     values = dict(settings)

@@ -22,6 +22,7 @@ from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
 from torch_bridge.call.refusal import Context, Refused, refuse, refuse_forward_mode
 from torch_bridge.mesh.protocol import Tensors
+from torch_bridge.tracing import constant, untraced
 
 # Of operands, results, cotangents and the indices of the wanted gradients.
 Backward = Callable[[Tensors, Tensors, Tensors, list[int]], Sequence[torch.Tensor]]
@@ -44,7 +45,7 @@ def apply(key: str, operands: Tensors) -> Results:
     return _Call.apply(key, None, *operands)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _transformed() -> bool:
     """Whether torch.func or dual numbers differentiate: a graph's operators have no derivatives for them, which would be left out
     in silence. Dynamo asks while it traces, and guards what the answer depends on."""
@@ -79,7 +80,7 @@ def cached_call(key: str, operands: Tensors) -> CachedCall:
     return repeat
 
 
-_untraced = torch.compiler.disable(apply)
+_untraced = untraced(apply)
 
 
 class _Traced(torch.autograd.Function):
@@ -219,7 +220,7 @@ with warnings.catch_warnings():
     _LIBRARY.impl("backward", _backward_of_graph, "Autograd", with_keyset=True, allow_override=True)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _differentiated(key: str) -> tuple[int, ...]:
     return call_of(key).operation.differentiated
 
@@ -253,7 +254,7 @@ def _own_operators(key: str, operands: Tensors) -> Operators | None:
     return None if number is None else Operators(partial(operators.forward, number), partial(operators.backward, number))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _number_of_operators(key: str, specs: TensorSpecs, device: torch.device) -> int | None:
     return program_for(key, specs, device).operators
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_bridge.mesh.trial import current
+from torch_bridge.tracing import constant
 
 if TYPE_CHECKING:
     import numpy as np
@@ -209,7 +210,7 @@ def _of_dims(mesh: "DeviceMesh", dims: tuple[int, ...]) -> ProcessRing:
     return ProcessRing(ranks, ranks.index(_global_rank()), groups, axes, sizes)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _ranks_along(mesh: "DeviceMesh", dims: tuple[int, ...]) -> tuple[int, ...]:
     """The global ranks of the ring through this process, in row-major order of ``dims``."""
     with _disable_current_modes():  # under FakeTensorMode too

@@ -13,6 +13,7 @@ from torch_bridge.call import autograd
 from torch_bridge.call.programs import describe
 from torch_bridge.mesh.rings import MeshArg
 from torch_bridge.recurrence.operation import LayerWithState
+from torch_bridge.tracing import constant
 
 Settings = tuple[tuple[str, Any], ...]  # the fields of a layer and the layout
 
@@ -37,7 +38,7 @@ def layer_with_state(
     return y, last
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _described(where: MeshArg, settings: Settings, device: torch.device) -> str:
     """The call's key; under ``torch.compile`` made once, while tracing."""
     given = dict(settings)

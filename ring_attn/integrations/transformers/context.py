@@ -42,8 +42,7 @@ from ring_attn.training.gradients import check_overlap, reduced_by_ddp, refuse_r
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.call.counting import ON_CALL
 from torch_bridge.mesh.rings import MeshDim, MeshLike
-
-_NO_LEVERS = Levers()
+from torch_bridge.tracing import untraced
 
 
 class _Entered(NamedTuple):
@@ -64,10 +63,11 @@ class ContextParallel:
         self,
         model: nn.Module,
         ring: Ring,
-        levers: Levers = _NO_LEVERS,
+        levers: Levers | None = None,
         overlap: bool = False,
         place_documents: bool | None = False,
     ) -> None:
+        levers = levers or Levers()
         check_checkpoint(levers.checkpoint)
         check_head_groups(levers.head_groups)
         self.model, self.levers, self.overlap = pretrained_model(model), levers, overlap
@@ -258,7 +258,7 @@ class ContextParallel:
         """Whether the model runs as it did before."""
         return self._off
 
-    @torch.compiler.disable
+    @untraced
     def _enter(self, module: nn.Module, arguments: tuple[object, ...], options: ModelInputs) -> Inputs | None:
         if self._off:
             return None
@@ -300,7 +300,7 @@ class ContextParallel:
             if changed is not None:
                 self._shared.ask({f"{name} of a sharded batch is not what cp.shard made": CHANGED}, changed.view(1))
 
-    @torch.compiler.disable
+    @untraced
     def _leave(self, module: nn.Module, arguments: object, options: object, output: Outputs | None) -> Outputs | None:
         if self._off or not self._entered or self._entered[-1].module is not module:  # it was refused before it had entered
             return None

@@ -22,6 +22,7 @@ from ring_attn.integrations.transformers.layers.operators import FUSED, OPERATOR
 from ring_attn.recurrence import Along
 from ring_attn.ring import Ring
 from torch_bridge.call.counting import ON_CALL
+from torch_bridge.tracing import untraced
 
 # The folders of transformers' families whose layers mix tokens by these operators and by attention alone, and the first release
 # in which they are looked up so.
@@ -97,7 +98,7 @@ def on_the_ring(module: nn.Module, is_off: Callable[[], bool]) -> Callable[..., 
     signature = inspect.signature(forward)
 
     @wraps(forward)
-    @torch.compiler.disable
+    @untraced
     def on_ring(*arguments: object, **options: object) -> object:
         bound = signature.bind(*arguments, **options)
         mask = bound.arguments.get("attention_mask")

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ring_attn.memory import Levers
 from ring_attn.training.checkpoint import KeepingAttention, moved_to_host
+from torch_bridge.tracing import untraced
 
 # By which layers of transformers, and modules in torch's ``checkpoint_wrapper`` (FSDP's activation checkpointing), run a function
 # under a checkpoint.
@@ -66,7 +67,7 @@ def _keeping_the_operator() -> tuple[AbstractContextManager[object], AbstractCon
     return create_selective_checkpoint_contexts([torch.ops.ring_attn.forward.default])
 
 
-@torch.compiler.disable
+@untraced
 def _refuse_offload() -> None:
     raise NotImplementedError(
         'checkpoint="offload" and offload_inputs cannot move what is kept to host memory where torch.compile has the checkpoint in '
