@@ -21,7 +21,7 @@ class FwdParams:
     num_stages: int | None = None
     num_warps: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("q_blocksize", "kv_blocksize", "num_stages", "num_warps"):
             value = getattr(self, name)
             if value is None:
@@ -57,7 +57,7 @@ class RingAttentionConfig:
     backend: Backend = "any"
     autotune: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.fwd_params, FwdParams) or not isinstance(self.bwd_params, BwdParams):
             raise ValueError(
                 f"fwd_params must be FwdParams and bwd_params BwdParams, got {type(self.fwd_params).__name__} and "

@@ -1,7 +1,14 @@
 """EasyDeL's single-device blockwise attention, with its argument names, on the ring's kernels."""
 
+from collections.abc import Callable
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.lax import Precision
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_core.api.differentiable import local_attention
 from jax_core.config import BwdParams, FwdParams, RingAttentionConfig
@@ -11,25 +18,25 @@ from jax_core.options import Options
 
 
 def blockwise_attention(
-    query,
-    key,
-    value,
-    bias=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: Array | np.ndarray | None = None,
     deterministic: bool = True,
-    dropout_rng=None,
+    dropout_rng: Array | None = None,
     attn_pdrop: float = 0.0,
     causal: bool = True,
     query_chunk_size: int = 2048,
     key_chunk_size: int = 2048,
-    dtype=jnp.float32,
-    policy=False,
-    precision=None,
+    dtype: DTypeLike = jnp.float32,
+    policy: Callable[..., bool] | Literal[False] | None = False,
+    precision: Precision | str | None = None,
     float32_logits: bool = True,
     prevent_cse: bool = True,
     *,
-    mask=None,
-    init_bias=None,
-):
+    mask: Array | np.ndarray | None = None,
+    init_bias: Callable[[], Array | np.ndarray] | None = None,
+) -> Array:
     """Exact attention on one device, one block of scores at a time.
 
     Args:
@@ -70,7 +77,7 @@ def blockwise_attention(
         logits_dtype=None if float32_logits else jnp.dtype(dtype).name,
     )
 
-    def attention(operands: Operands):
+    def attention(operands: Operands) -> Array:
         return local_attention(options, operands)[0]
 
     if policy is None or policy is False:
@@ -78,7 +85,7 @@ def blockwise_attention(
     return jax.checkpoint(attention, policy=policy, prevent_cse=prevent_cse)(operands)
 
 
-def _key_words(key):
+def _key_words(key: Any) -> Array:
     """A PRNG key, legacy or typed, as two words."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return data.reshape(-1)[-2:]

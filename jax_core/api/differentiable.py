@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,22 @@ from jax import Array, lax
 
 from jax_core.api.second_derivative import attention_gradients, kept
 from jax_core.operands import Operands
-from jax_core.options import Options, Placement
+from jax_core.options import AxisName, Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import RingSpec
 from jax_core.varying import vary, varying_axes
 
 Tree = TypeVar("Tree")
+_Residuals = tuple[Operands, Array, Array]
 
 
-def local_attention(options: Options, operands: Operands, *where):
+def local_attention(options: Options, operands: Operands, *where: Any) -> tuple[Array, Array]:
     """``(out, lse)`` of local shards, placed as :func:`local_spec` says."""
     return attend(*local_spec(options, operands, *where))
 
 
 def local_spec(
-    options: Options, operands: Operands, axis_name=None, head_shards: int = 1, backend: str | None = None
+    options: Options, operands: Operands, axis_name: AxisName = None, head_shards: int = 1, backend: str | None = None
 ) -> tuple[RingSpec, Operands]:
     """Of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None."""
     axes, operands = varying_axes(operands), _empty_made_here(operands)
@@ -45,7 +46,7 @@ def local_spec(
     return spec, arrays._replace(predicate_arrays=operands.predicate_arrays)
 
 
-def axis_size(axis_name) -> int:
+def axis_size(axis_name: AxisName) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
@@ -76,21 +77,21 @@ def _empty_made_here(tree: Tree) -> Tree:
     return jax.tree.map(made, tree)
 
 
-def _results(spec: RingSpec, operands: Operands):
+def _results(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
     return spec.strategy.forward(spec, operands)
 
 
-def _forward(spec: RingSpec, operands: Operands):
+def _forward(spec: RingSpec, operands: Operands) -> tuple[tuple[Array, Array], _Residuals]:
     out, lse = _attention_again(spec, operands)
     return (out, lse), (operands, out, lse)
 
 
-def _forward_again(spec: RingSpec, operands: Operands):
+def _forward_again(spec: RingSpec, operands: Operands) -> tuple[tuple[Array, Array], _Residuals]:
     results, residuals = _forward(spec, operands)
     return results, kept(residuals)
 
 
-def _backward(spec: RingSpec, residuals, cotangents):
+def _backward(spec: RingSpec, residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Operands]:
     return (attention_gradients(spec, *_empty_made_here((*residuals, *cotangents))),)
 
 

@@ -24,6 +24,7 @@ from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import RingSpec
 
 WHOLE = PartitionSpec()
+_Form = jax.Array | jax.ShapeDtypeStruct
 
 
 def plan_sequence(mesh: Mesh | AbstractMesh, sequence: str, batch: int) -> MeshPlan:
@@ -52,25 +53,42 @@ class GlobalAttention:
     masks: tuple[tuple[np.ndarray, ...], ...]  # of a mask_builder
     lifted: bool  # whether arrays of predicates follow the operands in ``arrays``
 
-    def forward(self, *arrays):
+    def forward(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``out [batch, q_length, heads, value_dim]`` and ``lse [batch, heads, q_length]``, as the strategies' contract says."""
         return self._mapped(self._forward, self._array_specs(arrays), self._result_specs())(*arrays)
 
-    def backward(self, wanted: tuple[str, ...], out, lse, dout, dlse, *arrays):
+    def backward(
+        self,
+        wanted: tuple[str, ...],
+        out: jax.Array,
+        lse: jax.Array,
+        dout: jax.Array,
+        dlse: jax.Array | None,
+        *arrays: jax.Array,
+    ) -> tuple[jax.Array, ...]:
         """The gradients, summed over all devices, of the operands named in ``wanted``; ``dlse`` may be None."""
         out_spec, lse_spec = self._result_specs()
         given = out_spec, lse_spec, out_spec, lse_spec, *self._array_specs(arrays)
         function = self._mapped(partial(self._backward, wanted), given, tuple(self.specs[name] for name in wanted))
         return function(out, lse, dout, dlse, *arrays)
 
-    def _forward(self, place: _Place | None, *arrays):
+    def _forward(self, place: _Place | None, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.spec.strategy.forward(self.spec, self._shards(place, arrays))
 
-    def _backward(self, wanted: tuple[str, ...], place: _Place | None, out, lse, dout, dlse, *arrays):
+    def _backward(
+        self,
+        wanted: tuple[str, ...],
+        place: _Place | None,
+        out: jax.Array,
+        lse: jax.Array,
+        dout: jax.Array,
+        dlse: jax.Array | None,
+        *arrays: jax.Array,
+    ) -> tuple[jax.Array, ...]:
         gradients = self.spec.strategy.backward(self.spec, self._shards(place, arrays), out, lse, dout, dlse)
         return tuple(self._summed(getattr(gradients, name), self.specs[name]) for name in wanted)
 
-    def _summed(self, part, spec: PartitionSpec):
+    def _summed(self, part: jax.Array, spec: PartitionSpec) -> jax.Array:
         """The gradient of an operand that devices share is the sum of their parts."""
         if self.plan is None:
             return part
@@ -78,7 +96,7 @@ class GlobalAttention:
         shared = [axis for axis in (*axis_names(self.plan.batch), *axis_names(self.plan.sequence)) if axis not in split]
         return lax.psum(part, tuple(shared)) if shared else part
 
-    def _shards(self, place: _Place | None, arrays) -> Operands:
+    def _shards(self, place: _Place | None, arrays: tuple[jax.Array, ...]) -> Operands:
         named: dict[str, Any] = {"key": None, "value": None, "query": None} | dict(zip(self.specs, arrays, strict=False))
         further = (tuple(arrays[len(self.specs) :]),) if self.lifted else ()
         shards = Operands(**named, predicate_arrays=further + self.masks)
@@ -87,7 +105,7 @@ class GlobalAttention:
         first = place.batch[0] * shards.query.shape[0]
         return shards._replace(rank=place.ring, origin=jnp.stack([first, jnp.zeros_like(first)]))
 
-    def _array_specs(self, arrays) -> tuple[PartitionSpec, ...]:
+    def _array_specs(self, arrays: tuple[jax.Array, ...]) -> tuple[PartitionSpec, ...]:
         return *self.specs.values(), *(WHOLE for _ in arrays[len(self.specs) :])
 
     def _result_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
@@ -95,7 +113,7 @@ class GlobalAttention:
             return WHOLE, WHOLE
         return PartitionSpec(self.plan.batch, self.plan.sequence), PartitionSpec(self.plan.batch, None, self.plan.sequence)
 
-    def _mapped(self, function: Callable, in_specs, out_specs) -> Callable:
+    def _mapped(self, function: Callable, in_specs: tuple[PartitionSpec, ...], out_specs: tuple[PartitionSpec, ...]) -> Callable:
         if self.plan is None:
             return partial(function, None)
         axes = self.plan.sequence, self.plan.batch
@@ -130,7 +148,7 @@ def _spec(plan: MeshPlan | None, operands: Operands, name: str) -> PartitionSpec
     return WHOLE if plan is None or name == "softmax_aux" else operand_spec(plan, operands, name)
 
 
-def _shard_form(plan: MeshPlan | None, name: str, array, spec: PartitionSpec):
+def _shard_form(plan: MeshPlan | None, name: str, array: _Form, spec: PartitionSpec) -> _Form:
     if plan is None:
         return array
     check_divides(plan, name, array.shape, spec)

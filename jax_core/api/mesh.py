@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jax_core.request.checks import check_whole
 from jax_core.request.dispatch import SHARED_QUERIES
 
 Axes = str | tuple[str, ...] | None  # names of mesh axes
+OutSpecs = PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None  # of the output, with the LSE's
+Results = TypeVar("Results")
 _ORDER = ("query", "key", "value", "softmax_aux", "bias", "q_segment_ids", "kv_segment_ids")  # of in_specs
 
 
@@ -31,7 +34,7 @@ class MeshPlan:
     batch: Axes
     sequence: Axes
     heads: Axes
-    out_specs: PartitionSpec | tuple[PartitionSpec, PartitionSpec] | None = None
+    out_specs: OutSpecs = None
     return_lse: bool = False
     shared_queries: bool = False
 
@@ -44,7 +47,15 @@ class MeshPlan:
         return prod(self.mesh.shape[axis] for axis in axis_names(axes))
 
 
-def plan_mesh(operands: Operands, mesh: Mesh, axis_name, in_specs, out_specs, return_lse: bool, strategy: str = "auto") -> MeshPlan:
+def plan_mesh(
+    operands: Operands,
+    mesh: Mesh,
+    axis_name: Axes,
+    in_specs: Sequence[PartitionSpec | None] | None,
+    out_specs: OutSpecs,
+    return_lse: bool,
+    strategy: str = "auto",
+) -> MeshPlan:
     """The plan that the specs describe. Without specs the sequence is split over ``axis_name``, or over the mesh's only axis, and
     batch and heads are split as in the query."""
     if not isinstance(mesh, Mesh):
@@ -67,15 +78,15 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan, attention: Cal
     operands = _in_global_shape(operands)
     given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
 
-    def whole(*arrays):
+    def whole(*arrays: Array) -> Array | tuple[Array, Array]:
         return result(_named(given, arrays))
 
-    def local(*arrays):
+    def local(*arrays: Array) -> Array | tuple[Array, Array]:
         shards = _named(given, arrays)
         where = plan.sequence, plan.size(plan.heads), _backend(plan.mesh)
         return result(shards._replace(origin=_origin(plan, shards)), *where)
 
-    def result(shards: Operands, *where):
+    def result(shards: Operands, *where: object) -> Array | tuple[Array, Array]:
         out, lse = attention(options, shards, *where)
         return (out, lse) if plan.return_lse else out
 
@@ -101,7 +112,7 @@ def _backend(mesh: Mesh | AbstractMesh) -> str | None:
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
-def call_mapped(mapped: Callable, mesh: Mesh | AbstractMesh, in_specs, *arrays):
+def call_mapped(mapped: Callable[..., Results], mesh: Mesh | AbstractMesh, in_specs: Sequence[Any], *arrays: Array) -> Results:
     if AxisType.Explicit in mesh.axis_types:  # then shard_map reshards nothing and expects its operands as the specs say
         arrays = tuple(jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True))
     return mapped(*arrays)
@@ -111,7 +122,7 @@ def axis_names(axes: Axes) -> tuple[str, ...]:
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
-def _given_specs(in_specs) -> dict[str, PartitionSpec]:
+def _given_specs(in_specs: Sequence[PartitionSpec | None] | None) -> dict[str, PartitionSpec]:
     if in_specs is None:
         return {}
     if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec) or not 3 <= len(in_specs) <= len(_ORDER):
@@ -119,7 +130,7 @@ def _given_specs(in_specs) -> dict[str, PartitionSpec]:
     return {name: spec for name, spec in zip(_ORDER, in_specs, strict=False) if spec is not None}
 
 
-def _said_elsewhere(specs: dict[str, PartitionSpec], out_specs) -> PartitionSpec | None:
+def _said_elsewhere(specs: dict[str, PartitionSpec], out_specs: OutSpecs) -> PartitionSpec | None:
     """How batch and heads are split where the query has no spec: as in key's, value's or the output's, whichever is given."""
     out = out_specs if out_specs is None or isinstance(out_specs, PartitionSpec) else next(iter(out_specs), None)
     return next((spec for spec in (specs.get("key"), specs.get("value"), out) if spec is not None), None)
@@ -197,7 +208,7 @@ def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSp
         raise ValueError(f"in_specs has {name} as {spec}, but with the query split so it must be {PartitionSpec(*needed)}")
 
 
-def _check_out_specs(given, needed) -> None:
+def _check_out_specs(given: Any, needed: PartitionSpec | tuple[PartitionSpec, PartitionSpec]) -> None:
     """The result is sharded as the query is; out_specs may only say the same."""
     several = isinstance(needed, tuple) and not isinstance(needed, PartitionSpec)
     pair = isinstance(given, (tuple, list)) and not isinstance(given, PartitionSpec)
@@ -207,7 +218,7 @@ def _check_out_specs(given, needed) -> None:
         raise ValueError(f"out_specs must be {needed}, as the query is split; got {given}")
 
 
-def _axes(spec) -> list[tuple[str, ...]]:
+def _axes(spec: Iterable[Any]) -> list[tuple[str, ...]]:
     """The axes of each dimension, without trailing dimensions that are whole."""
     axes = [axis_names(entry) for entry in spec]
     while axes and not axes[-1]:
@@ -250,7 +261,7 @@ def _in_global_shape(operands: Operands) -> Operands:
     return operands._replace(softmax_aux=sinks_per_head(operands.softmax_aux, operands.query.shape[2]))
 
 
-def _origin(plan: MeshPlan, shards: Operands):
+def _origin(plan: MeshPlan, shards: Operands) -> Array:
     """The global indices of this device's first batch entry and head."""
     lengths = shards.query.shape[0], shards.query.shape[2]
     numbers = [

@@ -1,6 +1,6 @@
 """Layers with a state along the sequence: each works inside ``shard_map``, on a mesh, and on one device, as attention does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import TypedDict, Unpack
@@ -23,6 +23,7 @@ from jax_core.recurrence.pieces import Pieces, pieces_of
 from jax_core.varying import vary, varying_axes
 
 Arrays = tuple[Array | None, ...]
+_Residuals = tuple[Arrays, Array | None, Array | None, Array]
 OTHERS = {
     "use_qk_l2norm_in_kernel": "which is called qk_l2norm here",
     "return_final_states": "output_final_state",
@@ -225,12 +226,16 @@ def _differentiable(layer: Layer, pieces: Pieces, operands: Arrays, state: Array
     return y, last
 
 
-def _forward(layer: Layer, pieces: Pieces, operands: Arrays, state: Array | None, ids: Array | None):
+def _forward(
+    layer: Layer, pieces: Pieces, operands: Arrays, state: Array | None, ids: Array | None
+) -> tuple[tuple[Array, Array], _Residuals]:
     y, last, residuals = layer.forward(pieces, operands, state, ids)
     return (y, last), (operands, state, ids, residuals)
 
 
-def _backward(layer: Layer, pieces: Pieces, residuals, cotangents):
+def _backward(
+    layer: Layer, pieces: Pieces, residuals: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Arrays, Array | None, None]:
     gradients, dstate = layer.backward(pieces, *residuals, *cotangents)
     return tuple(gradients), None if residuals[1] is None else dstate, None
 
@@ -239,7 +244,7 @@ _differentiable.defvjp(_forward, _backward)
 _compiled = jax.jit(_differentiable, static_argnums=(0, 1))  # equal layers and shapes share one program
 
 
-def _on_mesh(layer: Layer, layout: Layout, axis_name: AxisName, mesh: Mesh, arrays: Arrays):
+def _on_mesh(layer: Layer, layout: Layout, axis_name: AxisName, mesh: Mesh, arrays: Arrays) -> Callable[..., tuple[Array, Array]]:
     """A function of global arrays, in the layout's order. Batch and heads stay split as in the first operand."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")

@@ -4,10 +4,10 @@ Splash attention's masks (JAX's, and copies of them elsewhere) are recognised by
 other object is sliced.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, SupportsIndex, Union
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import Array
 
 from jax_core.masks.functions import Predicate
 from jax_core.masks.static import Mask, both, make_mask, visible
+from jax_core.options import SlicedMask
 
 _TILE = 128  # of the table
 
@@ -55,7 +56,7 @@ def build_mask(mask_builder: Callable, q_length: int, k_length: int, heads: int,
 Rule = Union[Mask, "_Shifted", "_Joined"]
 
 
-def _rule(mask) -> Rule | None:
+def _rule(mask: Any) -> Rule | None:
     """A mask object as a static mask, or as a function of query and key indices in ``[q, k]`` arrays; None if it is neither."""
     if not type(mask).__module__.endswith("splash_attention_mask"):
         return None
@@ -74,7 +75,7 @@ def _rule(mask) -> Rule | None:
     return _Shifted(make(), offset) if offset else make()
 
 
-def _sides(left, right) -> tuple[int | None, int | None]:
+def _sides(left: SupportsIndex | None, right: SupportsIndex | None) -> tuple[int | None, int | None]:
     """As Python ints; the sides may be NumPy integers."""
     return left if left is None else index(left), right if right is None else index(right)
 
@@ -107,7 +108,7 @@ def _joined(kind: str, left: Rule | None, right: Rule | None) -> Rule | None:
     return _Joined(kind, left, right)
 
 
-def _on_tile(functions, groups, batch, head, q, k):
+def _on_tile(functions: Sequence[Any], groups: list[list[int]], batch: Array, head: Array, q: Array, k: Array) -> Array:
     """``q`` and ``k`` are arrays of the same shape."""
     del batch
     if len(groups) == 1:
@@ -119,7 +120,9 @@ def _on_tile(functions, groups, batch, head, q, k):
     return seen
 
 
-def _apply(functions, groups, arrays, batch, head, q, k):
+def _apply(
+    functions: Sequence[Any], groups: list[list[int]], arrays: Sequence[Array], batch: Array, head: Array, q: Array, k: Array
+) -> Array:
     del arrays
     return _on_tile(functions, groups, batch, head, q, k)
 
@@ -135,12 +138,12 @@ def _table(masks: list, q_length: int, k_length: int) -> Built:
     return Built(Mask(), Predicate(("mask_builder", table.shape, blocks.shape), "index", _look_up), (table, blocks))
 
 
-def _tile_numbers(mask, q_length: int, k_length: int, tiles: dict[bytes, int]) -> list[list[int]]:
+def _tile_numbers(mask: SlicedMask, q_length: int, k_length: int, tiles: dict[bytes, int]) -> list[list[int]]:
     number = partial(_tile_number, mask, q_length, k_length, tiles)
     return [[number(row, column) for column in range(0, k_length, _TILE)] for row in range(0, q_length, _TILE)]
 
 
-def _tile_number(mask, q_length, k_length, tiles, row, column) -> int:
+def _tile_number(mask: SlicedMask, q_length: int, k_length: int, tiles: dict[bytes, int], row: int, column: int) -> int:
     rows, columns = min(_TILE, q_length - row), min(_TILE, k_length - column)
     part = np.asarray(mask[row : row + rows, column : column + columns])
     if part.shape != (rows, columns) or part.dtype != np.bool_:
@@ -153,7 +156,7 @@ def _tile_number(mask, q_length, k_length, tiles, row, column) -> int:
     return tiles.setdefault(tile.tobytes(), len(tiles))
 
 
-def _look_up(arrays, batch, head, q, k):
+def _look_up(arrays: Sequence[Array | np.ndarray], batch: Array, head: Array | int, q: Array, k: Array) -> Array:
     table, blocks = map(jnp.asarray, arrays)
     head = head if table.shape[0] > 1 else 0  # one table serves all heads when their masks are equal
     return blocks[table[head, q // _TILE, k // _TILE], q % _TILE, k % _TILE]

@@ -5,8 +5,12 @@ it. The hash is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw 2011, "
 1, 2, 3"), used twice: ``(seed) x (batch, head) -> key`` and ``key x (query, key) -> bits``.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -27,7 +31,7 @@ def threefry_2x32(key: tuple, counter: tuple) -> tuple:
     return x0, x1
 
 
-def keep_mask(seed, batch, head, q_index, k_index, prob: float):
+def keep_mask(seed: Any, batch: ArrayLike, head: ArrayLike, q_index: ArrayLike, k_index: ArrayLike, prob: float) -> Array:
     """True where the weight is kept, which has probability ``1 - prob``.
 
     ``seed``: uint32 ``[2]``. The others are integer arrays that broadcast; indices are global, in sequence order.
@@ -42,7 +46,7 @@ def threshold(prob: float) -> int:
     return min(round(prob * 2**32), 2**32 - 1)
 
 
-def seed_words(seed):
+def seed_words(seed: ArrayLike) -> Array:
     """A Python int (its low 64 bits), a uint32 pair, or a traced integer, as the uint32 ``[2]`` of :func:`keep_mask`."""
     if isinstance(seed, (int, np.integer)):
         seed = int(seed)

@@ -4,14 +4,15 @@ Arrays that the user's function closes over are lifted out and become operands: 
 ``scan``, ``checkpoint`` and the custom VJP.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class _Traced:
         return self.text
 
 
-def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tuple]:
+def from_mask_mod(mask_mod: Callable, axes: frozenset[str] = frozenset()) -> tuple[Predicate, tuple]:
     """``mask_mod(batch, head, q_pos, k_pos) -> bool``, in the style of FlexAttention, traced once on int32 scalars.
 
     ``axes``: the mesh axes that the scalars vary over. Returns the predicate and the arrays that it closes over.
@@ -58,7 +59,7 @@ def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tupl
     if len(results) != 1 or results[0].shape != () or results[0].dtype != jnp.bool_:
         raise ValueError(f"mask_mod must return one boolean scalar, got {[str(result) for result in results]}")
 
-    def apply(arrays, *where):
+    def apply(arrays: Sequence[Array | np.ndarray], *where: Array) -> Array:
         consts = [array.reshape(const.aval.shape) for array, const in zip(arrays, closed.jaxpr.constvars, strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*where)[0]
 
@@ -66,19 +67,19 @@ def from_mask_mod(mask_mod: Callable, axes=frozenset()) -> tuple[Predicate, tupl
     return Predicate(token, "position", apply, None if closed.consts else _on_tile(mask_mod)), tuple(closed.consts)
 
 
-def _on_tile(mask_mod):
+def _on_tile(mask_mod: Callable) -> Callable[..., Array] | None:
     """The function traced again without mesh axes, which a kernel does not know; None if a kernel cannot compute it."""
     closed = jax.make_jaxpr(lambda *where: mask_mod(*where))(*[jnp.int32(0)] * 4)
     if not _elementwise(closed.jaxpr):
         return None
 
-    def on_tile(batch, head, q, k):
+    def on_tile(batch: Array, head: Array, q: Array, k: Array) -> Array:
         return jax.vmap(jax.vmap(lambda q, k: jaxpr_as_fun(closed)(batch, head, q, k)[0]))(q, k)
 
     return on_tile
 
 
-def depends_on(predicate: Predicate, arrays, axes=frozenset()) -> tuple[bool, bool]:
+def depends_on(predicate: Predicate, arrays: Sequence[Array | np.ndarray], axes: frozenset[str] = frozenset()) -> tuple[bool, bool]:
     """Whether the predicate's result can depend on the batch entry, and on the head; True if that is not known. ``axes``: the mesh
     axes that its arguments vary over."""
     scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
@@ -101,17 +102,17 @@ _DTYPES = ("bool", "int32", "uint32", "float32", "bfloat16")
 _CALLS = ("pjit", "jit", "closed_call")
 
 
-def _elementwise(jaxpr) -> bool:
+def _elementwise(jaxpr: Jaxpr) -> bool:
     """Whether it is pure arithmetic on its arguments that a kernel can do on a whole tile."""
     return all(_of_elements(equation) for equation in jaxpr.eqns)
 
 
-def _of_elements(equation) -> bool:
-    results = [variable.aval for variable in equation.outvars]
-    if not all(result.shape == () and result.dtype.name in _DTYPES for result in results):
+def _of_elements(equation: JaxprEqn) -> bool:
+    results = [variable.aval for variable in equation.outvars]  # types of arrays, which JAX's own types do not say
+    if not all(result.shape == () and result.dtype.name in _DTYPES for result in results):  # type: ignore[attr-defined]
         return False
     if equation.primitive.name in _CALLS:
         return _elementwise(equation.params["jaxpr"].jaxpr)
     params = [x for param in equation.params.values() for x in (param if isinstance(param, tuple) else (param,))]
-    selects_booleans = equation.primitive.name == "select_n" and results[0].dtype == jnp.bool_
+    selects_booleans = equation.primitive.name == "select_n" and results[0].dtype == jnp.bool_  # type: ignore[attr-defined]
     return not selects_booleans and not any(hasattr(x, "jaxpr") for x in params)

@@ -4,10 +4,15 @@ Written with operators only (``&``, ``|``, comparisons, ``//``), so that one sou
 values and the scalars of a kernel language.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any, TypeAlias
 
 from jax_core.masks.layout import Run
+
+Places: TypeAlias = Any  # positions, or booleans about them: Python's, NumPy's, JAX's, or a kernel language's
+Either = Callable[[Places, Places], Places]  # the least of two, or the greatest
 
 _FARTHEST = 2**31 - 1  # a wider window or a longer chunk hides nothing, unless positions are ids: see check_reach
 
@@ -58,7 +63,7 @@ def shifted(mask: Mask, by: int) -> Mask:
     return Mask(causal=right == 0, left=left, right=None if right == 0 else right)
 
 
-def check_reach(window, chunk: int | None) -> None:
+def check_reach(window: Window, chunk: int | None) -> None:
     """ValueError for sides and chunks too long for int32 that may still hide keys: int32 ids may be up to ``2**32 - 1`` apart."""
     sides = window if isinstance(window, (tuple, list)) else (window,)
     wide = [side for side in sides if side is not None and _FARTHEST < side <= 2 * _FARTHEST]
@@ -67,7 +72,7 @@ def check_reach(window, chunk: int | None) -> None:
         raise ValueError(f"with position ids, sliding_window and chunk_size must be below 2**31 (or None), got {wide[0]}")
 
 
-def _window_sides(window) -> tuple[int | None, int | None]:
+def _window_sides(window: Window) -> tuple[int | None, int | None]:
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2 or not all(side is None or is_integer(side) for side in sides):
         raise ValueError(f"sliding_window must be an int, a pair (left, right) of ints, or None; got {window!r}")
@@ -77,7 +82,7 @@ def _window_sides(window) -> tuple[int | None, int | None]:
     return left, right
 
 
-def is_integer(value) -> bool:
+def is_integer(value: object) -> bool:
     """Includes NumPy's integers."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -95,6 +100,7 @@ def both(a: Mask, b: Mask) -> Mask | None:
 
 
 def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an annotation
+    # type: (Mask, Places, Places) -> Places
     """Elementwise: does the query at ``q_pos`` see the key at ``k_pos``? Arguments broadcast."""
     seen = (q_pos == q_pos) & (k_pos == k_pos)
     if mask.causal:
@@ -124,6 +130,7 @@ def visible(mask, q_pos, k_pos):  # Triton compiles this, and would evaluate an 
 
 
 def seen_from(mask, position, low, high, origin, of_keys, minimum, maximum):  # Triton compiles this too
+    # type: (Mask, Places, Places, Places, Places, bool, Either, Either) -> tuple[Places, Places]
     """``(low, high)``: the interval within ``low .. high`` of the keys that a query at ``position`` sees (``of_keys``), or of the
     queries that see a key at ``position``; empty if ``low > high``. Agrees exactly with :func:`visible`, unless positions are ids.
     All positions are counted from ``origin``: counted from a run's start, most bounds are constants.
@@ -160,7 +167,7 @@ def seen_from(mask, position, low, high, origin, of_keys, minimum, maximum):  # 
     return low, high
 
 
-def empty(mask: Mask, q_run: Run, k_run: Run):
+def empty(mask: Mask, q_run: Run, k_run: Run) -> Places:
     """No query of ``q_run`` sees a key of ``k_run``, judged by the runs' first and last positions.
 
     Never true for a tile with a visible pair. May be false for a tile that is empty only because of its strides.
@@ -180,7 +187,7 @@ def empty(mask: Mask, q_run: Run, k_run: Run):
     return none
 
 
-def full(mask: Mask, q_run: Run, k_run: Run):
+def full(mask: Mask, q_run: Run, k_run: Run) -> Places:
     """Every query of ``q_run`` sees every key of ``k_run``. Never true for a tile with a hidden pair."""
     (q_first, q_last), (k_first, k_last) = _ends(q_run), _ends(k_run)
     every = q_first <= q_last  # True, in the type of the positions
@@ -197,19 +204,19 @@ def full(mask: Mask, q_run: Run, k_run: Run):
     return every
 
 
-def _further(mask: Mask, a, b, side: int):
+def _further(mask: Mask, a: Places, b: Places, side: int) -> Places:
     """``a - b > side``, even if the difference does not fit into the positions' type."""
     if not mask.any_position:
         return a - b > side
     return (a - side > b) & (a - side <= a)
 
 
-def _within(mask: Mask, a, b, side: int):
+def _within(mask: Mask, a: Places, b: Places, side: int) -> Places:
     """``a - b <= side``, likewise."""
     if not mask.any_position:
         return a - b <= side
     return (a - side <= b) | (a - side > a)
 
 
-def _ends(run: Run):
+def _ends(run: Run) -> tuple[Places, Places]:
     return run.start, run.start + run.stride * (run.length - 1)

@@ -1,10 +1,19 @@
 """Are the operands' shapes and dtypes consistent? Only ``shape`` and ``dtype`` are read, so torch tensors can be checked too."""
 
+from typing import Protocol
+
 from jax_core.masks.layout import Layout, check_shard_length
-from jax_core.operands import Operands, is_placed
+from jax_core.operands import Operands, Shaped, is_placed
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16")  # not uint32: it does not fit into int32
+
+
+class _Typed(Shaped, Protocol):
+    """An array of any library, of a dtype of its own."""
+
+    @property
+    def dtype(self) -> object: ...
 
 
 def check_operands(operands: Operands, layout: Layout, size: int) -> None:
@@ -79,7 +88,7 @@ def _check_qkv(operands: Operands) -> None:
         raise ValueError(f"query heads must be a multiple of key/value heads; got {shapes}")
 
 
-def _check_sinks(sinks, heads: int) -> None:
+def _check_sinks(sinks: _Typed | None, heads: int) -> None:
     if sinks is None:
         return
     _check_dtype("softmax_aux", sinks, _FLOATS)
@@ -88,7 +97,7 @@ def _check_sinks(sinks, heads: int) -> None:
         raise ValueError(f"softmax_aux must be [sinks], [heads] or [heads, sinks] with {heads} heads; got shape {shape}")
 
 
-def _refuse_bias_as_sinks(sinks, whole: tuple[int, ...]) -> None:
+def _refuse_bias_as_sinks(sinks: _Typed | None, whole: tuple[int, ...]) -> None:
     """``jax.nn.dot_product_attention`` has the bias where ``jax_core.ring_attention`` has sinks: a bias ``[queries, keys]`` with as
     many queries as heads would pass for sinks ``[heads, sinks]``."""
     _, heads, queries, keys = whole
@@ -99,7 +108,7 @@ def _refuse_bias_as_sinks(sinks, whole: tuple[int, ...]) -> None:
         )
 
 
-def _check_broadcast(name: str, x, whole: tuple[int, ...], dtypes: tuple[str, ...], rows: str) -> None:
+def _check_broadcast(name: str, x: _Typed | None, whole: tuple[int, ...], dtypes: tuple[str, ...], rows: str) -> None:
     if x is None:
         return
     _check_dtype(name, x, dtypes)
@@ -110,7 +119,7 @@ def _check_broadcast(name: str, x, whole: tuple[int, ...], dtypes: tuple[str, ..
         )
 
 
-def _check_shape(name: str, x, allowed: list[tuple[int, ...]], dtypes: tuple[str, ...]) -> None:
+def _check_shape(name: str, x: _Typed | None, allowed: list[tuple[int, ...]], dtypes: tuple[str, ...]) -> None:
     if x is None:
         return
     _check_dtype(name, x, dtypes)
@@ -118,10 +127,10 @@ def _check_shape(name: str, x, allowed: list[tuple[int, ...]], dtypes: tuple[str
         raise ValueError(f"{name} must have shape {' or '.join(str(list(shape)) for shape in allowed)}; got {list(x.shape)}")
 
 
-def _check_dtype(name: str, x, dtypes: tuple[str, ...]) -> None:
+def _check_dtype(name: str, x: _Typed, dtypes: tuple[str, ...]) -> None:
     if _dtype(x) not in dtypes:
         raise ValueError(f"{name} must be of dtype {', '.join(dtypes)}; got {_dtype(x)}")
 
 
-def _dtype(x) -> str:
+def _dtype(x: _Typed) -> str:
     return str(x.dtype).removeprefix("torch.")

@@ -46,7 +46,7 @@ def run_steps(
     return state
 
 
-def _repeat(run_step, settle, state, count: int, unroll: int):
+def _repeat(run_step: Callable[[State], State], settle: Callable[[State], State], state: State, count: int, unroll: int) -> State:
     """``unroll``: with two steps in the body, two buffers alternate; with one, arrivals are copied to where the next step reads."""
     outside = count if count <= unroll else count % unroll
     for _ in range(outside):
@@ -54,7 +54,7 @@ def _repeat(run_step, settle, state, count: int, unroll: int):
     if count == outside:
         return state
 
-    def body(state, _):
+    def body(state: State, _: object) -> tuple[State, None]:
         for _ in range(unroll):
             state = run_step(state)
         return settle(state), None

@@ -161,7 +161,9 @@ def _logits(query: jax.Array, key: jax.Array, scale: float | None, cap: float | 
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _without_cotangents_of_padding(result: ReferenceOutput, q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes):
+def _without_cotangents_of_padding(
+    result: ReferenceOutput, q_ids: _Array | None, kv_ids: _Array | None, sizes: _Sizes
+) -> ReferenceOutput:
     if q_ids is None and kv_ids is None:
         return result
     real = jnp.broadcast_to(jnp.asarray(_broadcast_ids(q_ids, kv_ids, sizes, "segment")[0]), (sizes.batch, sizes.queries)) >= 0

@@ -58,7 +58,7 @@ def make_program(kernel: Kernel, problem: Problem, params: FwdParams, inputs: In
 
 
 def _in_a_row(once: Callable[[Inputs, Residuals], Results], calls: int, inputs: Inputs, residuals: Residuals) -> Results:
-    def again(_, state):
+    def again(_: Array, state: tuple[Array, Results]) -> tuple[Array, Results]:
         q, results = state
         q, results = lax.optimization_barrier((q, results))  # else one call would do for all
         return q, once(inputs._replace(q=q), residuals)

@@ -9,6 +9,7 @@ from typing import Required, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jax_core.internals import cudnn_attention
 from jax_core.kernels.contract import no_gpu
@@ -23,21 +24,32 @@ class Settings(TypedDict, total=False):
     window: int | None
 
 
-def forward(q, k, v, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[jax.Array, jax.Array]:
+def forward(q: Array, k: Array, v: Array, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[Array, Array]:
     """``out`` in the dtype of ``q``, and ``lse``, float32, natural logarithm."""
     bind = cudnn_attention()._dot_product_attention_fwd_p_wrapper.bind
     out, lse = bind(q, k, v, *_left_out(q), **_settings(scale, causal, window), is_training=True)  # is_training: with the LSE
     return vary((out, lse), varying_axes(q, k, v))
 
 
-def backward(q, k, v, out, dout, lse, *, scale: float, causal: bool = False, window: int | None = None) -> tuple[jax.Array, ...]:
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array,
+    lse: Array,
+    *,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+) -> tuple[Array, ...]:
     """``dq, dk, dv`` in the dtype of ``q``. ``out`` and ``lse`` may cover more keys than these: the share of these is exact."""
     bind = cudnn_attention()._dot_product_attention_bwd_p_wrapper.bind
     grads = bind(q, k, v, *_left_out(q), lse, out, dout, **_settings(scale, causal, window))
     return vary(tuple(grads), varying_axes(q, k, v, out, dout, lse))
 
 
-def _left_out(q) -> list[jax.Array]:
+def _left_out(q: Array) -> list[Array]:
     """Placeholders for bias, sequence lengths, offsets of packed sequences and page tables."""
     return [jnp.zeros(0, q.dtype)] * 7
 

@@ -56,7 +56,7 @@ def queries_kernel(
     at = TileIndex(batch, head, q, k, scalars)
 
     @pl.when(flags & FIRST != 0)
-    def start():
+    def start() -> None:
         sum_dq[...] = jnp.zeros_like(sum_dq) if before is None else before[...]
 
     def update(masked: bool) -> None:
@@ -67,7 +67,7 @@ def queries_kernel(
     update_if_visible(flags, update)
 
     @pl.when(flags & LAST != 0)
-    def finish():
+    def finish() -> None:
         dq[...] = sum_dq[...]
 
 
@@ -104,7 +104,7 @@ def keys_kernel(
     sums = _Sums(*scratch[:3])
 
     @pl.when((flags & FIRST != 0) & (member == 0))
-    def start():
+    def start() -> None:
         for total in sums:
             total[...] = jnp.zeros_like(total)
 
@@ -124,7 +124,7 @@ def keys_kernel(
     update_if_visible(flags, update)
 
     @pl.when((flags & LAST != 0) & (member == const.group - 1))
-    def finish():
+    def finish() -> None:
         dk[...], dv[...] = sums.dk[...], sums.dv[...]
         if dslopes is not None:
             dslopes[...] = sums.dslopes[:, 0]
@@ -159,7 +159,7 @@ def bias_kernel(
     flags = pair_flags[(batch * pairs if pair_flags.shape[0] > pairs else 0) + q * const.k.blocks + k]
 
     @pl.when(number == 0)
-    def start():
+    def start() -> None:
         total[...] = jnp.zeros_like(total)
 
     def update(masked: bool) -> None:
@@ -169,5 +169,5 @@ def bias_kernel(
     update_if_visible(flags, update)
 
     @pl.when(number == count - 1)
-    def finish():
+    def finish() -> None:
         dbias[...] = total[...]

@@ -29,7 +29,7 @@ def forward_kernel(
     at, state = TileIndex(batch, head, q, k, scalars), SoftmaxState(*scratch)
 
     @pl.when(flags & FIRST != 0)
-    def start():
+    def start() -> None:
         if before is None:
             softmax.start(state)
         else:
@@ -47,5 +47,5 @@ def forward_kernel(
     update_if_visible(flags, update)
 
     @pl.when(flags & LAST != 0)
-    def finish():
+    def finish() -> None:
         softmax.finish(state, out, lse, as_stored=row)

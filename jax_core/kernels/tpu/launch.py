@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 from jax import Array
@@ -42,12 +43,13 @@ def launch(
         ),
         cost_estimate=cost,
         name=_name(kernel),
-    )
-    specs = dict(in_specs=list(in_specs), out_specs=list(out_specs), scratch_shapes=scratch)
+    )  # type: dict[str, Any]
+    specs = dict(in_specs=list(in_specs), out_specs=list(out_specs), scratch_shapes=scratch)  # type: dict[str, Any]
 
     traced = [size for size in grid if not isinstance(size, int)]
 
-    def call(traced, *arrays):  # an argument: values that vmap maps over must not be closed over
+    # ``traced`` is an argument: values that vmap maps over must not be closed over.
+    def call(traced: Sequence[Array], *arrays: Any) -> tuple[Array, ...]:
         sizes = iter(traced)
         whole = tuple(size if isinstance(size, int) else next(sizes) for size in grid)
         grid_spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(prefetched), grid=whole, **specs)

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 
 import jax
 from jax import Array
@@ -40,7 +41,9 @@ def launch(
     return vary(tuple(results), varying_axes(given))  # jax-triton's results carry no varying axes
 
 
-def _call(arrays, types, aliases: dict[int, int], settings: dict[str, object]):
+def _call(
+    arrays: Sequence[Array], types: Sequence[jax.ShapeDtypeStruct], aliases: dict[int, int], settings: dict[str, object]
+) -> Sequence[Array]:
     library = jax_triton()
     settings = settings | dict(input_output_aliases=aliases)
     if library.__version_info__ < (0, 4):
@@ -65,7 +68,7 @@ def missing(backend: str, capability: int) -> str | None:
     return None if capability >= 80 else f"the Triton kernels need compute capability 8.0, this GPU has {capability / 10}"
 
 
-def jax_triton():
+def jax_triton() -> ModuleType:
     """Imported late: it needs a jaxlib for GPUs."""
     with _kept("TRITON_CACHE_DIR"):
         import jax_triton

@@ -7,6 +7,7 @@ in a block, d dim.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jax_core.config import FwdParams
@@ -50,7 +51,7 @@ class Uncut(NamedTuple):
     seed: Array | None
     batch: Array  # [b] global indices
     head: Array  # [h, g] global indices
-    predicate_arrays: tuple[tuple[Array, ...], ...]
+    predicate_arrays: tuple[tuple[Array | np.ndarray, ...], ...]
 
 
 def cut(pair: Pair, config: FwdParams) -> tuple[Queries, Keys, Tiles, Uncut]:

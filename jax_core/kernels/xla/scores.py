@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -51,7 +52,9 @@ def _visible(scores: Scores, uncut: Uncut, q: BlockPositions, k: BlockPositions,
     return seen
 
 
-def _evaluate(predicate: Predicate, arrays: tuple[Array, ...], uncut: Uncut, q: BlockPositions, k: BlockPositions) -> Array:
+def _evaluate(
+    predicate: Predicate, arrays: tuple[Array | np.ndarray, ...], uncut: Uncut, q: BlockPositions, k: BlockPositions
+) -> Array:
     """The predicate for every element, vmapped over keys, queries, the two head dimensions and the batch."""
     q_at, k_at = (q.position, k.position) if predicate.over == "position" else (q.place[None], k.place[None])
     count = uncut.batch.shape[0]

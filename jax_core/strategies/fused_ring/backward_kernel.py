@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -146,17 +146,17 @@ def _summed(
     for name, total in sums.items():
 
         @pl.when(first & (step == 0))
-        def _(total=total):
+        def _(total: Ref = total) -> None:
             total[...] = jnp.zeros_like(total)
 
         @pl.when(first & (step > 0))
-        def _(total=total, name=name):
+        def _(total: Ref = total, name: str = name) -> None:
             total[...] = before[name][...]
 
     for_each_kind(sweep, blocks, add)
 
     @pl.when(last)
-    def _():
+    def _() -> None:
         for name, total in sums.items():
             after[name][...] = total[...]
 

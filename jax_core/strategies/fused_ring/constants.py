@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jax import Array, Ref
 
 from jax_core.kernels.contract import Scores
-from jax_core.masks.layout import Layout, Run, runs
+from jax_core.masks.layout import Index, Layout, Run, runs
 from jax_core.masks.static import Mask, empty
 
 ROTATING = ("key", "value", "k_segments")
@@ -68,7 +68,7 @@ def halved(layout: Layout, size: int, length: int, block: int) -> HalvedShard:
     return HalvedShard(length=length, lengths=(first.length, second.length), block=block, blocks=-(-first.length // block))
 
 
-def halves(layout: Layout, rank, size: int, length: int) -> tuple[Run, Run]:
+def halves(layout: Layout, rank: Index, size: int, length: int) -> tuple[Run, Run]:
     """The positions of the two halves of ``rank``'s shard; the first is the longer one."""
     shard = runs(layout, rank, size, length)
     if len(shard) == 2:

@@ -65,17 +65,17 @@ def _tile_kernel(sweep: Sweep, step: Array, refs: Refs, blocks: Refs, before: Re
     first, last = ends()
 
     @pl.when(first & (step == 0))
-    def _():
+    def _() -> None:
         softmax.start(state)
 
     @pl.when(first & (step > 0))
-    def _():
+    def _() -> None:
         softmax.resume(state, before["out"], before["lse"][...])
 
     for_each_kind(sweep, blocks, partial(_add_tile, sweep.const, blocks, state))
 
     @pl.when(last)
-    def _():
+    def _() -> None:
         softmax.finish(state, after["out"], after["lse"])
 
 

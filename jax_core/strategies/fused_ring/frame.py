@@ -47,18 +47,18 @@ def _wait_for_arrivals(step: Array, rotates: Array, refs: Refs, stages: Sequence
     """Waits until this step's inputs have arrived and the neighbours' slots may be written."""
 
     @pl.when(step > 0)
-    def _():
+    def _() -> None:
         for stage in stages:
             stage.transfer.wait_arrived(step)
 
     @pl.when((step > 0) & rotates)
-    def _():
+    def _() -> None:
         wait_credits(refs["credit"])
 
 
 def _send(stage: Stage, step: Array, rotates: Array) -> None:
     @pl.when(rotates)
-    def _():
+    def _() -> None:
         stage.transfer.depart(step)
 
     if stage.last is not None:
@@ -69,10 +69,10 @@ def _free_slots(const: RingConstants, rank: Array, step: Array, rotates: Array, 
     """Lets the neighbours write this step's slots once everything has been sent from them."""
 
     @pl.when(rotates)
-    def _():
+    def _() -> None:
         for stage in stages:
             stage.transfer.wait_departed(step)
 
     @pl.when(step + 1 < const.hops)
-    def _():
+    def _() -> None:
         give_credits(const, rank, refs["credit"])

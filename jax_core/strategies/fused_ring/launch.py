@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -36,7 +36,7 @@ def launch(
     written: list[Array | jax.ShapeDtypeStruct] = [*(arrays[name] for name in moving), *results.values()]
     pinned = [pltpu.HBM(x.shape, x.dtype) for x in written]
 
-    def body(rank_ref, *refs):
+    def body(rank_ref: Ref, *refs: Ref) -> None:
         inputs, outputs = refs[: len(fixed)], refs[len(arrays) :]  # of arrays written in place, the outputs
         refs = dict(zip((*fixed, *moving, *results, *scratch), (*inputs, *outputs), strict=True))
         kernel(rank_ref[0], refs)
@@ -73,7 +73,7 @@ def pipeline(
     ``inputs`` (those that ``refs`` has), and of ``carry`` both the old contents (``before``) and the new (``after``)."""
     inputs = {name: spec for name, spec in inputs.items() if name in refs}
 
-    def body(*blocks):
+    def body(*blocks: Ref) -> None:
         read, rest = blocks[: len(inputs)], blocks[len(inputs) :]
         before, after = rest[: len(carry)], rest[len(carry) :]
         kernel(*(dict(zip(names, part, strict=True)) for names, part in ((inputs, read), (carry, before), (carry, after))))

@@ -108,9 +108,9 @@ def for_each_kind(sweep: Sweep, blocks: Refs, add: Callable[[HiddenBy | None], N
     seen, whole = has_pairs(sweep.const.scores.mask, tile), is_full(sweep.const, tile)
 
     @pl.when(seen & whole)
-    def _():
+    def _() -> None:
         add(None)
 
     @pl.when(seen & jnp.logical_not(whole))
-    def _():
+    def _() -> None:
         add(HiddenBy(tile, *(blocks[name][...] if name in blocks else None for name in ("q_segments", "k_segments"))))

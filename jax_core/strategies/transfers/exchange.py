@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_core.masks.layout import inverse_permutation, permutation, run_length
+from jax_core.masks.layout import Layout, inverse_permutation, permutation, run_length
+from jax_core.options import AxisName
 from jax_core.strategies.contract import RingSpec
 from jax_core.strategies.transfers.transfer import collective, pack, unpack, word_of
 
@@ -31,7 +32,7 @@ def gather(spec: RingSpec, tree: Tree) -> Tree:
     return jax.vmap(lambda buffer: unpack(buffer, tree))(words)
 
 
-def all_to_all(spec: RingSpec, tree: Tree, axis_name) -> Tree:
+def all_to_all(spec: RingSpec, tree: Tree, axis_name: AxisName) -> Tree:
     """Of arrays ``[ranks, ...]``, block ``i`` goes to rank ``i`` of the axis; in the result it is the one that came from there.
     ``axis_name``: None for a single rank."""
     if axis_name is None:
@@ -45,7 +46,7 @@ def all_to_all(spec: RingSpec, tree: Tree, axis_name) -> Tree:
     return jax.vmap(lambda buffer: unpack(buffer, block))(arrived)
 
 
-def in_sequence_order(x: Array, layout) -> Array:
+def in_sequence_order(x: Array, layout: Layout) -> Array:
     """Shards ``[ranks, batch, length, ...]`` as the whole sequence, ``[batch, ranks * length, ...]``."""
     ranks, batch, length, *rest = x.shape
     if layout == "striped":
@@ -57,7 +58,7 @@ def in_sequence_order(x: Array, layout) -> Array:
     return whole if isinstance(layout, str) else _by_pieces(whole, layout, ranks, inverse_permutation)
 
 
-def _by_pieces(x: Array, layout, ranks: int, order: Callable[..., list[int]]) -> Array:
+def _by_pieces(x: Array, layout: Layout, ranks: int, order: Callable[..., list[int]]) -> Array:
     """``x [batch, positions, ...]`` in another order: whole runs at a time where they stay together, as in plans."""
     batch, length, *rest = x.shape
     run = run_length(layout, ranks, length // ranks)
@@ -67,7 +68,7 @@ def _by_pieces(x: Array, layout, ranks: int, order: Callable[..., list[int]]) ->
     return x.reshape(batch, -1, run, *rest)[:, jnp.asarray(places[:, 0] // run)].reshape(x.shape)
 
 
-def in_shards(x: Array, layout, ranks: int) -> Array:
+def in_shards(x: Array, layout: Layout, ranks: int) -> Array:
     """Undoes :func:`in_sequence_order`."""
     batch, _, *rest = x.shape
     if layout == "striped":

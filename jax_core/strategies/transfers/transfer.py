@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
+from jax_core.options import AxisName
 from jax_core.strategies.contract import RingSpec
 
 Buffer = Array | tuple[Array, ...]  # packed words, or the arrays themselves
@@ -27,14 +29,14 @@ Tree = TypeVar("Tree")
 Sent = TypeVar("Sent", bound=Buffer)
 
 
-def wire_dtype(dtype, packed: bool) -> type | None:
+def wire_dtype(dtype: DTypeLike, packed: bool) -> type | None:
     """The word type to pack K/V of ``dtype`` into: as wide as their items, so that packing is a plain copy; None if unpacked."""
     if not packed:
         return None
     return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else jnp.uint32
 
 
-def pack(tree, word: type | None) -> Buffer:
+def pack(tree: object, word: type | None) -> Buffer:
     """All leaves of ``tree`` (arrays with items of 2, 4 or 8 bytes) as one 1-D array of words, bit for bit, or of floats that have
     their values; if ``word`` is None, a tuple of the leaves."""
     if word is None:
@@ -57,7 +59,7 @@ def unpack(buffer: Buffer, like: Tree) -> Tree:
     return jax.tree.unflatten(structure, [_restore(*pair) for pair in zip(_cut(buffer, counts), leaves, strict=True)])
 
 
-def word_of(spec: RingSpec, tree) -> type | None:
+def word_of(spec: RingSpec, tree: object) -> type | None:
     """What ``tree``'s arrays are packed into; None if they are sent as they are."""
     if spec.differentiable and spec.problem.backend == "cpu":
         floats = [leaf.dtype for leaf in jax.tree.leaves(tree) if _is_floating(leaf.dtype)]
@@ -73,13 +75,13 @@ class Transfer(NamedTuple):
     hop: int | tuple[int, ...]
 
 
-def start_transfers(transfers: list[Transfer], axis_name, size: int | tuple[int, ...]) -> list[Buffer]:
+def start_transfers(transfers: list[Transfer], axis_name: AxisName, size: int | tuple[int, ...]) -> list[Buffer]:
     """Starts the transfers; :func:`finish_transfers` returns what arrives from the ranks ``hop`` before this one. ``size``: how
     many ranks there are, or along each axis where hops are along axes."""
     ranks = np.arange(np.prod(size)).reshape(size)
     axes, places = numbered(axis_name, ranks.size)
 
-    def send(buffer: Buffer, hop: int | tuple[int, ...]):
+    def send(buffer: Buffer, hop: int | tuple[int, ...]) -> Buffer:
         targets = np.roll(ranks, -np.array(hop), tuple(range(ranks.ndim))).reshape(-1).tolist()
         pairs = [(places[rank], places[target]) for rank, target in enumerate(targets)]
         return collective(partial(lax.ppermute, axis_name=axes, perm=pairs), buffer)
@@ -109,7 +111,7 @@ def _(send: Callable[[Array], Array], primals: tuple[Array], tangents: tuple[Arr
     return both[..., 0], both[..., 1]
 
 
-def numbered(axis_name, size: int) -> tuple[str | tuple[str, ...], list[int]]:
+def numbered(axis_name: AxisName, size: int) -> tuple[AxisName, list[int]]:
     """The axes, and the index of every rank along them: ``lax.ppermute`` numbers devices in the mesh's order of axes, but
     ``lax.axis_index``, which defines the ranks, in the order of ``axis_name``."""
     order = jax.sharding.get_abstract_mesh().axis_names
@@ -168,17 +170,17 @@ def _cut(words: Array, counts: list[int]) -> list[Array]:
     return [words[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
-def _is_floating(dtype) -> bool:
+def _is_floating(dtype: DTypeLike) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _words_of_item(dtype, word) -> int:
+def _words_of_item(dtype: np.dtype, word: np.dtype) -> int:
     if not _is_floating(word):
         return dtype.itemsize // word.itemsize
     return 1 if _is_floating(dtype) else dtype.itemsize // 2
 
 
-def _restore(words: Array, leaf) -> Array:
+def _restore(words: Array, leaf: Array | jax.ShapeDtypeStruct) -> Array:
     if _is_floating(words.dtype):
         if _is_floating(leaf.dtype):
             return words.reshape(leaf.shape).astype(leaf.dtype)
