@@ -112,9 +112,13 @@ def _backend(mesh: Mesh | AbstractMesh) -> str | None:
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
-def call_mapped(mapped: Callable[..., Results], mesh: Mesh | AbstractMesh, in_specs: Sequence[Any], *arrays: Array) -> Results:
+def call_mapped(
+    mapped: Callable[..., Results], mesh: Mesh | AbstractMesh, in_specs: Sequence[PartitionSpec | None], *arrays: Array | None
+) -> Results:
+    """``arrays``: None where there is no spec."""
     if AxisType.Explicit in mesh.axis_types:  # then shard_map reshards nothing and expects its operands as the specs say
-        arrays = tuple(jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True))
+        given = zip(arrays, in_specs, strict=True)
+        arrays = tuple(None if spec is None else jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in given)
     return mapped(*arrays)
 
 

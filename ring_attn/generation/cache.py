@@ -142,8 +142,10 @@ class KVCache:
         self._new = None
 
     def memory(self) -> tuple[int, ...]:
-        """Where its slots are: what a CUDA graph goes by."""
-        return tuple(x.data_ptr() for layer in self.layers.values() for x in (layer.held.key, layer.held.positions))
+        """Where a step finds what it reads and writes: what a CUDA graph goes by."""
+        slots = (x for layer in self.layers.values() for x in (layer.held.key, layer.held.positions))
+        ids = (x for x in (self.lengths, self.segments, *self._first.get(1, ())) if x is not None)
+        return tuple(x.data_ptr() for x in (*slots, *ids))
 
     def layer_of(self, module: nn.Module) -> int:
         """The number of a module's layer: modules are numbered in the order in which they first ask."""

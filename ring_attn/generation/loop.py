@@ -68,19 +68,25 @@ def decode(
     ring, generator = cache.ring.processes, sampler.generator(token.device)
     ended, tokens = torch.zeros_like(token, dtype=torch.bool), []
     step = DecodingStep(model, cache, cuda_graph)
-    for _ in range(max_new_tokens):
-        logits = step(token)
-        if logits is None or logits.shape[:2] != (len(token), 1):
-            got = "None" if logits is None else str(list(logits.shape))
-            raise ValueError(f"the model must return logits [batch, 1, vocabulary] of new tokens, got {got}")
-        token = of_rank_0(sampler(logits[:, -1], generator), ring, "tokens")
-        if stop is not None:
-            token = token.masked_fill(ended, stop)
-            ended |= token == stop
-        tokens.append(token)
-        if stop is not None and bool(ended.all()):
-            break
+    try:
+        for _ in range(max_new_tokens):
+            token = of_rank_0(sampler(_logits(step(token), len(token)), generator), ring, "tokens")
+            if stop is not None:
+                token = token.masked_fill(ended, stop)
+                ended |= token == stop
+            tokens.append(token)
+            if stop is not None and bool(ended.all()):
+                break
+    finally:
+        step.close()
     return torch.stack(tokens, 1) if tokens else token.new_zeros(len(token), 0)
+
+
+def _logits(found: Tensor | None, batch: int) -> Tensor:
+    if found is None or found.shape[:2] != (batch, 1):
+        got = "None" if found is None else str(list(found.shape))
+        raise ValueError(f"the model must return logits [batch, 1, vocabulary] of new tokens, got {got}")
+    return found[:, -1]
 
 
 def _check(ring: ProcessRing, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:

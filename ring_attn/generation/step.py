@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,21 +18,28 @@ Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]
 
 class DecodingStep:
     """``step(token [batch])`` is ``model(token[:, None], cache.positions(), cache)``. The first one runs as it is, which compiles
-    and compares what it needs; the second is captured, and replayed from then on, until the cache's memory is another. Where a
-    rank cannot capture it, none does, and a warning says why."""
+    and compares what it needs, and makes layers that have had no prompt; the second is captured, and replayed from then on, until
+    the cache's memory is another. Where a rank cannot capture it, none does, and a warning says why. :meth:`close` it: NCCL ends no
+    communicator that a graph may still use."""
 
     def __init__(self, model: Model, cache: KVCache, cuda_graph: bool = True) -> None:
         self._model, self._cache, self._wanted = model, cache, cuda_graph
         self._graph: Graph | None = None
-        self._memory: tuple[int, ...] = ()  # of the cache, after the last step
+        self._memory: tuple[int, ...] | None = None  # of the cache, after the last step
 
     def __call__(self, token: Tensor) -> Tensor | None:
         """Logits, to be read before the next step."""
         if self._cache.memory() != self._memory:
-            self._graph = None
+            self.close()
         elif self._graph is None and self._wanted and capturable(token):
             self._graph = self._captured(token)
         return self._run(token) if self._graph is None else self._replayed(self._graph, token)
+
+    def close(self) -> None:
+        """Lets go of the graph. The next step runs as the first one does."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph, self._memory = None, None
 
     def _run(self, token: Tensor) -> Tensor | None:
         logits = self._model(token[:, None], self._cache.positions(), self._cache)
@@ -40,16 +48,22 @@ class DecodingStep:
 
     def _captured(self, token: Tensor) -> "Graph | None":
         """None, from here on, where it cannot be."""
-        counts, graph, reason = self._cache.counts(), Graph(token), ""
+        cache, graph, reason = self._cache, Graph(token), ""
+        counts, layers, memory = cache.counts(), dict(cache.layers), self._memory
         try:
             graph.capture(self._run)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        self._cache.set_counts(counts)  # nothing has run
-        reasons = exchange(self._cache.ring.processes, "whether a step of decoding was captured", reason) or [reason]
+        if not reason and self._memory != memory:
+            reason = "a layer attended in the second step that had not in the first"
+        # Nothing has run: what it has made is empty.
+        cache.layers, self._memory = layers, memory
+        cache.set_counts(counts)
+        reasons = exchange(cache.ring.processes, "whether a step of decoding was captured", reason) or [reason]
         self._wanted = not any(reasons)
         if self._wanted:
             return graph
+        graph.reset()
         warnings.warn(
             f"a step of decoding runs as it is, since it cannot be captured in a CUDA graph: {next(filter(None, reasons))}; have "
             "the model do the same for each token on the device alone, or give cuda_graph=False, which does not try",
@@ -77,14 +91,30 @@ class Graph:
         self._result: Tensor | None = None
 
     def capture(self, function: Callable[[Tensor], Tensor | None]) -> None:
-        # Threads of NCCL and the watchdog look at events meanwhile, which "global" forbids.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._result = function(self._token)
+        device = self._token.device
+        with torch.cuda.device(device):
+            before = torch.cuda.current_stream()
+            try:
+                # Threads of NCCL and the watchdog look at events meanwhile, which "global" forbids.
+                with torch.cuda.graph(self._graph, stream=_stream_of(device), capture_error_mode="thread_local"):
+                    self._result = function(self._token)
+            finally:
+                torch.cuda.set_stream(before)  # torch leaves its own where a capture fails
 
     def replay(self, token: Tensor) -> Tensor | None:
         self._token.copy_(token)
         self._graph.replay()
         return self._result
+
+    def reset(self) -> None:
+        self._result = None
+        self._graph.reset()
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps memory for each stream that it has met."""
+    return torch.cuda.Stream(device)
 
 
 def capturable(token: Tensor) -> bool:

@@ -4,6 +4,7 @@ captured in a CUDA graph.
 torchrun --standalone --nproc-per-node 2 tests/gpu/decoding_worker.py
 """
 
+import gc
 import os
 import warnings
 
@@ -71,8 +72,40 @@ def captured() -> None:
             if number < 20:
                 assert torch.equal(one, steps[1](token)), number
             if number == 30:
+                gc.collect()
                 memory = torch.cuda.memory_allocated()
+    gc.collect()
     assert steps[0]._graph is not None and torch.cuda.memory_allocated() == memory
+    steps[0].close()
+
+
+def short() -> None:
+    """Prompts of one token, which make their layers in the first step; the second time all programs are there."""
+    model, tokens = SmallModel(dtype=torch.float32).cuda(), prompts()[:, :1].cuda()
+    plain = generate(model, tokens, KVCache(Ring(), max_length=40), 12, cuda_graph=False)
+    for _ in range(2):
+        assert torch.equal(generate(model, tokens, KVCache(Ring(), max_length=40), 12), plain)
+
+
+def not_captured() -> None:
+    """A model that asks the device for a number runs as it is, on torch's stream, and nothing is left of the capture."""
+    model, tokens, device = SmallModel(dtype=torch.float32).cuda(), prompts().cuda(), torch.device("cuda")
+    plain = generate(model, tokens, KVCache(Ring(), max_length=60), 6, lengths=LENGTHS, cuda_graph=False)
+
+    def asking(*given: object) -> torch.Tensor:
+        logits = model(*given)
+        logits.sum().item()
+        return logits
+
+    before = torch.cuda.current_stream(device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = generate(asking, tokens, KVCache(Ring(), max_length=60), 6, lengths=LENGTHS)
+    assert any("cannot be captured in a CUDA graph" in str(each.message) for each in told), told
+    assert torch.equal(found, plain)
+    assert torch.cuda.current_stream(device) == before
+    assert torch.rand(8, device=device).isfinite().all()
+    assert torch.equal(generate(model, tokens, KVCache(Ring(), max_length=60), 6, lengths=LENGTHS), plain)
 
 
 def refused() -> None:
@@ -101,8 +134,9 @@ def main() -> None:
     print("cases", flush=True)
     captured()
     print("captured", flush=True)
-    refused()
-    print("refused", flush=True)
+    for check_one in (short, not_captured, refused):
+        check_one()
+        print(check_one.__name__, flush=True)
     dist.destroy_process_group()
 
 

@@ -128,7 +128,7 @@ class Recorded:
     the host knows."""
 
     def __init__(self, token: torch.Tensor) -> None:
-        self.token = token.clone()
+        self.token, self.ended = token.clone(), False
 
     def capture(self, function) -> None:
         self.function, self.cache = function, function.__self__._cache
@@ -137,6 +137,9 @@ class Recorded:
         self.replay(self.token, restored=False)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
+
+    def reset(self) -> None:
+        self.ended = True
 
     def replay(self, token: torch.Tensor, restored: bool = True) -> torch.Tensor:
         counts = self.cache.counts()
@@ -164,6 +167,7 @@ def test_a_captured_step_counts_on_the_device(graphs):
     kept = KVCache(Ring(), max_length=60)
     found = generate(model, tokens, kept, 12, lengths=LENGTHS)
     assert len(graphs) == 1 and kept.appended == 12
+    assert graphs[0].ended
     assert torch.equal(found, plain)
     index = torch.tensor([1, 0, 1])
     kept.grow(70)
@@ -173,6 +177,41 @@ def test_a_captured_step_counts_on_the_device(graphs):
     generate(model, tokens, other, 12, lengths=LENGTHS, cuda_graph=False)
     assert torch.equal(again, decode(model, found[index, -1], other.fork(index), 5, cuda_graph=False))
     assert len(graphs) == 2
+
+
+def test_a_prompt_of_one_token_makes_its_layers_before_the_capture(graphs):
+    model, tokens = SmallModel(), prompts()[:, :1]
+    plain = generate(model, tokens, KVCache(Ring(), max_length=60), 6, cuda_graph=False)
+    assert torch.equal(generate(model, tokens, KVCache(Ring(), max_length=60), 6), plain)
+    assert len(graphs) == 1
+
+
+def test_the_graph_ends_with_an_error(graphs):
+    """NCCL would wait for it, before anybody sees the error."""
+    model, tokens = SmallModel(), prompts()
+    kept = KVCache(Ring(), max_length=int(LENGTHS.max()) + 3)
+    with pytest.raises(ValueError, match="room for"):
+        generate(model, tokens[:, : int(LENGTHS.max())], kept, 12, lengths=LENGTHS)
+    assert [graph.ended for graph in graphs] == [True]
+
+
+def test_a_layer_that_a_capture_has_made_is_gone(graphs):
+    """Its memory was filled in the graph alone."""
+    model, tokens, steps, others = SmallModel(), prompts()[:, :1], iter(range(100)), []
+
+    def one_more(token, positions, kept):
+        logits = model(token, positions, kept)
+        if next(steps) == 1:
+            new = torch.zeros(len(token), 1, 2, 8)
+            kept.attend(99, new, new, new)
+            others.append(kept.layers[99])
+        return logits
+
+    kept = KVCache(Ring(), max_length=60)
+    with pytest.warns(RuntimeWarning, match="a layer attended in the second step that had not in the first"):
+        generate(one_more, tokens, kept, 6)
+    assert others and 99 not in kept.layers
+    assert [graph.ended for graph in graphs] == [True]
 
 
 def test_a_step_goes_on_in_the_same_memory_after_a_reorder(graphs):

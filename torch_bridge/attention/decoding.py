@@ -34,10 +34,6 @@ _PROGRAMS = 256  # that a launch should have: about two for each multiprocessor 
 _WIDEST = 256  # head dim
 _SHORTEST_PART = 256  # keys; shorter ones would take longer to join than to read
 _COMING = 32768  # bytes of a block of keys and values, of which a program holds three up to here
-FIRST_CALL = (
-    "a ring call is compared between the ranks when it is made for the first time: make it once before it is captured in a "
-    "CUDA graph"
-)
 _NAMES = Operands._fields[:GIVEN]
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 _TAKEN = {"query", "key", "value", "softmax_aux", "alibi_slopes", *_IDS}
@@ -83,7 +79,7 @@ class Decoding:
         ring, device = self.program.ring, self.program.request.device
         if capture.is_captured(device):
             if not self.program.checked:
-                raise RuntimeError(FIRST_CALL)
+                raise RuntimeError(capture.FIRST_CALL)
             return self._attend(ring, operands)
         self.program.check(operands)
         with watch(ring, "forward", self.program.call) as call:

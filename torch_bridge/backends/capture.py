@@ -7,11 +7,18 @@ import torch
 
 # Not yet: decoding by torch's own launches was compiled for GPUs and run in Triton's interpreter, but not on one.
 DECODES_ON_GPUS = False
+FIRST_CALL = (
+    "a ring call is compared between the ranks when it is made for the first time: make it once before it is captured in a "
+    "CUDA graph"
+)
 
 
 def is_captured(device: torch.device) -> bool:
     """Whether torch records its stream's work in a CUDA graph, in place of doing it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def shapes_only() -> bool:

@@ -50,6 +50,8 @@ class Program:
     def check(self, operands: Tensors) -> None:
         """Compares what the ranks hold, the first time."""
         if not self.checked and not shapes_only():
+            if is_captured(self.request.device):
+                raise RuntimeError(_CAPTURED)
             if self.ring.size > 1:
                 self.request.operation.check_ranks(self.request, self.ring, operands)
             self.checked = True

@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint
 
 from jax_core.keywords import NO_OTHERS, Others, explained
+from torch_bridge.backends.capture import is_captured
 from torch_bridge.failures import peers
 from torch_bridge.failures.watchdog import PeerFailure, tell_failure
 from torch_bridge.mesh.protocol import AnyRing
@@ -78,6 +79,8 @@ def _device(arguments: tuple[object, ...]) -> torch.device | None:
 
 def _tell(ring: AnyRing, device: torch.device | None, error: Exception) -> None:
     if ring.size == 1 or isinstance(error, _NO_FAILURES) or refused() or (device and device.type in ("xla", "tpu")):
+        return
+    if device is not None and is_captured(device):  # nobody waits for what is not run; who captures tells it
         return
     assert isinstance(ring, ProcessRing)
     usable = device if device is not None and device.type in ("cpu", "cuda") else None

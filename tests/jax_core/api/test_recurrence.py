@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import quick_compiles
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from state_cases import BATCH, CASES, CHUNK, LENGTH, ONE_OF_EACH, Case, cotangents, expected, ids_of, inputs
 
 import jax_core
@@ -223,6 +223,15 @@ def test_by_heads_inside_shard_map():
         assert got[name].dtype == gradient.dtype
         far = np.abs(got[name].astype(np.float32) - gradient.astype(np.float32)).max() / np.abs(gradient).max()
         assert far < (1e-2 if name in "BC" else 1e-6), name
+
+
+def test_explicit_axes_and_an_operand_that_is_absent():
+    mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Explicit,))
+    x, weight = np.random.default_rng(0).normal(size=(1, 16, 4)), np.random.default_rng(1).normal(size=(4, 3))
+    alone = jax_core.causal_conv1d(x, weight)
+    y, last = jax_core.causal_conv1d(x, weight, output_final_state=True, mesh=mesh)
+    np.testing.assert_allclose(y, alone, rtol=1e-6)
+    np.testing.assert_array_equal(last, x[:, -2:].astype(last.dtype))
 
 
 @pytest.mark.parametrize("strategy", ["prefix", "ulysses"])

@@ -1,5 +1,5 @@
 """Decoding by Triton's own launches, in Triton's interpreter, against the float64 oracle: with TRITON_INTERPRET=1, in a process of
-its own. On GPUs: tests/gpu/test_kernels.py."""
+its own. On GPUs: tests/gpu/test_rings.py."""
 
 from typing import Any
 
