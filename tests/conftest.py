@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from effort import ALL, SALT, SHARE, of_the_day
+from effort import ALL, SALT, SELDOM, SHARE, of_the_day
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -52,8 +52,8 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(config, items):
-    """On a machine with few cores a quarter of the costly tests and of the cases of the wide tables are tried, and all of these
-    that have everything in them; of all others one in ``SHARE``. Asked for by name, any."""
+    """On a machine with few cores some of the tests that take long are left to other days (``SELDOM``), and of all one in ``SHARE``
+    is tried. Of the wide tables the cases that have everything in them are always tried. Asked for by name, any."""
     if ALL or config.option.keyword or any("::" in argument for argument in config.args):
         return
     left = [item for item in items if _is_left_out(item)]
@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_left_out(item):
-    wide = item.get_closest_marker("wide") and "everything" not in item.nodeid
-    seldom = wide or item.get_closest_marker("costly")
-    return of_the_day(item.nodeid, 4 * SHARE if seldom else SHARE) != 0
+    marks = {mark.name for mark in item.iter_markers()}
+    if "wide" in marks and "everything" in item.nodeid:
+        return of_the_day(item.nodeid, SHARE) != 0
+    return of_the_day(item.nodeid, SHARE * max(SELDOM.get(mark, 1) for mark in (*marks, ""))) != 0

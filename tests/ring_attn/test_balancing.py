@@ -65,5 +65,6 @@ def test_compiled_in_one_graph():
     torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q), attend(q))
 
 
+@pytest.mark.slow
 def test_a_step_over_four_processes():
     torchrun("plan_worker.py", 4)

@@ -12,6 +12,7 @@ from ring_attn.generation.layer import CacheSlots, Layer, whole_layer, window_la
 LENGTHS = torch.tensor([37, 5, 20])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_steps_are_attention_over_the_grown_sequence(name: str):
     check(SEQUENCES[name], Ring())
@@ -36,6 +37,7 @@ def test_forked_entries_go_on_by_themselves():
     torch.testing.assert_close(forked[:1], alone, atol=1e-12, rtol=0)
 
 
+@pytest.mark.slow
 def test_cross_attention_is_written_once():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, length, 2, 8, generator=generator).double() for length in (7, 10, 10))
@@ -51,6 +53,7 @@ def test_cross_attention_is_written_once():
         cache.attend(3, q[:, 5:], k[:, :2], v[:, :2])
 
 
+@pytest.mark.slow
 def test_generation_is_recomputing_the_whole():
     model, tokens = SmallModel(), prompts()
     found = generate(model, tokens, KVCache(Ring(), max_length=45), 8, lengths=LENGTHS)
@@ -101,6 +104,7 @@ def test_what_a_sampler_draws():
         Sampler(top_p=0.0)
 
 
+@pytest.mark.slow
 def test_ring_attention_with_a_cache():
     torch.manual_seed(0)
     module = RingAttention(32, 4, num_kv_heads=2, sinks=True, causal=True, sliding_window=(5, 0), batch_first=True).double().eval()
@@ -356,6 +360,7 @@ def test_what_is_refused(name: str):
         call()
 
 
+@pytest.mark.slow
 def test_layers_share_positions_until_a_caller_gives_segments_of_its_own():
     """They are kept once a step, by the first layer; layers of other slots have their own."""
     cache, options = KVCache(Ring(), max_length=12), ({}, {}, {"sliding_window": (2, 0)}, {"sliding_window": (2, 0)})

@@ -211,6 +211,7 @@ def warned() -> Callable[[Callable[[], object]], list[str]]:
     return of
 
 
+@pytest.mark.slow
 def test_documents_that_no_attention_was_told_of_are_doubted(warned):
     positions, mask = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), torch.ones(8, 8, dtype=torch.bool)
     x = torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(0))

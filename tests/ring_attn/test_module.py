@@ -333,6 +333,7 @@ def test_a_row_that_sees_nothing_gives_zero():
     assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_weights_of_its_seed():
     import jax.numpy as jnp
 

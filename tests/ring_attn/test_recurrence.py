@@ -10,6 +10,7 @@ from state_torch import gradients_of, tensors
 import ring_attn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_alone(name):
     case, ids = CASES[name], ids_of("padding")
@@ -21,6 +22,7 @@ def test_alone(name):
         np.testing.assert_allclose(one, exact, rtol=1e-12, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_on_two_ranks():
     torchrun("states_worker.py", 2)
 

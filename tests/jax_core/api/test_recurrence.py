@@ -101,6 +101,7 @@ def test_by_heads(name, size, layout, documents):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=TIGHT, atol=TIGHT * 10), got, of_oracle(name, documents))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_many_chunks_on_few_cores():
     """A triangular solve of jaxlib's stood still here: its threads waited for each other."""
@@ -115,6 +116,7 @@ def test_many_chunks_on_few_cores():
         jax.block_until_ready(gradients(*operands))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_another_document_moves_no_bit(name):
     """Of results and gradients, though both begin in one chunk: a sum that goes on over a document's start is rounded."""
@@ -202,6 +204,7 @@ def test_inside_shard_map():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, exact)
 
 
+@pytest.mark.slow
 def test_by_heads_inside_shard_map():
     """With check_vma, over two axes that the mesh has in another order, and with two dtypes in one message; what devices share gets
     its whole gradient. Each of the 2 groups is on two devices."""

@@ -230,6 +230,7 @@ def test_a_whole_hessian(x64: None):
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_ids_as_differentiated_arguments(x64: None):
     """They have a cotangent of no bits, also in the second derivative."""
 
@@ -246,6 +247,7 @@ def test_ids_as_differentiated_arguments(x64: None):
     assert dids.dtype == jax.dtypes.float0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrower_dtypes(dtype: str):
     """Within a few of their roundings."""
@@ -286,6 +288,7 @@ def test_a_sequence_of_no_keys(x64: None):
 # -------------------------------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.slow
 def test_a_third_derivative(x64: None):
     """It is right on one device, and refused over several."""
 

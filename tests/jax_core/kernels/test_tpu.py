@@ -102,6 +102,7 @@ def test_keys_that_a_mask_hides_from_every_query_may_hold_anything(heads):
     assert_padding_holds_anything(in_pallas(case), check_vma=False)
 
 
+@pytest.mark.slow
 def test_splash_masks_of_several_heads():
     """The kernel computes them itself, from the places in the sequence, though position ids say something else."""
 
@@ -121,11 +122,13 @@ MORE_PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(PAIRS | MORE_PAIRS, ("own shard of a zigzag", "striped", *MORE_PAIRS)))
 def test_pairs(name: str):
     check(pallas, (PAIRS | MORE_PAIRS)[name], SMALL)
 
 
+@pytest.mark.slow
 def test_a_mask_function_is_what_it_was_when_it_was_given():
     """The backward's kernels are traced after the loop, when its variable has another value."""
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 24, 1, 8)) for i in range(3))
@@ -140,6 +143,7 @@ def test_a_mask_function_is_what_it_was_when_it_was_given():
     np.testing.assert_allclose(*(jax.grad(partial(total, platform))(q) for platform in ("pallas", "xla")), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_with_64_bits_enabled():
     with jax.enable_x64(True):
         q, k, v = (jax.random.normal(jax.random.key(i), (1, 40, 2, 8), jnp.float32) for i in range(3))

@@ -127,6 +127,7 @@ far_masks = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(brute_force, max_examples=60)  # each compiles a program
 @given(far_masks, st.lists(anywhere, min_size=1), st.lists(anywhere, min_size=1))
 def test_ids_anywhere_among_32_bits(mask: Mask, q_ids: list[int], k_ids: list[int]):

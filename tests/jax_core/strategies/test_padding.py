@@ -19,6 +19,7 @@ def test_padding(ring: int, layout: str):
     assert_padding_holds_anything(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_padding_beside_everything_else(dtype: str):
     options = CAUSAL | {"logits_soft_cap": 3.0, "dropout_prob": 0.2, "dropout_seed": 3}

@@ -39,6 +39,7 @@ def test_against_the_oracle(name: str):
     assert_ring_is_like_the_oracle(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
 def test_other_strategies(strategy: str):
     """Each brings plans into the order of the sequence and back."""
@@ -46,6 +47,7 @@ def test_other_strategies(strategy: str):
     assert_ring_is_like_the_oracle(case)
 
 
+@pytest.mark.slow
 def test_the_dropout_pattern_is_that_of_one_device():
     case = planned(Case("dropout", ring=4, batch=1, options=CAUSAL | DROPOUT, arrays=SEED))
     inputs, cotangents = make_inputs(case), make_cotangents(case)

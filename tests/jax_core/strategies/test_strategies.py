@@ -112,6 +112,7 @@ def test_kernels_that_go_by_lengths_are_not_asked_for_other_keys():
     assert not new <= cute.CAPABILITIES and not new <= cudnn.CAPABILITIES and new <= triton.CAPABILITIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", SHARING)
 def test_the_same_weights_fall(strategy: str):
     """Dropout's pattern is that of one device."""

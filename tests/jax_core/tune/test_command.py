@@ -29,6 +29,7 @@ def own_cache(monkeypatch, tmp_path):
         remembered.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_search_is_kept_shown_and_not_made_again(capsys):
     assert main([*SMALL, "--dry-run"]) == 0
     assert "2:2 heads of 8, 64  1       2           xla float32 dim 8 group 1 causal up to 4096" in capsys.readouterr().out

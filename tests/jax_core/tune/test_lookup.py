@@ -188,6 +188,7 @@ def test_a_search_that_fails_is_a_warning(monkeypatch):
         assert completed(autotune=True) == OWN
 
 
+@pytest.mark.slow
 def test_a_search_in_the_middle_of_a_trace(monkeypatch):
     """It runs on arrays of its own, beside the trace that asked for it; the results are right and kept."""
     monkeypatch.setattr(xla, "configs", lambda problem: ((FwdParams(16, 16),), (BwdParams(16, 16),)))
@@ -225,6 +226,7 @@ def test_autotune_is_true_or_false():
         RingAttentionConfig(autotune="always")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_small_kernel_is_attention():
     """So that these tests search with something that is right."""
     q, k, v = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 1, 8)), jnp.arange(4.0).reshape(1, 4, 1, 1)

@@ -62,6 +62,7 @@ def times(monkeypatch, by_blocks: dict[int, float]) -> list[float]:
     return rests
 
 
+@pytest.mark.slow
 def test_the_fastest_wins_and_its_gain_is_told(monkeypatch):
     times(monkeypatch, {16: 3.0, 32: 1.0, 64: 2.0})
     for way, result in search.search(kernel(), CAUSAL).items():
@@ -88,6 +89,7 @@ def test_a_wrong_candidate_is_named_and_dropped(monkeypatch, what: str, way: str
     assert right is not None and right.params.q_blocksize == 32
 
 
+@pytest.mark.slow
 def test_a_gradient_of_the_bias_is_compared_too(monkeypatch):
     times(monkeypatch, {16: 3.0, 32: 1.0, 64: 2.0})
     results = search.search(wrong_in(32, "dbias"), problem("bias"))
@@ -151,6 +153,7 @@ def test_every_array_can_be_made(asked: str):
     assert all((result.tried, result.dropped) == (1, ()) for result in search.search(SimpleNamespace(**own), wanted).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_other_dtypes(dtype: str):
     found = search.search(kernel(), problem("causal", Mask(causal=True), dtype=dtype))

@@ -170,6 +170,7 @@ def test_a_gpu_is_told_with_its_driver(monkeypatch, told):
     assert text == f"NVIDIA H200, compute capability 9.0, 141 GiB; CUDA {torch.version.cuda}{told}"
 
 
+@pytest.mark.slow
 def test_a_wrong_path_is_one_line():
     for what in ("nowhere.py:train", "nowhere.py", "tools/site.py:nothing"):
         done = as_a_user("-m", "ring_attn", "verify", what, "--ranks", "1")

@@ -207,6 +207,7 @@ def test_compiled_packed_attention():
     torch.testing.assert_close(compiled(q, k, v, ends), of_documents(q, k, v, [0, 5, 12], causal=True)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", packed_worker.CHECKS)
 def test_on_a_ring_of_one(check):
     packed_worker.CHECKS[check]("local", 0, 1)
