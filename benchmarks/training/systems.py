@@ -106,7 +106,7 @@ def ours(levers: Levers, setting: Setting, mesh: DeviceMesh, overlap: bool = Fal
     model = setting.model(mesh)
     if setting.sharded:
         _shard(model, mesh)
-    levers = replace(levers, head_groups=gcd(levers.head_groups, setting.shapes.kv_heads))  # small models have two heads
+    levers = replace(levers, head_groups=gcd(levers.groups, setting.shapes.kv_heads))  # small models have two heads
     cp = context_parallel(model, mesh, **asdict(levers), overlap=overlap)
     optimizer = _optimizer(model, mesh)
 

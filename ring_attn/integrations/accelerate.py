@@ -25,7 +25,7 @@ from ring_attn.integrations.transformers import context_parallel
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint
 from ring_attn.integrations.whole_batches import WholeBatches, reject_sharded
 from ring_attn.memory import Levers
-from ring_attn.memory.formula import Checkpoint
+from ring_attn.memory.formula import Checkpoint, Groups
 from ring_attn.packed.ring import placing
 from ring_attn.ring import BUCKETS, Ring
 from ring_attn.training.chunked_loss import check_chunk_size
@@ -63,7 +63,7 @@ class RingParallelism(ParallelismConfig):
         checkpoint: Checkpoint = "attention",
         loss_chunk: int | None = None,
         mlp_tile: int | None = None,
-        head_groups: int = 1,
+        head_groups: Groups = 1,
         offload_inputs: bool = False,
         place_documents: bool | None = None,
         **options: object,
@@ -84,7 +84,8 @@ class RingParallelism(ParallelismConfig):
         if place_documents:
             placing(ring, True, None)
         check_checkpoint(checkpoint)
-        check_head_groups(head_groups)
+        if head_groups != "auto":
+            check_head_groups(head_groups)
         if loss_chunk is not None:
             check_chunk_size(loss_chunk, "loss_chunk")
         if mlp_tile is not None:

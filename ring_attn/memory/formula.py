@@ -28,6 +28,7 @@ GIB = 2**30
 CONTEXTS = 2.5 * GIB
 RESERVED = 0.25  # by torch's allocator beyond tensors that come and go
 AROUND = 0.3 * GIB  # what no row of any length was without
+Groups = int | Literal["auto"]
 Checkpoint = Literal["attention", "offload"] | None
 POOL = 4 / 3  # JAX's, of what its buffers need
 
@@ -39,8 +40,13 @@ class Levers:
     checkpoint: Checkpoint = "attention"
     loss_chunk: int | None = None
     mlp_tile: int | None = None
-    head_groups: int = 1
+    head_groups: Groups = 1
     offload_inputs: bool = False
+
+    @property
+    def groups(self) -> int:
+        """One with "auto", which chooses where a model runs."""
+        return self.head_groups if isinstance(self.head_groups, int) else 1
 
 
 @dataclass(frozen=True)
@@ -144,11 +150,11 @@ def _mlp(shapes: Shapes, levers: Levers, tokens: int) -> float:
 def _before_the_mlp(shapes: Shapes, levers: Levers, tokens: int) -> tuple[float, float]:
     """The backward of the norm, and of attention: transformers' q, k and v are copied, as they are in another order of memory."""
     query, key, hidden = shapes.heads * shapes.dim, shapes.kv_heads * shapes.dim, shapes.hidden
-    copies = 2 * (3 * query + 2 * key) / levers.head_groups
+    copies = 2 * (3 * query + 2 * key) / levers.groups
     return tokens * (_saved(shapes) + 18 * hidden), tokens * (8 * hidden + 14 * (query + key) + copies)
 
 
 def _ring(shapes: Shapes, levers: Levers, tokens: int) -> float:
     """dQ in float32; K/V in use and arriving; dK/dV that leave, arrive and are made, in float32."""
     buffers = 4 * shapes.heads * shapes.dim + (8 + 16 + 8) * shapes.kv_heads * shapes.dim
-    return POOL * tokens * buffers / levers.head_groups
+    return POOL * tokens * buffers / levers.groups

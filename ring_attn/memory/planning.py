@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ring_attn.memory.formula import GIB, Levers, Peak, Setting, peak
-from ring_attn.memory.shapes import shapes_of
+from ring_attn.memory.shapes import Shapes, shapes_of
 
 LOSS_CHUNK, MLP_TILE, HEAD_GROUPS = 1024, 4096, (2, 4, 8)
 _SHARE = 0.9  # of what a process can have; from 16k tokens on the formula was up to 13 % low
@@ -91,6 +91,14 @@ def _gpus(count: int) -> str:
 def room(memory: float) -> float:
     """Bytes that a step may take by the formula, of a GPU that is sold with ``memory`` GB."""
     return _SHARE * (memory - 1) * GIB
+
+
+def fewest_groups(shapes: Shapes, setting: Setting, tokens: int, memory: float) -> int:
+    """Of K/V heads, with which a step of ``tokens`` on each GPU fits into its ``memory`` bytes; the most where it never does."""
+    groups = [1, *(each for each in HEAD_GROUPS if shapes.kv_heads % each == 0)]
+    settings = (replace(setting, levers=replace(setting.levers, head_groups=each)) for each in groups)
+    fitting = (each for each, at in zip(groups, settings, strict=True) if peak(shapes, at, tokens).device <= _SHARE * memory)
+    return next(fitting, groups[-1])
 
 
 def plan(

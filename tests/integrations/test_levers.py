@@ -8,7 +8,8 @@ import torch
 import transformers
 from launch import torchrun
 
-from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers import calls, context_parallel
+from ring_attn.integrations.transformers.model import head_groups
 
 pytestmark = pytest.mark.slow
 CASES = ("head_groups", "offload", "offload_inputs", "again", "loss_chunk", "mlp_tile", "all")
@@ -35,3 +36,33 @@ def test_every_lever_with_sinks_windows_and_packed_rows(name):
         loss.backward()
         found.append([loss.detach(), *(x.grad for x in model.parameters())])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="of the newest version's models")
+def test_as_many_groups_of_heads_as_memory_asks_for(monkeypatch):
+    def run(**options: object) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = tiny.CAUSAL["llama"]().train()
+        cp = context_parallel(model, "local", **options)
+        called.clear()
+        loss = model(**cp.shard(tiny.packed(11, 9, 7))).loss
+        loss.backward()
+        return [loss.detach(), *(x.grad for x in model.parameters())]
+
+    called: list[int] = []
+    made = calls.Call.__init__
+    monkeypatch.setattr(calls.Call, "__init__", lambda *given: called.append(given[5]) or made(*given))
+    plain = run()
+    assert called == [1]
+    monkeypatch.setattr(head_groups, "memory_of", lambda _: 1)
+    torch.testing.assert_close(run(head_groups="auto"), plain, rtol=1e-4, atol=1e-6)
+    assert called == [2]
+    monkeypatch.setattr(head_groups, "memory_of", lambda _: 2**50)
+    run(head_groups="auto")
+    assert called == [1]
+    with pytest.raises(ValueError, match="head_groups must be a positive int"):
+        run(head_groups="most")
+    model = tiny.CAUSAL["llama"]()
+    model.config.kv_lora_rank = 8
+    with pytest.raises(NotImplementedError, match="kv_lora_rank"):
+        context_parallel(model, "local", head_groups="auto")

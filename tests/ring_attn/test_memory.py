@@ -12,7 +12,7 @@ from ring_attn.command import main
 from ring_attn.memory import Levers, Setting, Shapes, peak, plan
 from ring_attn.memory.formula import GIB
 from ring_attn.memory.numbers import count, gigabytes
-from ring_attn.memory.planning import room
+from ring_attn.memory.planning import fewest_groups, room
 from ring_attn.memory.shapes import KNOWN, shapes_of
 
 QWEN = {
@@ -136,3 +136,15 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_shapes_by_themselves():
     assert plan(Shapes(2, 64, 128, 4, 2, 16, 100), 2**14, 1).ok
+
+
+def test_the_fewest_groups_that_fit():
+    shapes, setting, tokens = KNOWN["Qwen3-8B"], Setting(8), 131072
+    needed = {groups: peak(shapes, replace(setting, levers=Levers(head_groups=groups)), tokens).device for groups in (1, 2, 4, 8)}
+    assert needed[1] > needed[2] > needed[4] > needed[8]
+    for groups, device in needed.items():
+        assert fewest_groups(shapes, setting, tokens, device / 0.9 + 1) == groups
+    assert fewest_groups(shapes, setting, tokens, 1) == 8
+    assert fewest_groups(replace(shapes, kv_heads=6), setting, tokens, 1) == 2
+    assert fewest_groups(replace(shapes, kv_heads=1), setting, tokens, 1) == 1
+    assert peak(shapes, replace(setting, levers=Levers(head_groups="auto")), tokens).device == needed[1]

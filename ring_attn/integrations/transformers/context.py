@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from jax_core.masks.layout import Layout
-from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.generation.cache import KVCache
 from ring_attn.integrations.transformers.batch.given import CHANGED, check_given, check_labels, taken
 from ring_attn.integrations.transformers.batch.head import Head, Outputs, first_tokens
@@ -25,6 +24,7 @@ from ring_attn.integrations.transformers.generation.generate import generate_on_
 from ring_attn.integrations.transformers.layers.attention import NAME, register
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint, keep_in_checkpoints, keep_no_more
 from ring_attn.integrations.transformers.model.description import described
+from ring_attn.integrations.transformers.model.head_groups import HeadGroups
 from ring_attn.integrations.transformers.model.patches import Patches
 from ring_attn.integrations.transformers.model.plan import plan_of, pretrained_model
 from ring_attn.integrations.transformers.model.tiles import check_tiles, tiles_of
@@ -32,7 +32,7 @@ from ring_attn.integrations.transformers.sequence import Sequence
 from ring_attn.integrations.transformers.verify.verification import Batch, LossOf, Verdict, verify
 from ring_attn.integrations.transformers.versions import ModelOutput
 from ring_attn.memory import Levers
-from ring_attn.memory.formula import Checkpoint
+from ring_attn.memory.formula import Checkpoint, Groups
 from ring_attn.packed.ring import placing
 from ring_attn.ring import BUCKETS, Ring, as_ring
 from ring_attn.sharding.marks import is_shard
@@ -69,11 +69,11 @@ class ContextParallel:
     ) -> None:
         levers = levers or Levers()
         check_checkpoint(levers.checkpoint)
-        check_head_groups(levers.head_groups)
         self.model, self.levers, self.overlap = pretrained_model(model), levers, overlap
         self.plan = plan_of(self.model)
         self.plan.check_layout(ring)
         self.ring = ring = placing(ring, place_documents, self.plan.against_any_order)
+        self._groups = HeadGroups(self.model, ring, levers)
         self._head = None if levers.loss_chunk is None else Head(self.plan, levers.loss_chunk)
         self._tiles = {} if levers.mlp_tile is None else tiles_of(self.model, self.plan.config, levers.mlp_tile)
         self.previous: str = self.plan.config._attn_implementation
@@ -270,7 +270,7 @@ class ContextParallel:
         return arguments, options
 
     def _begin(self, module: nn.Module, sharded: Sharded | None, options: ModelInputs) -> _Entered:
-        labels, items, cache = None, None, cache_in(options)
+        labels, items, cache, groups = None, None, cache_in(options), self.levers.groups
         if sharded is not None:
             if sharded.owner is not self:
                 raise ValueError("the batch was sharded by another ContextParallel than that of this model; use its own cp.shard")
@@ -282,13 +282,13 @@ class ContextParallel:
                 check_overlap(self.overlap)
                 keep_in_checkpoints(self._outer, self.levers)
             check_tiles(self.model, self._tiles, options)
-            labels, items = taken(sharded, options)
+            labels, items, groups = *taken(sharded, options), self._groups.of(given)
             if cache is not None:
                 cache.begin_prompt(self, sharded.sequences["decoder"], labels)
             self._shared.compare(sharded.whole, given, self.model, items)
         elif cache is not None:
             cache.begin_new(self, options)
-        call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None, self.levers.head_groups, cache)
+        call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None, groups, cache)
         # Without the head, which is the caller's, there is no loss to be made.
         return _Entered(module, (call, CALL.set(call), ON_CALL.set(call.count)), labels if module is self.model else None, items)
 
@@ -360,7 +360,7 @@ def context_parallel(
     overlap: bool = False,
     loss_chunk: int | None = None,
     mlp_tile: int | None = None,
-    head_groups: int = 1,
+    head_groups: Groups = 1,
     offload_inputs: bool = False,
     place_documents: bool | None = False,
     ring: Ring | None = None,
@@ -385,7 +385,7 @@ def context_parallel(
         loss_chunk: ``model(**batch).loss`` is made of this many tokens' logits at a time (1,024, say), which never exist as a
             whole: the outputs then have no logits. None: of all at once, which the outputs have.
         mlp_tile: MLPs, and experts, compute this many of a rank's tokens at a time (:func:`ring_attn.tiled`). None: all at once.
-        head_groups: attention is computed in so many groups of K/V heads, one after another, as in ``ring_attention``.
+        head_groups: attention runs in so many groups of K/V heads, one after another; "auto": as ``memory.plan`` has them.
         offload_inputs: under activation checkpointing the inputs of layers wait in pinned host memory, too.
         place_documents: a batch of one row of several documents, as packing and flattening collators make it, lies on the ring as
             :func:`ring_attn.shard_packed` places it, so that all ranks have nearly equal work; ``layout`` is for all others.
