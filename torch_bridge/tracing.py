@@ -21,10 +21,11 @@ def untraced(function: Callable[P, R], recursive: bool = True) -> Callable[P, R]
     """Never part of a graph; with ``recursive=False`` what it calls may be: ``torch.compiler.disable``."""
     outside = torch._disable_dynamo(recursive=recursive)(function)
 
-    @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return outside(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return call
+    # The compiler counts how often it has compiled a code, and gives up after a few times: each function has its own.
+    call.__code__ = call.__code__.replace(co_name=function.__name__, co_qualname=function.__qualname__)
+    return wraps(function)(call)

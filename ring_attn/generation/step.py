@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -49,14 +50,15 @@ class DecodingStep:
     def _captured(self, token: Tensor) -> "Graph | None":
         """None, from here on, where it cannot be."""
         cache, graph, reason = self._cache, Graph(token), ""
-        counts, layers, memory = cache.counts(), dict(cache.layers), self._memory
+        counts, memory = cache.counts(), self._memory
+        layers = {number: replace(layer) for number, layer in cache.layers.items()}
         try:
             graph.capture(self._run)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         if not reason and self._memory != memory:
-            reason = "a layer attended in the second step that had not in the first"
-        # Nothing has run: what it has made is empty.
+            reason = "the second step needed other memory of the cache than the first, as for a layer that is new"
+        # Nothing has run: memory that it has made holds nothing.
         cache.layers, self._memory = layers, memory
         cache.set_counts(counts)
         reasons = exchange(cache.ring.processes, "whether a step of decoding was captured", reason) or [reason]

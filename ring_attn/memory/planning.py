@@ -93,12 +93,12 @@ def room(memory: float) -> float:
     return _SHARE * (memory - 1) * GIB
 
 
-def fewest_groups(shapes: Shapes, setting: Setting, tokens: int, memory: float) -> int:
-    """Of K/V heads, with which a step of ``tokens`` on each GPU fits into its ``memory`` bytes; the most where it never does."""
-    groups = [1, *(each for each in HEAD_GROUPS if shapes.kv_heads % each == 0)]
+def fewest_groups(shapes: Shapes, setting: Setting, tokens: int, memory: float, kv_heads: int) -> int:
+    """Of ``kv_heads``, with which a step of ``tokens`` on each GPU fits into its ``memory`` bytes; 1 where it never does."""
+    groups = [1, *(each for each in HEAD_GROUPS if kv_heads % each == 0)]
     settings = (replace(setting, levers=replace(setting.levers, head_groups=each)) for each in groups)
     fitting = (each for each, at in zip(groups, settings, strict=True) if peak(shapes, at, tokens).device <= _SHARE * memory)
-    return next(fitting, groups[-1])
+    return next(fitting, 1)
 
 
 def plan(

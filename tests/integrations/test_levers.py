@@ -50,16 +50,23 @@ def test_as_many_groups_of_heads_as_memory_asks_for(monkeypatch):
         return [loss.detach(), *(x.grad for x in model.parameters())]
 
     called: list[int] = []
+    asked: list[tuple[object, ...]] = []
     made = calls.Call.__init__
     monkeypatch.setattr(calls.Call, "__init__", lambda *given: called.append(given[5]) or made(*given))
     plain = run()
     assert called == [1]
-    monkeypatch.setattr(head_groups, "memory_of", lambda _: 1)
-    torch.testing.assert_close(run(head_groups="auto"), plain, rtol=1e-4, atol=1e-6)
+    monkeypatch.setattr(head_groups, "memory_of", lambda _: 80 * 10**9)
+    with monkeypatch.context() as patch:
+        patch.setattr(head_groups, "fewest_groups", lambda *given: asked.append(given) or 2)
+        torch.testing.assert_close(run(head_groups="auto"), plain, rtol=1e-4, atol=1e-6)
     assert called == [2]
-    monkeypatch.setattr(head_groups, "memory_of", lambda _: 2**50)
-    run(head_groups="auto")
-    assert called == [1]
+    ((shapes, setting, count, memory, heads),) = asked
+    assert (shapes.kv_heads, heads, memory, setting.gpus, setting.sharded) == (2, 2, 80 * 10**9, 1, False)
+    assert 27 <= count < 32
+    for enough in (2**50, 1):  # where none fit, none are computed apart for nothing
+        monkeypatch.setattr(head_groups, "memory_of", lambda _, enough=enough: enough)
+        run(head_groups="auto")
+        assert called == [1]
     with pytest.raises(ValueError, match="head_groups must be a positive int"):
         run(head_groups="most")
     model = tiny.CAUSAL["llama"]()

@@ -143,8 +143,8 @@ def test_the_fewest_groups_that_fit():
     needed = {groups: peak(shapes, replace(setting, levers=Levers(head_groups=groups)), tokens).device for groups in (1, 2, 4, 8)}
     assert needed[1] > needed[2] > needed[4] > needed[8]
     for groups, device in needed.items():
-        assert fewest_groups(shapes, setting, tokens, device / 0.9 + 1) == groups
-    assert fewest_groups(shapes, setting, tokens, 1) == 8
-    assert fewest_groups(replace(shapes, kv_heads=6), setting, tokens, 1) == 2
-    assert fewest_groups(replace(shapes, kv_heads=1), setting, tokens, 1) == 1
+        assert fewest_groups(shapes, setting, tokens, device / 0.9 + 1, 8) == groups
+    assert fewest_groups(shapes, setting, tokens, needed[8] / 0.9 + 1, 6) == 1
+    assert fewest_groups(shapes, setting, tokens, needed[2] / 0.9 + 1, 6) == 2
+    assert fewest_groups(shapes, setting, tokens, 1, 8) == 1
     assert peak(shapes, replace(setting, levers=Levers(head_groups="auto")), tokens).device == needed[1]

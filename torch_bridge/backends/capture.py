@@ -12,11 +12,15 @@ FIRST_CALL = (
     "CUDA graph"
 )
 
+CAPTURED = "what JAX computes cannot be captured in a CUDA graph, and a ring call is computed by JAX; leave it out of the capture"
+
 
 def is_captured(device: torch.device) -> bool:
     """Whether torch records its stream's work in a CUDA graph, in place of doing it."""
     if device.type != "cuda":
         return False
+    if device.index in (None, torch.cuda.current_device()):  # to enter a device takes longer than to ask
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 

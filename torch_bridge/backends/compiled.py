@@ -11,7 +11,7 @@ import torch
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from jax_core.options import Placement
-from torch_bridge.backends.capture import is_captured, shapes_only
+from torch_bridge.backends.capture import CAPTURED, is_captured, shapes_only
 from torch_bridge.backends.dlpack import keeping_device, precision_scope
 from torch_bridge.backends.executable import Compilation, Executable
 from torch_bridge.backends.launch import Compiled, Join, Launcher, jax_device, launcher
@@ -27,7 +27,6 @@ _MUST_AGREE = (
     "{} must be called with shards of the same shapes and dtypes and with the same options on every rank of the ring; "
     "pad the sequence so that it divides (ring_attn.pad)"
 )
-_CAPTURED = "what JAX computes cannot be captured in a CUDA graph, and a ring call is computed by JAX; leave it out of the capture"
 
 
 @dataclass(eq=False)
@@ -51,7 +50,7 @@ class Program:
         """Compares what the ranks hold, the first time."""
         if not self.checked and not shapes_only():
             if is_captured(self.request.device):
-                raise RuntimeError(_CAPTURED)
+                raise RuntimeError(CAPTURED)
             if self.ring.size > 1:
                 self.request.operation.check_ranks(self.request, self.ring, operands)
             self.checked = True
@@ -93,7 +92,7 @@ class Program:
 
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
         if is_captured(self.request.device):
-            raise RuntimeError(_CAPTURED)
+            raise RuntimeError(CAPTURED)
         with keeping_device(self.request.device), precision_scope(self.dtype), watch(self.ring, step, self.call) as call:
             outcome = self.launcher(self.join, compiled, tensors)
             call.event = outcome.event

@@ -142,7 +142,7 @@ def to_torch(array: "jax.Array") -> torch.Tensor:
     """
     devices = len(array.sharding.device_set)
     if devices != 1:
-        raise ValueError(f"to_torch takes an array on one device, got one on {devices}; give it mesh.to_local(array)")
+        raise ValueError(f"to_torch takes an array on one device, got one on {devices}; give it jax_mesh.to_local(array)")
     if array.platform() == "cpu":
         array.block_until_ready()
     return torch.from_dlpack(array)

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import torch
 
-from torch_bridge.backends.capture import FIRST_CALL, is_captured
+from torch_bridge.backends import capture
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.operation import Operation, Program, Request, TensorSpec, TensorSpecs, specs_of
 from torch_bridge.call import call_cache
@@ -124,8 +124,8 @@ def request_of(key: str, specs: TensorSpecs, device: torch.device) -> Request:
 
 def _make(key: str, specs: TensorSpecs, device: torch.device) -> Program:
     call, request = call_of(key), request_of(key, specs, device)
-    if is_captured(device):
-        raise RuntimeError(FIRST_CALL)
+    if capture.is_captured(device):
+        raise RuntimeError(capture.FIRST_CALL if capture.DECODES_ON_GPUS else capture.CAPTURED)
     with propagating(call.ring, device), in_words_of_the_caller(key):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, request.operation.in_torch(request, program) or program)

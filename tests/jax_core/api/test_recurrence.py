@@ -63,6 +63,7 @@ def compare(name: str, size: int, layout: str, documents: str):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=TIGHT, atol=TIGHT * 10), got, of_oracle(name, documents))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_alone(name):
     compare(name, 1, "contiguous", "cuts")

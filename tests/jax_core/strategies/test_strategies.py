@@ -1,6 +1,7 @@
 """Every strategy that shares a sequence, by the ring's own table of cases: against the float64 oracle, forward and every gradient.
 
-A machine with few cores tries each case with one strategy, another one each day, and the cases in which everything meets with all.
+A machine with few cores tries an eighth of the cases with one strategy each, others on another day, and of the cases in which
+everything meets a third.
 """
 
 from collections.abc import Iterator
@@ -49,12 +50,17 @@ def of_strategy(case: Case, strategy: str) -> Case:
     return replace(case, axes=axes, heads=heads, settings={**case.settings, "strategy": strategy})
 
 
+def _marks(number: int, case: Case) -> list[pytest.MarkDecorator]:
+    """The first few are always tried."""
+    return [] if number < 4 else [pytest.mark.slow if case.name in MEETING else pytest.mark.wide]
+
+
 def table() -> Iterator[object]:
     shared = [case for case in CASES if case.ring > 1]
     for number, case in enumerate(shared):
         for turn, strategy in enumerate(SHARING):
             if ALL or case.name in MEETING or of_the_day(case.name, len(SHARING)) == turn:
-                yield pytest.param(case, strategy, id=f"{strategy}: {case.name}", marks=[pytest.mark.slow] * (number > 12))
+                yield pytest.param(case, strategy, id=f"{strategy}: {case.name}", marks=_marks(number, case))
 
 
 @pytest.mark.parametrize(("case", "strategy"), list(table()))

@@ -16,6 +16,11 @@ from torch_bridge.tracing import untraced
 _NAMES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether the module runs something under a checkpoint."""
+    return bool(getattr(module, "gradient_checkpointing", False)) or hasattr(module, _NAMES[1])
+
+
 def check_checkpoint(checkpoint: object) -> None:
     if checkpoint not in ("attention", "offload", None):
         raise ValueError(

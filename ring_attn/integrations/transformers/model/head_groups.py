@@ -1,10 +1,14 @@
-"""``head_groups``: in how many groups of K/V heads a model's attention is computed; with "auto" as the plan of memory says."""
+"""``head_groups``: in how many groups of K/V heads a model's attention is computed; with "auto" as the formula of memory says."""
+
+from math import gcd, prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ring_attn.arguments.head_groups import check_head_groups
+from ring_attn.integrations.transformers.model.checkpointing import is_checkpointed
 from ring_attn.integrations.transformers.versions import PreTrainedModel
 from ring_attn.memory import Levers, Setting, Shapes
 from ring_attn.memory.planning import fewest_groups
@@ -18,9 +22,13 @@ _SAME = (
 )
 
 
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # of configurations
+
+
 class HeadGroups:
     """The number that ``levers`` have; or, with "auto", the fewest groups with which a step of training fits on the GPU by
-    :mod:`ring_attn.memory.formula`, chosen once for each number of tokens and the same on all ranks. On a CPU that is one.
+    :mod:`ring_attn.memory.formula`, chosen once for each number of tokens and the same on all ranks. One where none fit, on a CPU,
+    and with attention's dropout, which takes no groups.
 
     Raises ValueError for what is no number, and with "auto" for a model whose sizes are not known, NotImplementedError for one
     whose attention's memory is not.
@@ -33,14 +41,20 @@ class HeadGroups:
         if self._shapes is None:
             check_head_groups(levers.head_groups)
 
+    @property
+    def _config(self) -> dict[str, Any]:
+        return vars(self._model.config.get_text_config())
+
     def of(self, tokens: Tensor) -> int:
         """For a forward on this rank's ``tokens [batch, local]``. With "auto" collective where their number is new."""
-        memory = memory_of(tokens.device)
-        if self._shapes is None or memory is None or not torch.is_grad_enabled():
+        dropout = self._model.training and any(self._config.get(name) for name in _DROPOUT)
+        if self._shapes is None or dropout or not torch.is_grad_enabled() or (memory := memory_of(tokens.device)) is None:
             return self._levers.groups
         count = tokens.numel()
         if count not in self._chosen:
-            chosen, ring = fewest_groups(self._shapes, self._setting, count, memory), self._ring.processes
+            # Layers of one model may differ.
+            heads = gcd(*(n for name, n in self._config.items() if name.endswith("key_value_heads") and n), self._shapes.kv_heads)
+            chosen, ring = fewest_groups(self._shapes, self._setting, count, memory, heads), self._ring.processes
             if ring.size > 1:
                 agree(ring, tokens.device, f"{chosen} groups of heads for {count} tokens a rank", _SAME)
             self._chosen[count] = chosen
@@ -49,8 +63,9 @@ class HeadGroups:
     @property
     def _setting(self) -> Setting:
         weights = next((x for x in self._model.parameters() if isinstance(x, DTensor)), None)
-        gpus = 1 if weights is None else weights.device_mesh.size()
-        checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules())
+        over = () if weights is None else zip(weights.device_mesh.shape, weights.placements, strict=True)
+        gpus = prod(size for size, placement in over if placement.is_shard())
+        checkpointed = any(is_checkpointed(module) for module in self._model.modules())
         return Setting(gpus, weights is not None, checkpointed, self._levers)
 
 
