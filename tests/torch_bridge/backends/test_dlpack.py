@@ -105,7 +105,7 @@ def test_what_has_no_dense_memory_is_refused():
 def test_an_array_on_several_devices_is_refused():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ring",))
     spread = jax.device_put(jnp.zeros(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ring")))
-    with pytest.raises(ValueError, match=r"one device, got one on 2; give it mesh.to_local"):
+    with pytest.raises(ValueError, match=r"one device, got one on 2; give it jax_mesh.to_local"):
         to_torch(spread)
 
 
