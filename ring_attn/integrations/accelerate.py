@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
-from ring_attn.arguments.head_groups import check_head_groups
 from ring_attn.integrations.transformers import context_parallel
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint
+from ring_attn.integrations.transformers.model.head_groups import check_groups_or_auto
 from ring_attn.integrations.whole_batches import WholeBatches, reject_sharded
 from ring_attn.memory import Levers
 from ring_attn.memory.formula import Checkpoint, Groups
@@ -84,8 +84,7 @@ class RingParallelism(ParallelismConfig):
         if place_documents:
             placing(ring, True, None)
         check_checkpoint(checkpoint)
-        if head_groups != "auto":
-            check_head_groups(head_groups)
+        check_groups_or_auto(head_groups)
         if loss_chunk is not None:
             check_chunk_size(loss_chunk, "loss_chunk")
         if mlp_tile is not None:

@@ -258,7 +258,6 @@ def two_axes(first: str) -> Mesh:
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (first, "ring"))
 
 
-@pytest.mark.slow
 def test_batch_over_another_axis():
     """With mesh= the batch entries keep their global numbers: dropout and mask_mod give what one device gives."""
     query, key, value = random_qkv(batch=4)
@@ -350,7 +349,6 @@ def test_blockwise_is_causal_unless_told_otherwise():
     assert_blockwise({}, causal=False)
 
 
-@pytest.mark.slow
 def test_blockwise_bias_mask_and_init_bias():
     """init_bias is called only when neither bias nor mask came."""
     bias = normal(2, 4, LENGTH, LENGTH)

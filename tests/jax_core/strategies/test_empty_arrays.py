@@ -114,7 +114,6 @@ def crashed():
     yield ring_program("all_gather", "zigzag", 512, True, (2,), **MASKS["206 back"])
 
 
-@pytest.mark.slow
 def test_what_has_crashed_compiles():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)

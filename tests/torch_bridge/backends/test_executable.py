@@ -149,7 +149,6 @@ def test_a_backward_is_compiled_beside_its_forward(monkeypatch, dtype):
     torch.testing.assert_close(grads, torch.autograd.grad(expected, leaves))
 
 
-@pytest.mark.slow
 def test_a_process_ends_while_a_backward_is_compiled():
     source = """if True:
         import torch, ring_attn

@@ -76,7 +76,6 @@ def form(tensor):
     return tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()
 
 
-@pytest.mark.slow
 def test_torch_tpu_is_loaded_only_for_its_tensors():
     code = "import sys, torch_bridge.backends.torch_tpu\nassert 'torch_tpu' not in sys.modules"
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
@@ -145,7 +144,6 @@ def test_rings_that_do_not(world, ranks):
         tpu.tile_world(ProcessRing(tuple(ranks), 0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("grid", GRIDS)
 def test_its_jax_functions_are_ring_attention(grid):
     """On CPU devices, against the whole sequence of each ring on one device."""

@@ -236,7 +236,6 @@ def test_ids_and_dropout_in_one_graph():
         compiled(*inputs, ids + 2**32)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's, where it goes on
 def test_torch_compile_around_a_mask_mod():
@@ -389,7 +388,6 @@ def test_numbers_are_numbers(number):
         ring_attn.ring_attention(*qkv(), **{"dropout_p": 0.1, "dropout_seed": 1} | number)
 
 
-@pytest.mark.slow
 def test_a_window_wider_than_any_position_has_no_bound():
     inputs = qkv()
     for window in (2**31 - 1, 10**12, (None, 2**31 - 2)):

@@ -192,7 +192,6 @@ def test_each_call_draws_its_own_dropout(qkv):
     assert not torch.equal(*(attend(*qkv, dropout_p=0.5) for _ in range(2)))
 
 
-@pytest.mark.slow
 def test_a_program_that_is_dropped_is_not_kept(qkv, monkeypatch):
     attend(*qkv)
     made = weakref.ref(next(reversed(programs._PROGRAMS.values())).program)

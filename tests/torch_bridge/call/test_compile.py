@@ -52,7 +52,6 @@ class Block(nn.Module):
         return x + self.linear(x)
 
 
-@pytest.mark.slow
 def test_a_model_whose_lengths_change_is_two_graphs():
     model = Block()
     compiled, counter = in_one_graph(model)
@@ -146,7 +145,6 @@ def test_functions_of_one_name_are_two_calls():
     torch.testing.assert_close(far, ring_attention(q, k, v, mesh="local", sliding_window=2))
 
 
-@pytest.mark.slow
 def test_programs_are_bounded_and_many_are_said(monkeypatch):
     monkeypatch.setattr(programs, "KEPT", 3)
     monkeypatch.setattr(programs, "MANY", 2)

@@ -269,7 +269,6 @@ def test_dual_numbers_in_a_compiled_loss(backend: str, road: str):
         FORWARD_MODE[road](compiled(energy(attention), backend))
 
 
-@pytest.mark.slow
 def test_torch_func_within_a_compiled_function():
     """Its gradient was 0, in silence: the operators of a graph have no derivatives for it. The graph breaks there."""
     f = energy(attention)

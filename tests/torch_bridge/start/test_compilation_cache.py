@@ -43,7 +43,6 @@ def test_a_second_job_compiles_nothing(tmp_path):
     assert first["cache"] == "WholeFiles" and not first["warnings"] + second["warnings"]
 
 
-@pytest.mark.slow
 def test_several_write_at_once(tmp_path):
     jobs = [start("sine", tmp_path) for _ in range(3)]
     assert len({tuple(told(job)["results"]) for job in jobs}) == 1
@@ -76,7 +75,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     assert told["folder"] is None
 
 
-@pytest.mark.slow
 def test_a_broken_file_is_compiled_again_and_replaced(tmp_path):
     whole = run("sine", tmp_path)
     (path,) = (path for path in tmp_path.rglob("jit__lambda*-program"))
@@ -87,7 +85,6 @@ def test_a_broken_file_is_compiled_again_and_replaced(tmp_path):
     assert run("sine", tmp_path)["compiled"] == 0
 
 
-@pytest.mark.slow
 def test_programs_whose_files_were_swapped_are_compiled_again(tmp_path):
     whole = run("sums", tmp_path)
     first, second = (path for path in tmp_path.rglob("jit_plus_*-program"))

@@ -13,12 +13,13 @@ from torch_bridge.tracing import untraced
 
 # By which layers of transformers, and modules in torch's ``checkpoint_wrapper`` (FSDP's activation checkpointing), run a function
 # under a checkpoint.
-_NAMES = ("_gradient_checkpointing_func", "checkpoint_fn")
+_OF_WRAPPER = "checkpoint_fn"
+_NAMES = ("_gradient_checkpointing_func", _OF_WRAPPER)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether the module runs something under a checkpoint."""
-    return bool(getattr(module, "gradient_checkpointing", False)) or hasattr(module, _NAMES[1])
+    return bool(getattr(module, "gradient_checkpointing", False)) or hasattr(module, _OF_WRAPPER)
 
 
 def check_checkpoint(checkpoint: object) -> None:

@@ -20,8 +20,6 @@ _SAME = (
     'head_groups="auto" must come to the same number on all ranks of a ring, whose GPUs then have the same memory; give a number '
     "instead"
 )
-
-
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # of configurations
 
 
@@ -38,8 +36,7 @@ class HeadGroups:
         self._model, self._ring, self._levers = model, ring, levers
         self._shapes: Shapes | None = shapes_of(model)[1] if levers.head_groups == "auto" else None
         self._chosen: dict[int, int] = {}  # by tokens
-        if self._shapes is None:
-            check_head_groups(levers.head_groups)
+        check_groups_or_auto(levers.head_groups)
 
     @property
     def _config(self) -> dict[str, Any]:
@@ -47,9 +44,10 @@ class HeadGroups:
 
     def of(self, tokens: Tensor) -> int:
         """For a forward on this rank's ``tokens [batch, local]``. With "auto" collective where their number is new."""
-        dropout = self._model.training and any(self._config.get(name) for name in _DROPOUT)
-        if self._shapes is None or dropout or not torch.is_grad_enabled() or (memory := memory_of(tokens.device)) is None:
+        if self._shapes is None or not torch.is_grad_enabled() or (memory := memory_of(tokens.device)) is None:
             return self._levers.groups
+        if self._model.training and any(self._config.get(name) for name in _DROPOUT):
+            return 1
         count = tokens.numel()
         if count not in self._chosen:
             # Layers of one model may differ.
@@ -67,6 +65,11 @@ class HeadGroups:
         gpus = prod(size for size, placement in over if placement.is_shard())
         checkpointed = any(is_checkpointed(module) for module in self._model.modules())
         return Setting(gpus, weights is not None, checkpointed, self._levers)
+
+
+def check_groups_or_auto(groups: object) -> None:
+    if groups != "auto":
+        check_head_groups(groups)
 
 
 def memory_of(device: torch.device) -> int | None:
