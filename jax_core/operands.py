@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 # Documents a sequence that kernels are told of; each costs a tile of padding in a backward's sums, and a step of a tile scheduler.
 MOST_DOCUMENTS = 4096
 MOST_SHARED = 32  # documents of a placement that several ranks have a part of; each costs a tile in every step's backward
+EIGHTHS = 8  # in which it is counted how much of a shard those documents take
 NOBODY = 2**31 - 1  # the document of a piece of no tokens
 A = TypeVar("A")  # the kind of array
 

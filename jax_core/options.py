@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 from jax_core.config import RingAttentionConfig
 from jax_core.masks.layout import Layout
 from jax_core.masks.static import Window
+from jax_core.operands import EIGHTHS
 
 if TYPE_CHECKING:
     from jax import Array
@@ -69,6 +70,7 @@ class Options(Settings):
 
     dropout_prob: float = 0.0
     padding: bool = True  # False: no document number is negative, no row is without a document
+    shared_eighths: int = EIGHTHS  # of each shard, its first rows: where else no document of a placement is on several ranks
     lse_gradient: bool = True  # False: the LSE has no cotangent, and one passed anyway is ignored
     predicates: "tuple[Predicate, ...]" = ()  # mask functions already traced, whose arrays are among the operands
     logits_dtype: str | None = None

@@ -40,7 +40,6 @@ from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import Timed, reason, take_turns
 from ring_attn import Ring
 from ring_attn.generation import KVCache
-from torch_bridge.backends import capture
 from torch_bridge.start import runtime
 
 NEW = 4096  # tokens that a cache has room for; a system that has generated as many begins again
@@ -367,7 +366,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", nargs=3, type=int, default=[32, 8, 128], metavar=("QUERY", "KV", "DIM"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--launched-by-torch", action="store_true", help="decoding on torch's stream, also where that is off")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which nothing more is begun")
     parser.add_argument("--hard-end", type=float, default=480.0, help="seconds after which the job stops whatever it does")
     parser.add_argument("--output", type=Path, default=default_folder("generate"))
@@ -377,7 +375,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 @torch.no_grad()
 def main(given: list[str] | None = None) -> None:
     options = arguments(given)
-    capture.DECODES_ON_GPUS |= options.launched_by_torch
     run = Run(options)
     runtime.start(device=run.team.device)  # on all ranks at once, whichever part comes first
     for part, sizes in ((measure, run.options.sizes), (measure_prefill, run.options.prefill)):

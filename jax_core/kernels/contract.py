@@ -33,6 +33,7 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.masks.functions import Predicate
 from jax_core.masks.layout import Layout, Run
 from jax_core.masks.static import Mask
+from jax_core.operands import EIGHTHS
 from jax_core.varying import varying_axes
 
 # The positions of a shard: one or more runs of equal length and stride. One or two are those of a named layout or a whole sequence;
@@ -70,7 +71,8 @@ class Problem:
     attention (``request.features``). ``backend``: the devices that the arrays are on, "cpu", "gpu" or "tpu".
     ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's. ``generation``: that
     of the TPU, as JAX names it; "" if it is not known. ``documents``: how many a sequence, or if they are ``placed`` a shard, may
-    have, where the segment ids are those of documents; 0 where nothing is known of them.
+    have, where the segment ids are those of documents; 0 where nothing is known of them. ``shared_eighths``: of the rows of a
+    shard, the first, those that other ranks may see.
     """
 
     scores: Scores
@@ -91,6 +93,7 @@ class Problem:
     generation: str = ""
     documents: int = 0
     placed: bool = False
+    shared_eighths: int = EIGHTHS
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ class Pair:
     ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``;
     ``q_runs``, ``k_runs``: their places in the sequence. ``diagonal``: it is known statically that the queries' own positions are
     among those of the keys: both shards are of one rank, as at the first pair of a ring, or the keys are more than that (the whole
-    sequence, or all that a window shows). ``padding``: whether there may be rows of no document.
+    sequence, or all that a window shows). ``padding``: whether there may be rows of no document. ``alone``: whether the
+    queries see no keys but these, so that nothing is joined with the result.
     """
 
     q: Array
@@ -152,6 +156,7 @@ class Pair:
     extras: Extras = Extras()
     diagonal: bool = False
     padding: bool = True
+    alone: bool = False
 
     @property
     def shards(self) -> tuple[Array, Array, Array]:

@@ -16,7 +16,7 @@ from jax_core.options import Options
 # Options that the request turns into something else: the mask, the scores, arrays, or the choice of strategy and kernel.
 _TURNED = frozenset(
     "causal bottom_right sliding_window chunk_size logits_soft_cap softmax_scale dropout_prob precision logits_dtype "
-    "mask_mod mask_builder predicates layout platform strategy cfg padding".split()
+    "mask_mod mask_builder predicates layout platform strategy cfg padding shared_eighths".split()
 )
 # Arrays that are not features: the three that every call has, and those that the library itself adds.
 _ALWAYS = ("query", "key", "value", "rank", "documents", "predicate_arrays")

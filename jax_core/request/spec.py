@@ -16,7 +16,7 @@ from jax_core.masks.builders import Built, build_mask
 from jax_core.masks.functions import Predicate, from_mask_mod
 from jax_core.masks.layout import check_layout
 from jax_core.masks.static import Mask, both, check_reach, make_mask, shifted
-from jax_core.operands import Operands, is_placed
+from jax_core.operands import EIGHTHS, Operands, is_placed
 from jax_core.options import ALONE, Options, Placement
 from jax_core.request import hardware
 from jax_core.request.checks import check_operands
@@ -31,6 +31,9 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
     problem, operands = make_problem(options, operands, place)
     axes = place.axis_name if isinstance(place.axis_name, tuple) and len(place.axis_name) > 1 else ()
     choice = choose(options, problem, axes)
+    by_document = _goes_by_document(choice, problem)
+    if not by_document and not getattr(choice.kernel, "CONTINUES", False):  # whose sums of gradients may not lie in rows
+        problem = replace(problem, shared_eighths=EIGHTHS)
     spec = RingSpec(
         problem=problem,
         strategy=choice.strategy,
@@ -39,7 +42,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
         bwd_config=config_of(problem, choice.bwd_params),
         axis_name=place.axis_name,
         lse_gradient=options.lse_gradient,
-        by_document=_goes_by_document(choice, problem),
+        by_document=by_document,
         padding=options.padding,
     )
     return spec, operands
@@ -93,6 +96,7 @@ def _problem(options: Options, operands: Operands, place: Placement, scores: Sco
         generation=hardware.generation(backend) if place.generation is None else place.generation,
         documents=0 if operands.documents is None else operands.documents.shape[1] - (not is_placed(operands.documents)),
         placed=is_placed(operands.documents),
+        shared_eighths=options.shared_eighths if is_placed(operands.documents) else EIGHTHS,
     )
 
 

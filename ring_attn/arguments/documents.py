@@ -94,8 +94,7 @@ def as_documents(where: MeshArg, operands: Operands[Tensor], options: Options) -
     if documents is None or ids[0] is None or not _lie_as(documents, ids[0], where, operands, options.layout):
         return operands, options
     replaced = dict.fromkeys(_IDS if documents.placed else _IDS[:2])
-    if options.padding and not documents.padding:
-        options = replace(options, padding=False)
+    options = replace(options, padding=options.padding and documents.padding, shared_eighths=documents.shared_eighths)
     return operands.replaced(**replaced, documents=documents.table), options
 
 

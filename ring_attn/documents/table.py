@@ -15,11 +15,12 @@ _LEAST = 16
 
 class Documents(NamedTuple):
     """``table [rows, places + 1]``, or of documents that are placed ``[ranks, pieces, 3]`` (``jax_core.masks.placement``), over the
-    ``ring`` of these global ranks; ``padding``: whether a token is in no document."""
+    ``ring`` of these global ranks; ``padding``: whether a token is in no document; ``shared_eighths`` as in ``options``."""
 
     table: Tensor
     padding: bool
     ring: tuple[int, ...] = ()
+    shared_eighths: int = operands.EIGHTHS
 
     @property
     def placed(self) -> bool:

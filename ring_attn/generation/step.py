@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.checks import check_room
-from torch_bridge.backends import capture
 from torch_bridge.failures.device_progress import recorded
 from torch_bridge.failures.watchdog import exchange, watch
 
@@ -100,8 +99,9 @@ class Graph:
                 # Threads of NCCL and the watchdog look at events meanwhile, which "global" forbids.
                 with torch.cuda.graph(self._graph, stream=_stream_of(device), capture_error_mode="thread_local"):
                     self._result = function(self._token)
-            finally:
-                torch.cuda.set_stream(before)  # torch leaves its own where a capture fails
+            except BaseException:
+                _leave_capture(before)
+                raise
 
     def replay(self, token: Tensor) -> Tensor | None:
         self._token.copy_(token)
@@ -113,6 +113,14 @@ class Graph:
         self._graph.reset()
 
 
+def _leave_capture(stream: torch.cuda.Stream) -> None:
+    """What torch leaves as it is where a capture fails: its own stream is the current one, and the device's generator, still in
+    the capture, gives no random numbers."""
+    torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[stream.device_index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: cuBLAS keeps memory for each stream that it has met."""
@@ -120,4 +128,4 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def capturable(token: Tensor) -> bool:
-    return capture.DECODES_ON_GPUS and token.device.type == "cuda"
+    return token.device.type == "cuda"

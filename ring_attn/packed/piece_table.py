@@ -14,4 +14,5 @@ def piece_table(placement: Placement, documents: Documents, total: int, ring: An
     pieces = placement.table if documents.in_one_piece else None
     if pieces is None:
         return None
-    return Table(torch.from_numpy(pieces).to(device), len(documents.tokens) < total, ranks_of(ring))
+    shared = placement.shared_eighths(total // ring.size)
+    return Table(torch.from_numpy(pieces).to(device), len(documents.tokens) < total, ranks_of(ring), shared)

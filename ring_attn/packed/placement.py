@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_core.operands import MOST_DOCUMENTS, MOST_SHARED, NOBODY
+from jax_core.operands import EIGHTHS, MOST_DOCUMENTS, MOST_SHARED, NOBODY
 from ring_attn.documents.table import places
 
+_SHARED = (0, 3, 6, EIGHTHS)
 TOLERANCE = 1.05  # of the largest work of a rank over the mean: what is worth cutting one more document
 
 
@@ -47,7 +48,7 @@ class Placement(NamedTuple):
     @property
     def table(self) -> np.ndarray | None:
         """As kernels take it (``jax_core.masks.placement``), int32 ``[ranks, most, 3]``; None where they cannot."""
-        shared = 1 + max((self.numbers[piece.document] for piece in self._shared()), default=-1)
+        shared = 1 + max((self.numbers[piece.document] for _, piece in self._shared()), default=-1)
         most = places(max(map(len, self.pieces)))
         if shared > MOST_SHARED or most > MOST_DOCUMENTS or not self._makes_rectangles():
             return None
@@ -56,6 +57,14 @@ class Placement(NamedTuple):
         for rows, pieces in zip(table, self.pieces, strict=True):
             rows[: len(pieces)] = [(self.numbers[piece.document], piece.start, piece.stop - piece.start) for piece in pieces] or 0
         return table
+
+    def shared_eighths(self, shard_length: int) -> int:
+        """Of a shard, its first rows, how many hold all of the documents that several ranks have a part of: one of few numbers, for
+        each is a program of its own."""
+        rows = [0] * len(self.pieces)
+        for rank, piece in self._shared():
+            rows[rank] += piece.stop - piece.start
+        return next(eighths for eighths in _SHARED if max(rows) * EIGHTHS <= eighths * shard_length)
 
     def order(self, lengths: Sequence[int], shard_length: int) -> np.ndarray:
         """``[ranks * shard_length]``: which token of the documents, one after another, is where, -1 for padding."""
@@ -67,10 +76,10 @@ class Placement(NamedTuple):
             shard[: len(tokens)] = tokens
         return order.reshape(-1)
 
-    def _shared(self) -> Iterator[Piece]:
-        """Pieces of documents that several ranks have a part of."""
+    def _shared(self) -> Iterator[tuple[int, Piece]]:
+        """The ranks, and the pieces, of documents that several ranks have a part of."""
         ranks = Counter(document for held in self.pieces for document in {piece.document for piece in held})
-        return (piece for held in self.pieces for piece in held if ranks[piece.document] > 1)
+        return ((rank, piece) for rank, held in enumerate(self.pieces) for piece in held if ranks[piece.document] > 1)
 
     def _makes_rectangles(self) -> bool:
         starts: dict[int, list[list[int]]] = defaultdict(list)

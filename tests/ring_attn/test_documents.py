@@ -170,7 +170,7 @@ def test_a_table_says_what_the_numbers_say(names):
     assert (found is None) == any(name in NO_INTERVALS for name in names)
     if found is None:
         return
-    table, padding, _ = found
+    table, padding, *_ = found
     assert padding == bool((numbers < 0).any())
     assert table.dtype == torch.int32 and table.shape == (len(names), 17)
     index = torch.arange(numbers.shape[1])

@@ -14,6 +14,7 @@ from jax_core.operands import Operands
 from jax_core.options import ALONE, Options, Placement
 from jax_core.request.spec import make_spec
 from jax_core.strategies.pairs.rows import as_kernel_takes_them
+from ring_attn.packed.placement import Placement as Placed
 from ring_attn.packed.placement import place
 
 
@@ -28,6 +29,16 @@ class Packed(NamedTuple):
     options: Mapping[str, Any] = CAUSAL
     dim: int = 72
     placed: bool = False
+
+    @property
+    def options_as_told(self) -> dict[str, Any]:
+        """With what the table does not say itself."""
+        told = {"shared_eighths": self.placement.shared_eighths(self.length)} if self.placed else {}
+        return {**self.options, **told}
+
+    @property
+    def placement(self) -> Placed:
+        return place(np.diff(self.bounds[0]).tolist(), self.ring, self.length)
 
     @property
     def order(self) -> list[int]:
@@ -45,7 +56,7 @@ class Packed(NamedTuple):
         if not self.placed:
             ids = self.ids[:, self.order]
             return np.asarray(self.bounds, np.int32), dict(q_segment_ids=ids, kv_segment_ids=ids)
-        placement = place(np.diff(self.bounds[0]).tolist(), self.ring, self.length)
+        placement = self.placement
         ids, positions = np.full((2, self.ring, self.length), -1, np.int32)
         for rank, pieces in enumerate(placement.pieces):
             rows = [(placement.numbers[x.document], place) for x in pieces for place in range(x.start, x.stop)]
@@ -78,17 +89,30 @@ CASES = {
     ),
     "placed on four, no padding": Packed([[0, 128, 192, 256, 448, 512]], 4, placed=True, options=CAUSAL | {"padding": False}),
     "placed on two, one did not fit": Packed([[0, 120, 240, 256]], ring=2, placed=True),
+    "placed on two, none cut": Packed([[0, 150, 252, 321, 455]], ring=2, length=256, placed=True),
+    "placed on two, a part sent, own heads": Packed(
+        [[0, 45, 228, 248, 268, 340, 350, 369, 432, 479]], ring=2, length=256, kv_heads=2, placed=True
+    ),
+    "placed on four, a part sent": Packed(
+        [[0, 78, 136, 173, 278, 320, 330, 367, 569, 665, 789, 874]], ring=4, length=256, placed=True
+    ),
 }
 
 
 def computed(packed: Packed, platform: str, dtype: str = "float32", by_table: bool | None = None) -> tuple:
     """Out, LSE, and the gradients of query, key and value, of whole sequences in the layout's order. ``by_table``: the documents
     are told so, not as segment ids; by default where the kernel takes them."""
+    function, arrays = call_of(packed, platform, dtype, by_table)
+    return function(*arrays)
+
+
+def call_of(packed: Packed, platform: str, dtype: str = "float32", by_table: bool | None = None) -> tuple[Any, tuple]:
+    """The jitted function of that, and its arguments."""
     by_table = platform == "cute" if by_table is None else by_table
     sizes = [(len(packed.bounds), packed.ring * packed.length, heads, packed.dim) for heads in (2, *[packed.kv_heads] * 2, 2)]
     random = map(np.random.default_rng(0).normal, [0.0] * 4, [1.0] * 4, sizes)
     q, k, v, dout = (jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in random)
-    options = Options(platform=platform, strategy="ring", layout=packed.layout, lse_gradient=False, **packed.options)
+    options = Options(platform=platform, strategy="ring", layout=packed.layout, lse_gradient=False, **packed.options_as_told)
     (table, ids), rows = packed.piece_table, P(None, "ring")
 
     def local(q, k, v, dout, ids, table):
@@ -102,6 +126,7 @@ def computed(packed: Packed, platform: str, dtype: str = "float32", by_table: bo
         return out, jnp.swapaxes(lse, 1, 2), *gradients[:3]
 
     if packed.ring == 1:
-        return jax.jit(local)(q, k, v, dout, ids, table)
+        return jax.jit(local), (q, k, v, dout, ids, table)
     specs = (rows,) * 5 + (P(),)
-    return jax.jit(jax.shard_map(local, mesh=ring_mesh(packed.ring), in_specs=specs, out_specs=rows))(q, k, v, dout, ids, table)
+    function = jax.jit(jax.shard_map(local, mesh=ring_mesh(packed.ring), in_specs=specs, out_specs=rows))
+    return function, (q, k, v, dout, ids, table)

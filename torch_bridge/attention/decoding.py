@@ -30,10 +30,10 @@ from torch_bridge.mesh.rings import ProcessRing
 if TYPE_CHECKING:
     from jax_core.kernels.triton.decode_kernels import DecodeConstants
 
-_PROGRAMS = 256  # that a launch should have: about two for each multiprocessor of an H100 or H200
+_PROGRAMS = 264  # that a launch should have: two for each multiprocessor of an H100 or H200
 _WIDEST = 256  # head dim
 _SHORTEST_PART = 256  # keys; shorter ones would take longer to join than to read
-_COMING = 32768  # bytes of a block of keys and values, of which a program holds three up to here
+_BLOCK = 32768  # bytes of a block of keys and values, of which a program holds three
 _NAMES = Operands._fields[:GIVEN]
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 _TAKEN = {"query", "key", "value", "softmax_aux", "alibi_slopes", *_IDS}
@@ -51,7 +51,7 @@ def decoding_of(program: object) -> "Decoding | None":
 
 def launches(kernel: object, device: torch.device) -> bool:
     """Whether torch launches kernels in the place of JAX's one."""
-    return capture.DECODES_ON_GPUS and kernel is KERNELS["triton"] and device.type == "cuda"
+    return kernel is KERNELS["triton"] and device.type == "cuda"
 
 
 def _computes(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> bool:
@@ -113,7 +113,7 @@ class Decoding:
         parts = query.new_empty(const.parts, batch * queries * heads, const.value_dim + 1, dtype=torch.float32)
         arrays = [given.get(name, query) for name in ("query", "key", "value", *_IDS, "alibi_slopes")]
         grid = const.parts, const.kv_heads * const.row_blocks, batch
-        decode_kernel[grid](*arrays, parts, const=const, **settings_of(const, self.spec.problem.dtype))
+        decode_kernel[grid](*arrays, parts, const=const, **settings_of(const))
         return parts
 
     @cached_property
@@ -129,7 +129,7 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
     dim, value_dim = padded_dim(problem.dim), padded_dim(problem.value_dim)
     rows = problem.q_length * (problem.heads // problem.kv_heads)
     rows_block = min(64, max(16, 1 << (rows - 1).bit_length()))
-    keys_block = 64 if (dim + value_dim) * _itemsize(problem.dtype) <= 1024 else 32
+    keys_block = max(16, 1 << (_BLOCK // ((dim + value_dim) * _itemsize(problem.dtype))).bit_length() - 1)
     programs = problem.batch * problem.kv_heads * -(-rows // rows_block)
     parts = max(1, min(_PROGRAMS // programs, problem.k_length // _SHORTEST_PART))
     return DecodeConstants(
@@ -155,10 +155,10 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
     )
 
 
-def settings_of(const: "DecodeConstants", dtype: str) -> dict[str, int]:
-    """Of a launch: its warps, and how many blocks of keys and values it holds, one that is computed and those that come."""
-    coming = const.keys_block * (const.dim_block + const.value_dim_block) * _itemsize(dtype)
-    return dict(num_warps=4 if coming <= _COMING else 8, num_stages=3 if coming <= _COMING else 2)
+def settings_of(const: "DecodeConstants") -> dict[str, int]:
+    """Of a launch: its warps, and the stages of its loop. Where ids say which keys are read, a block's ids come some stages before
+    it does, so that five stages hold as many blocks as three do without ids."""
+    return dict(num_warps=4, num_stages=5 if const.segments or const.positions else 3)
 
 
 def _itemsize(dtype: str) -> int:
@@ -192,6 +192,6 @@ def _join(parts: Tensor, lse: tuple[int, ...], sinks: Tensor | None, results: Re
 
     count, rows, width = parts.shape
     _, heads, queries = lse
-    at_once = min(32, 1 << (count - 1).bit_length())
+    at_once = min(64, 1 << (count - 1).bit_length())
     const = JoinConstants(count, at_once, queries, heads, width - 1, padded_dim(width - 1), int(sinks is not None), last)
     join_kernel[(rows,)](parts, parts if sinks is None else sinks, *results, const=const, num_warps=4)

@@ -5,14 +5,12 @@ from types import FrameType
 
 import torch
 
-# Not yet: decoding by torch's own launches was compiled for GPUs and run in Triton's interpreter, but not on one.
-DECODES_ON_GPUS = False
 FIRST_CALL = (
     "a ring call is compared between the ranks when it is made for the first time: make it once before it is captured in a "
-    "CUDA graph"
+    "CUDA graph, which only decoding can be, for other calls are computed by JAX"
 )
 
-CAPTURED = "what JAX computes cannot be captured in a CUDA graph, and a ring call is computed by JAX; leave it out of the capture"
+CAPTURED = "what JAX computes cannot be captured in a CUDA graph, and this ring call is computed by JAX; leave it out of the capture"
 
 
 def is_captured(device: torch.device) -> bool:

@@ -125,7 +125,7 @@ def request_of(key: str, specs: TensorSpecs, device: torch.device) -> Request:
 def _make(key: str, specs: TensorSpecs, device: torch.device) -> Program:
     call, request = call_of(key), request_of(key, specs, device)
     if capture.is_captured(device):
-        raise RuntimeError(capture.FIRST_CALL if capture.DECODES_ON_GPUS else capture.CAPTURED)
+        raise RuntimeError(capture.FIRST_CALL)
     with propagating(call.ring, device), in_words_of_the_caller(key):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, request.operation.in_torch(request, program) or program)

@@ -10,14 +10,11 @@ TWO_AXES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
 # XLA would share the search for the fastest algorithms among the processes of a program, and wait for one that has found its
 # program on disk and searches for nothing.
 EACH_ITS_OWN = {"xla_gpu_shard_autotuning": False}
-# NCCL takes as many channels as the link could fill, each with buffers (48 MiB of a GPU) and a multiprocessor that kernels beside a
-# rotation would have. Eight hide the rotations too; what nothing hides takes longer (benchmarks/gpu.md has the price).
-FEW_CHANNELS = {"xla_gpu_nccl_p2p_max_nchannels": "8", "xla_gpu_nccl_collective_max_nchannels": "8"}
 
 
 def options_of_ring(axes: int) -> dict[str, str | bool]:
     """For ``jax.jit(compiler_options=)``: every program of a ring over so many mesh axes has them, since the first one that
     communicates opens the connections of all."""
-    options = ONE_ROTATION | EACH_ITS_OWN | FEW_CHANNELS | (TWO_AXES if axes > 1 else {})
+    options = ONE_ROTATION | EACH_ITS_OWN | (TWO_AXES if axes > 1 else {})
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in flags}

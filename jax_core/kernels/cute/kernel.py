@@ -46,7 +46,7 @@ def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: Ker
     inputs = [launch.rows(q, group), launch.rows(k), launch.rows(v), *launch.extras]
     results = [launch.rows(out, group), Shaped(lse, (*(1,) * (lse.ndim - 2), group, 1))]
     # Padding is of no document, and where no other pair is joined with this one its output is 0.
-    zeroed = [_zeros(results.pop(0))] if launch.sequences and pair.padding and rectangles.is_static(pair.q_runs) else []
+    zeroed = [_zeros(results.pop(0))] if launch.sequences and pair.padding and pair.alone else []
     out_rows, lse_rows = call("forward", launch.settings, inputs, zeroed, results)
     if launch.packed:
         lse_rows = jnp.swapaxes(lse_rows.reshape(heads, batch, length), 0, 1)
@@ -77,7 +77,7 @@ def _by_document(
     pair: Pair, residuals: Residuals, dq: Any, launch: "_Launch", sequences: int, deterministic: bool
 ) -> Grads[Gradient]:
     """``sequences``: those of the sums of pairs other than the diagonal's. All is converted at once but for these."""
-    (q, k, v), scale, alone = pair.shards, pair.scores.scale, rectangles.is_static(pair.q_runs)
+    (q, k, v), scale, alone = pair.shards, pair.scores.scale, pair.alone
     tile: Any = launch.settings.tile
     diagonal = zeros(q, "query", tile, launch.sequences) if launch.sequences else None
     first: Accumulator = dq.others if diagonal is None else diagonal
@@ -184,7 +184,7 @@ def _make_launch(pair: Pair, tile: ForwardTile | BackwardTile, listed: bool, pad
         lists = make_block_sparse(pair, tile.tile_n, isinstance(tile, BackwardTile))
         return _Launch(False, rectangles.WHOLE, None, None, lists, replace(settings, listed=lists.listed))
     by_document = pair.extras.documents is not None
-    if by_document and (pair.diagonal or rectangles.is_static(pair.q_runs)):
+    if by_document and (pair.diagonal or pair.alone):
         bounds, where = rectangles.bounds_of(pair), rectangles.squares(pair, padding)
         covered = None if padding or not pair.padding else rectangles.between(bounds[:, :1], bounds[:, -1:], q.shape[1])
         return _Launch(True, where, covered, covered, None, _with_mask(settings, scores.mask), _sequences(where), by_document)

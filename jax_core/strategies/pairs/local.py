@@ -23,7 +23,9 @@ from jax_core.strategies.transfers.transfer import Tree
 from jax_core.varying import vary, varying_axes
 
 
-def make_pair(spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_runs: Runs, diagonal: bool = False) -> Pair:
+def make_pair(
+    spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_runs: Runs, diagonal: bool = False, alone: bool = False
+) -> Pair:
     """Of the queries and ``keys``, whose places in the sequence are ``k_runs``."""
     extras = extras_of(operands)._replace(
         bias=None if operands.bias is None else take_slice(operands.bias, k_runs),
@@ -32,7 +34,8 @@ def make_pair(spec: RingSpec, operands: Operands, q_runs: Runs, keys: Keys, k_ru
         kv_position_ids=keys.position_ids,
     )
     key, value = (clear_hidden(x, extras.mask) for x in (keys.key, keys.value))
-    return Pair(operands.query, key, value, q_runs, k_runs, spec.problem.scores, extras, diagonal, spec.padding)
+    alone = alone or spec.problem.size == 1
+    return Pair(operands.query, key, value, q_runs, k_runs, spec.problem.scores, extras, diagonal, spec.padding, alone)
 
 
 class Forward(NamedTuple):

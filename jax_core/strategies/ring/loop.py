@@ -2,18 +2,20 @@
 
 Each rank keeps its queries; K/V rotate round the ring (Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers",
 arXiv:2310.01889), and every step continues the online softmax. In the backward K/V rotate again, and their gradients follow one
-step behind until they are back at the rank that owns the shard.
+step behind until they are back at the rank that owns the shard. Of placed documents only the rows travel that other ranks see.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.kernels.contract import Pair, Problem
 from jax_core.masks.layout import Layout, runs
 from jax_core.masks.static import Mask
-from jax_core.operands import Keys, Operands
+from jax_core.operands import EIGHTHS, Keys, Operands
 from jax_core.strategies import visibility
 from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.pairs.local import (
@@ -41,28 +43,30 @@ from jax_core.strategies.transfers.transfer import (
 )
 
 # What a step leaves to the next: the keys as they are sent, how many ranks they have come, and what is summed. (Nothing
-# is sent where there is one step.)
+# is sent where there is one step. In the backward also the gradients of keys that stay.)
 _Forward = tuple[Any, Array, PartialResults]
-_Backward = tuple[Any, Array, Any, LocalGradients]
+_Backward = tuple[Any, Array, Any, Any, LocalGradients]
+
+_MULTIPLE = 64  # of rows that are sent
 
 
 class RingStrategy(Strategy):
     """K/V travel from rank to rank between kernel calls."""
 
     def traffic(self, problem: Problem, backward: bool) -> Traffic:
-        shifts = visible_shifts(problem.scores.mask, problem.layout, problem.size, problem.q_length, problem.k_length)
-        return rotated(problem, len(shifts) - 1, backward)
+        return rotated(replace(problem, k_length=sent_rows(problem)), len(_shifts(problem)) - 1, backward)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
         opened, kernel = open_forward(spec, operands), kernel_of(spec)
         operands, wide = opened.operands, opened.wide
-        local_keys, schedule = operands.keys, _schedule(spec, operands)
+        local_keys, schedule = operands.keys, steps(_shifts(spec.problem))
+        sent_keys, _ = _divided(local_keys, spec.problem)
 
         def run_step(state: _Forward, step: Step) -> _Forward:
             buffer, shift, partials = state
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             arriving = start_transfers(transfers, spec.axis_name, spec.problem.size)
-            pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+            pair = _pair(spec, operands, unpack(buffer, sent_keys) if step.hop_in else local_keys, shift, not step.hop_in)
             result = opened.attend(pair, partials.carry if kernel.CONTINUES else None, last=not step.hop_out)
             if transfers:
                 arriving, result = lax.optimization_barrier((arriving, result))
@@ -74,7 +78,7 @@ class RingStrategy(Strategy):
             buffer, shift, partials = state
             return buffer, shift, partials.merged(wide)
 
-        buffer = pack(local_keys, word_of(spec, local_keys)) if len(schedule) > 1 else None
+        buffer = pack(sent_keys, word_of(spec, sent_keys)) if len(schedule) > 1 else None
         *_, partials = run_steps(spec, run_step, settle, (buffer, jnp.int32(0), PartialResults()), schedule)
         return opened.close(partials.result(opened.last_dtype))
 
@@ -83,36 +87,41 @@ class RingStrategy(Strategy):
     ) -> Operands:
         opened = open_backward(spec, operands, out, lse, dout, dlse)
         operands = opened.operands
-        local_keys, schedule = operands.keys, _schedule(spec, operands)
-        word = word_of(spec, local_keys)
+        local_keys, schedule = operands.keys, steps(_shifts(spec.problem))
+        sent_keys, _ = _divided(local_keys, spec.problem)
+        word = word_of(spec, sent_keys)
 
         def run_step(state: _Backward, step: Step) -> _Backward:
-            buffer, shift, dkv, sums = state
+            buffer, shift, dkv, kept, sums = state
             # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
             arriving = start_transfers(transfers, spec.axis_name, spec.problem.size)
-            pair = _pair(spec, operands, unpack(buffer, local_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+            pair = _pair(spec, operands, unpack(buffer, sent_keys) if step.hop_in else local_keys, shift, not step.hop_in)
             grads = opened.differentiate(pair, sums.dq)
             if transfers:
                 arriving, grads = lax.optimization_barrier((arriving, grads))
             arrived = finish_transfers(arriving, transfers)
-            dkv = add(unpack(arrived[-1], dkv) if step.hop_in else None, (grads.dk, grads.dv))
-            return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, accumulate(sums, grads, pair.k_runs)
+            if step.hop_in:
+                dkv = add(unpack(arrived[-1], dkv), (grads.dk, grads.dv))
+            else:
+                dkv, kept = _divided((grads.dk, grads.dv), spec.problem)
+            sums = accumulate(sums, grads, pair.k_runs)
+            return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, kept, sums
 
         # The first rotation must neither run beside the forward's nor be merged with it, which would keep its result until now.
-        buffer = ordered_after(pack(local_keys, word), opened.residuals.delta) if len(schedule) > 1 else None
-        state: _Backward = buffer, jnp.int32(0), None, opened.no_gradients()
-        _, _, dkv, sums = run_steps(spec, run_step, lambda state: state, state, schedule)
+        buffer = ordered_after(pack(sent_keys, word), opened.residuals.delta) if len(schedule) > 1 else None
+        state: _Backward = buffer, jnp.int32(0), None, None, opened.no_gradients()
+        _, _, dkv, kept, sums = run_steps(spec, run_step, lambda state: state, state, schedule)
         sent = sum(step.hop_out for step in schedule)
-        return opened.close(dkv, sums, lambda dkv: _return_to_owner(spec, dkv, word, sent))
+        return opened.close(dkv, sums, lambda dkv: _joined(_return_to_owner(spec, dkv, word, sent), kept))
 
 
 def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool) -> Pair:
     """The queries and the keys from ``shift`` ranks before this one."""
     owner = (rank_of(spec, operands) - shift) % spec.problem.size
     q_runs, k_runs = query_runs(spec, operands), runs(spec.problem.layout, owner, spec.problem.size, keys.key.shape[1])
-    return make_pair(spec, operands, q_runs, keys, k_runs, diagonal)
+    return make_pair(spec, operands, q_runs, keys, k_runs, diagonal, alone=len(_shifts(spec.problem)) == 1)
 
 
 def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
@@ -122,9 +131,31 @@ def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_lengt
     return tuple(shift for (shift,) in visibility.visible_shifts(mask, layout, (size,), q_length, k_length))
 
 
-def _schedule(spec: RingSpec, operands: Operands) -> list[Step]:
-    problem, lengths = spec.problem, (operands.query.shape[1], operands.key.shape[1])
-    return steps(visible_shifts(problem.scores.mask, problem.layout, problem.size, *lengths))
+def _shifts(problem: Problem) -> tuple[int, ...]:
+    if not sent_rows(problem):
+        return (0,)
+    return visible_shifts(problem.scores.mask, problem.layout, problem.size, problem.q_length, problem.k_length)
+
+
+def sent_rows(problem: Problem) -> int:
+    """Of a shard's keys: its first rows, which hold all that other ranks see."""
+    rows = -(-problem.k_length * problem.shared_eighths // EIGHTHS)
+    return min(problem.k_length, -(-rows // _MULTIPLE) * _MULTIPLE)
+
+
+def _divided(tree: Tree, problem: Problem) -> tuple[Tree, Tree | None]:
+    """Of keys or their gradients, ``[batch, k_length, ...]``: what travels and what stays, None where all of it travels. (A form
+    of the kernel's own travels whole.)"""
+    rows = sent_rows(problem)
+    if rows == problem.k_length:
+        return tree, None
+    return jax.tree.map(lambda x: x[:, :rows], tree), jax.tree.map(lambda x: x[:, rows:], tree)
+
+
+def _joined(came_back: Tree, kept: Tree | None) -> Tree:
+    if kept is None:
+        return came_back
+    return jax.tree.map(lambda x, rest: jnp.concatenate([x, rest.astype(x.dtype)], 1), came_back, kept)
 
 
 def _return_to_owner(spec: RingSpec, dkv: Tree, word: type | None, sent: int) -> Tree:

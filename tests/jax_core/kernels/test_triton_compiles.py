@@ -133,7 +133,7 @@ def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
     arrays = (dtype,) * 3 + ("int32",) * 4 + ("float32",) * 2
     joined = JoinConstants(const.parts, 32, 4, HEADS, dim, const.value_dim_block, int(everything), True)
     return [
-        Launch(decode_kernel, arrays, const, **settings_of(const, dtype)),
+        Launch(decode_kernel, arrays, const, **settings_of(const)),
         Launch(join_kernel, ("float32", "float32", dtype, "float32"), joined, 4, 2),
     ]
 

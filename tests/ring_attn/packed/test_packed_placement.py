@@ -1,5 +1,7 @@
 """Which rank holds which tokens of a packed batch: all of them, equal lengths, and balanced work."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -57,6 +59,15 @@ def test_every_token_has_one_place(lengths, size, more):
     assert seen == {(document, at) for document, length in enumerate(lengths) for at in range(length)}
     assert sum(piece.stop - piece.start for pieces in placement.pieces for piece in pieces) == sum(lengths)
     assert sorted(placement.numbers) == list(range(len(lengths)))
+    first = placement.shared_eighths(shard_length) * shard_length / 8  # rows, after which no document is another rank's, too
+    after = [piece.document for pieces in placement.pieces for piece in rows_after(pieces, first)]
+    holders = Counter(document for pieces in placement.pieces for document in {piece.document for piece in pieces})
+    assert all(holders[document] == 1 for document in after)
+
+
+def rows_after(pieces, first):
+    ends = np.cumsum([piece.stop - piece.start for piece in pieces])
+    return [piece for piece, end in zip(pieces, ends, strict=True) if end > first]
 
 
 def test_work_counts_the_keys_that_are_seen():
