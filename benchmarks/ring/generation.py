@@ -4,12 +4,13 @@ SDPA on one GPU.
     torchrun --standalone --nproc-per-node 4 -m benchmarks.ring.generation [--sizes 262144 1048576] [--output FOLDER]
 
 The model is the attention part of a Llama: a few layers of norm, projections, rotary embedding and attention with 32:8 heads of
-128, bfloat16, random weights. Its keys and values are random, and the same for every system, so that long prompts need no run of
-the model; `--prefill` says for which sizes it is run all the same. One entry, one new token at a time. In milliseconds, for the
-slowest rank:
+128, bfloat16, random weights; with `--mlp` and `--vocabulary` all of it. Its keys and values are random, and the same for every
+system, so that long prompts need no run of the model; `--prefill` says for which sizes it is run all the same. One new token of
+each entry at a time. In milliseconds, for the slowest rank:
 
 prefill     the model on the whole prompt, which fills the cache
-token       the model on one new token; the logits and their sampling are left out
+token       the model on one new token; without `--vocabulary` the logits are left out
+step        the same as `generate` runs it (`DecodingStep`), captured; and "step, host", until it returns
 attention   one layer's attention of it, with the token's key and value stored, in a row of calls
 host        until such a call returns, on an idle device
 error       of the attention's output: its root mean square difference from attention in float32, over its size
@@ -17,7 +18,8 @@ error       of the attention's output: its root mean square difference from atte
 "..., graph": the same calls, captured once in a CUDA graph. "floor of 2": what a ring's attention of a token can hardly be faster
 than, torch's flash attention of a rank's keys with a group's heads as queries, one all-gather, joined in torch; it keeps no token.
 
-Rings of fewer than all GPUs run side by side, so that all GPUs work. On a CPU: --sizes 512 --heads 4 2 16 --layers 1.
+Rings of fewer than all GPUs run side by side, so that all GPUs work. On a CPU: --sizes 512 --heads 4 2 16 --layers 1. The shapes of
+Llama-3.1-8B: --layers 32 --mlp 14336 --vocabulary 128256 --systems "ring of 2" sdpa.
 """
 
 import argparse
@@ -31,15 +33,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.report import Report, default_folder, short
 from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import Timed, reason, take_turns
+from benchmarks.ring.llama import Stack
 from ring_attn import Ring
 from ring_attn.generation import KVCache
+from ring_attn.generation.step import DecodingStep
 from torch_bridge.start import runtime
 
 NEW = 4096  # tokens that a cache has room for; a system that has generated as many begins again
@@ -59,7 +63,7 @@ class System(Protocol):
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keep these, of the whole prompt."""
 
-    def prefill(self, stack: "Stack", x: Tensor) -> "System":
+    def prefill(self, stack: Stack, x: Tensor) -> "System":
         """A new system, after ``stack`` has run on the whole prompt's inputs ``x [1, tokens, width]``."""
 
     def position(self) -> Tensor:
@@ -70,8 +74,9 @@ class System(Protocol):
 
 
 class Ours:
-    def __init__(self, ring: Ring, tokens: int) -> None:
-        self.ring, self.tokens, self.cache = ring, tokens, KVCache(ring, max_length=tokens + NEW)
+    def __init__(self, ring: Ring, entries: int, tokens: int) -> None:
+        self.ring, self.entries, self.tokens = ring, entries, tokens
+        self.cache = KVCache(ring, max_length=tokens + NEW)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kept = self.cache.layers.get(layer)
@@ -81,18 +86,24 @@ class Ours:
 
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
         if self.cache.lengths is None:
-            with self.cache.prompt(torch.zeros(1, self.tokens, dtype=torch.int64, device=k.device)) as part:
+            with self.cache.prompt(torch.zeros(self.entries, self.tokens, dtype=torch.int64, device=k.device)) as part:
                 self.positions = part.position_ids
         self.cache.keep(layer, self.ring.shard(k), self.ring.shard(v), self.positions, torch.zeros_like(self.positions))
 
-    def prefill(self, stack: "Stack", x: Tensor) -> "Ours":
-        new = Ours(self.ring, self.tokens)
-        with new.cache.prompt(torch.zeros(1, self.tokens, dtype=torch.int64, device=x.device)) as part:
-            stack(self.ring.shard(x), part.position_ids, new)
+    def prefill(self, stack: Stack, x: Tensor) -> "Ours":
+        new = Ours(self.ring, self.entries, self.tokens)
+        with new.cache.prompt(torch.zeros(self.entries, self.tokens, dtype=torch.int64, device=x.device)) as part:
+            stack(self.ring.shard(x), part.position_ids, new.attend)
         return new
 
     def position(self) -> Tensor:
-        return torch.full((1, 1), self.tokens, device=self.cache.layers[0].held.key.device)
+        return torch.full((self.entries, 1), self.tokens, device=self.cache.layers[0].held.key.device)
+
+    def again(self) -> None:
+        """Begins anew where the room is taken."""
+        counts = self.cache.counts()
+        if max(counts.values(), default=0) >= NEW - 1:
+            self.cache.set_counts(dict.fromkeys(counts, 0))
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +111,7 @@ class Ours:
 
 
 class Sdpa:
-    """torch's attention of one GPU, ``[1, heads, tokens, dim]`` as it wants them."""
+    """torch's attention of one GPU, ``[entries, heads, tokens, dim]`` as it wants them."""
 
     def __init__(self, backend: SDPBackend | None, tokens: int) -> None:
         self.backend, self.tokens = backend, tokens
@@ -129,13 +140,13 @@ class Sdpa:
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._keep(layer, k.transpose(1, 2), v.transpose(1, 2))
 
-    def prefill(self, stack: "Stack", x: Tensor) -> "Sdpa":
+    def prefill(self, stack: Stack, x: Tensor) -> "Sdpa":
         new = Sdpa(self.backend, self.tokens)
-        stack(x, torch.arange(self.tokens, device=x.device)[None], new)
+        stack(x, torch.arange(self.tokens, device=x.device)[None], new.attend)
         return new
 
     def position(self) -> Tensor:
-        return torch.full((1, 1), self.tokens, device=self.kept[0][0].device)
+        return torch.full((len(self.kept[0][0]), 1), self.tokens, device=self.kept[0][0].device)
 
     @property
     def nbytes(self) -> int:
@@ -151,47 +162,20 @@ class Floor(Sdpa):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         key, value = self.kept[layer]
-        heads, dim = q.shape[2:]
-        groups = q.view(1, key.shape[1], -1, dim)
+        entries, _, heads, dim = q.shape
+        groups = q.view(entries, key.shape[1], -1, dim)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(groups, key, value)[:2]
         part = torch.cat([out.float(), lse[..., None]], -1)
         parts = part.new_empty(self.ring.size, *part.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), part, group=self.ring.processes.group)
         weights = parts[..., dim:].softmax(0)
-        return (parts[..., :dim] * weights).sum(0).to(q.dtype).view(1, 1, heads, dim)
+        return (parts[..., :dim] * weights).sum(0).to(q.dtype).view(entries, 1, heads, dim)
 
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.kept[layer] = self.ring.shard(k).transpose(1, 2).contiguous(), self.ring.shard(v).transpose(1, 2).contiguous()
 
-    def prefill(self, stack: "Stack", x: Tensor) -> "Floor":
+    def prefill(self, stack: Stack, x: Tensor) -> "Floor":
         raise NotImplementedError("it has no attention for prompts")
-
-
-class Stack(nn.Module):
-    """The attention part of a Llama: ``x [1, tokens, heads * dim]`` to the same."""
-
-    def __init__(self, layers: int, heads: tuple[int, int, int]) -> None:
-        super().__init__()
-        query, kv, self.dim = heads
-        width = query * self.dim
-        self.sizes = [query * self.dim, kv * self.dim, kv * self.dim]
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(layers))
-        self.inner = nn.ModuleList(nn.Linear(width, sum(self.sizes), bias=False) for _ in range(layers))
-        self.outer = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor, positions: Tensor, system: System) -> Tensor:
-        frequencies = 500000 ** (-torch.arange(0, self.dim, 2, device=x.device) / self.dim)
-        angle = positions[..., None, None] * frequencies
-        turn = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        for layer, (norm, inner, outer) in enumerate(zip(self.norms, self.inner, self.outer, strict=True)):
-            q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in inner(norm(x)).split(self.sizes, -1))
-            x = x + outer(system.attend(layer, rotated(q, *turn), rotated(k, *turn), v).flatten(2))
-        return x
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class Run:
@@ -203,7 +187,8 @@ class Run:
         self.report = Report(options.output if self.team.rank == 0 else None, f"Generation on {self.team.size} GPUs")
         torch.manual_seed(0)
         with self.team.device:
-            self.stack = Stack(options.layers, tuple(options.heads)).to(torch.bfloat16).requires_grad_(False)
+            stack = Stack(options.layers, tuple(options.heads), options.mlp, options.vocabulary)
+            self.stack = stack.to(torch.bfloat16).requires_grad_(False)
         self.groups = {size: self._group(size) for size in options.rings or self._sizes()}
 
     def _sizes(self) -> list[int]:
@@ -239,18 +224,23 @@ class Run:
 
     def systems(self, tokens: int) -> Iterator[tuple[str, System]]:
         for size, group in self.groups.items():
-            yield f"ring of {size}", Ours(Ring(group, layout="zigzag"), tokens)
-            if ON_GPU and size > 1:
+            if self.wanted(f"ring of {size}"):
+                yield f"ring of {size}", Ours(Ring(group, layout="zigzag"), self.options.entries, tokens)
+            if ON_GPU and size > 1 and self.wanted(f"floor of {size}"):
                 yield f"floor of {size}", Floor(Ring(group, layout="zigzag"), tokens)
         for name, backend in SDPA.items():
-            if ON_GPU or backend is None:
+            if (ON_GPU or backend is None) and self.wanted(name):
                 yield name, Sdpa(backend, tokens)
+
+    def wanted(self, name: str) -> bool:
+        return self.options.systems is None or name in self.options.systems
 
 
 def measure(run: Run, tokens: int) -> None:
     case, ready = f"{short(tokens)} tokens", {}
     heads, kv_heads, dim = run.options.heads
-    new = [run.random(99 + number, 1, 1, count, dim) for number, count in enumerate((heads, kv_heads, kv_heads))]
+    entries = run.options.entries
+    new = [run.random(99 + number, entries, 1, count, dim) for number, count in enumerate((heads, kv_heads, kv_heads))]
     truth = run.guarded(case, "in float32", "error", partial(exact, run, tokens, new))  # while there is room for it
     if truth is None:
         return
@@ -265,9 +255,9 @@ def measure(run: Run, tokens: int) -> None:
             continue
         apart = float((out.float() - truth).square().mean().sqrt() / truth.square().mean().sqrt())
         run.report.add(case=case, system=name, phase="error", error=run.team.slowest(apart), GiB=system.nbytes / GIB)
-    x, place = run.random(7, 1, 1, heads * dim), torch.full((1, 1), tokens, device=run.team.device)
+    x, place = run.random(7, entries, 1, heads * dim), torch.full((entries, 1), tokens, device=run.team.device)
     calls = {
-        "token": lambda system: partial(run.stack, x, place, system),
+        "token": lambda system: partial(run.stack, x, place, system.attend),
         "attention": lambda system: partial(system.attend, 0, *new),
     }
     for phase in PHASES:
@@ -284,6 +274,29 @@ def measure(run: Run, tokens: int) -> None:
         ms = run.guarded(case, name, "host", partial(on_the_host, run, partial(system.attend, 0, *new)))
         if ms is not None:
             run.report.add(case=case, system=name, phase="host", ms=run.team.slowest(ms))
+    for name, system in ready.items():
+        if isinstance(system, Ours):
+            run.guarded(case, name, "step", partial(steps, run, case, name, system, x))
+
+
+def steps(run: Run, case: str, name: str, system: Ours, x: Tensor) -> None:
+    """A token by the library's own step, and the host's part of it."""
+    step = DecodingStep(lambda _, places, cache: run.stack(x, places, system.attend), system.cache)
+    tokens = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+
+    def call() -> Any:
+        system.again()
+        return step(tokens)
+
+    try:
+        call(), call()
+        times, failed = take_turns(run.team, {name: Timed(call)}, run.options.rounds, 40.0)
+        for error in failed.values():
+            raise error
+        run.report.add(case=case, system=name, phase="step", ms=run.team.slowest(times[name].median))
+        run.report.add(case=case, system=name, phase="step, host", ms=run.team.slowest(on_the_host(run, call)))
+    finally:
+        step.close()
 
 
 def attended(run: Run, system: System, new: list[Tensor]) -> Tensor:
@@ -294,7 +307,7 @@ def attended(run: Run, system: System, new: list[Tensor]) -> Tensor:
 
 def token(run: Run, system: System) -> Tensor:
     heads, _, dim = run.options.heads
-    return run.stack(run.random(7, 1, 1, heads * dim), system.position(), system)
+    return run.stack(run.random(7, run.options.entries, 1, heads * dim), system.position(), system.attend)
 
 
 def captured(call: Callable[[], Tensor]) -> Callable[[], Any]:
@@ -311,7 +324,7 @@ def captured(call: Callable[[], Tensor]) -> Callable[[], Any]:
 def filled(run: Run, system: System, tokens: int) -> bool:
     _, kv_heads, dim = run.options.heads
     for layer in range(run.options.layers):
-        system.fill(layer, *(run.random(2 * layer + side, 1, tokens, kv_heads, dim) for side in (0, 1)))
+        system.fill(layer, *(run.random(2 * layer + side, run.options.entries, tokens, kv_heads, dim) for side in (0, 1)))
     return True
 
 
@@ -319,7 +332,8 @@ def exact(run: Run, tokens: int, new: list[Tensor]) -> Tensor:
     """The attention of the first layer to the prompt and itself, in float32."""
     _, kv_heads, dim = run.options.heads
     q, k, v = (x.float() for x in new)
-    k, v = (torch.cat([run.random(side, 1, tokens, kv_heads, dim), x], 1).float() for side, x in ((0, k), (1, v)))
+    kept = (run.random(side, run.options.entries, tokens, kv_heads, dim) for side in (0, 1))
+    k, v = (torch.cat([x, one], 1).float() for x, one in zip(kept, (k, v), strict=True))
     scores = torch.einsum("bqhgd,bkhd->bhgqk", q.unflatten(2, (kv_heads, -1)), k) / dim**0.5
     return torch.einsum("bhgqk,bkhd->bqhgd", scores.softmax(-1), v).flatten(2, 3)
 
@@ -337,7 +351,7 @@ def on_the_host(run: Run, call: Callable[[], Tensor], calls: int = 20) -> float:
 def measure_prefill(run: Run, tokens: int) -> None:
     """Twice each: the first compiles."""
     case, (heads, _, dim) = f"{short(tokens)} tokens", run.options.heads
-    x = run.random(5, 1, tokens, heads * dim)
+    x = run.random(5, run.options.entries, tokens, heads * dim)
     for name, system in run.systems(tokens):
         times = []
         for _ in range(2):
@@ -365,6 +379,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rings", nargs="*", type=int, help="sizes; by default all that divide the number of GPUs")
     parser.add_argument("--heads", nargs=3, type=int, default=[32, 8, 128], metavar=("QUERY", "KV", "DIM"))
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--entries", type=int, default=1)
+    parser.add_argument("--mlp", type=int, default=0, help="the width within MLPs; 0: none")
+    parser.add_argument("--vocabulary", type=int, default=0, help="0: no logits")
+    parser.add_argument("--systems", nargs="*", help="by name; all by default")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which nothing more is begun")
     parser.add_argument("--hard-end", type=float, default=480.0, help="seconds after which the job stops whatever it does")
