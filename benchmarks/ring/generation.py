@@ -87,8 +87,8 @@ class Ours:
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
         if self.cache.lengths is None:
             with self.cache.prompt(torch.zeros(self.entries, self.tokens, dtype=torch.int64, device=k.device)) as part:
-                self.positions = part.position_ids
-        self.cache.keep(layer, self.ring.shard(k), self.ring.shard(v), self.positions, torch.zeros_like(self.positions))
+                self.positions, self.segments = part.position_ids, torch.zeros_like(part.position_ids)
+        self.cache.keep(layer, self.ring.shard(k), self.ring.shard(v), self.positions, self.segments)
 
     def prefill(self, stack: Stack, x: Tensor) -> "Ours":
         new = Ours(self.ring, self.entries, self.tokens)
@@ -281,6 +281,7 @@ def measure(run: Run, tokens: int) -> None:
 
 def steps(run: Run, case: str, name: str, system: Ours, x: Tensor) -> None:
     """A token by the library's own step, and the host's part of it."""
+    system.cache.set_counts(dict.fromkeys(system.cache.counts(), 0))  # all layers in step again
     step = DecodingStep(lambda _, places, cache: run.stack(x, places, system.attend), system.cache)
     tokens = torch.zeros(len(x), dtype=torch.int64, device=x.device)
 

@@ -102,9 +102,10 @@ def _moves(tensor: Tensor) -> bool:
 def moved_to_host(tensor: Tensor) -> AbstractContextManager[None]:
     """Around a checkpoint of which ``tensor`` is an input: what is saved of it is in pinned host memory until its backward, on the
     way while other layers compute. A CPU's stays where it is."""
+    pointer, shape = tensor.data_ptr(), tensor.shape  # autograd keeps ``pack``, which must not keep the tensor
 
     def pack(saved: Tensor) -> _Moved | Tensor:
-        is_it = saved.data_ptr() == tensor.data_ptr() and saved.shape == tensor.shape
+        is_it = saved.data_ptr() == pointer and saved.shape == shape
         return _Moved(saved) if is_it and _moves(saved) else saved
 
     return saved_tensors_hooks(pack, lambda saved: saved.back() if isinstance(saved, _Moved) else saved)

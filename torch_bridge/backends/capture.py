@@ -10,7 +10,9 @@ FIRST_CALL = (
     "CUDA graph, which only decoding can be, for other calls are computed by JAX"
 )
 
-CAPTURED = "what JAX computes cannot be captured in a CUDA graph, and this ring call is computed by JAX; leave it out of the capture"
+CAPTURED = (
+    "what JAX computes cannot be captured in a CUDA graph, and this ring call is computed by JAX; leave it out of the capture"
+)
 
 
 def is_captured(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -43,6 +44,7 @@ class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.moved: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found["gathered"] += func.namespace == "c10d" and "allgather" in func.name()
@@ -52,7 +54,7 @@ class Counted(TorchDispatchMode):
     def __enter__(self) -> "Counted":
         self._before = compiled.Program._run, kept_results.CheckpointedCalls.keep, checkpoint._moves, checkpoint.HostCopy
         run, keep, _, _ = self._before
-        found = self.found
+        found, moved = self.found, self.moved
 
         def counting(program: Any, step: str, *given: Any) -> Any:
             found[step] += 1
@@ -67,6 +69,7 @@ class Counted(TorchDispatchMode):
 
             def __init__(self, tensor: Tensor) -> None:
                 found["moved"] += tensor.numel() * tensor.element_size()
+                moved.append(StorageWeakRef(tensor.untyped_storage()))
                 self.tensor = tensor.clone()
 
             def fetch(self) -> None:
@@ -96,6 +99,7 @@ def stepped(mesh: DeviceMesh, batch: dict[str, Tensor], levers: dict[str, Any]) 
         model.zero_grad()
     with Counted() as counted:
         loss = model(**shard).loss
+        counted.found["held"] = sum(not memory.expired() for memory in counted.moved)
         (loss * mesh.size()).backward()
     return [loss.detach(), *(x.grad.full_tensor() for x in model.parameters())], counted.found
 
@@ -109,6 +113,7 @@ def check_counts(found: Counter[str], usual: Counter[str], levers: Levers, token
     kept = 0 if again else 2 * tokens * LAYERS * 2 * HEADS * DIM + tokens * LAYERS * 4 * HEADS
     assert found["kept"] == kept, (found, kept)
     moved = peak(shapes, Setting(1, levers=Levers(None, offload_inputs=levers.offload_inputs)), tokens).host
+    assert not found["held"], found  # memory of what has moved
     assert found["moved"] == 2 * moved and found["fetched"] == (LAYERS - 1) * levers.offload_inputs, (found, moved)
 
 
