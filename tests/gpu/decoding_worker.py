@@ -17,7 +17,7 @@ import ring_attn
 from ring_attn import Ring
 from ring_attn.generation import KVCache, generate
 from ring_attn.generation.step import DecodingStep
-from torch_bridge.attention import decoding
+from torch_bridge.attention import decoding, peer_memory
 from torch_bridge.call import call_cache, programs
 
 KEYS = ("k", "v", "kv_segment_ids", "kv_position_ids")
@@ -31,16 +31,24 @@ def way(in_torch: bool) -> None:
     call_cache.clear()
 
 
+def decoding_of_call() -> decoding.Decoding:
+    """Of the last call that was new."""
+    made = next(reversed(programs._PROGRAMS.values())).program
+    assert isinstance(made, decoding.Decoding), made
+    return made
+
+
 def cases(rank: int, size: int) -> None:
     """Each rank has a part of the keys."""
     for name, case in CASES.items():
         given = arrays(case)
         part = {name: (x[:, rank::size] if name in KEYS else x).contiguous().cuda() for name, x in given.items()}
         out, lse = ring_attn.ring_attention(**part, **case.options, strategy="decode", return_lse=True)
-        assert isinstance(next(reversed(programs._PROGRAMS.values())).program, decoding.Decoding), name
+        decoding_of_call()
         check(case, given, out.cpu(), lse.cpu())
         again, _ = ring_attn.ring_attention(**part, **case.options, strategy="decode", return_lse=True)
         assert torch.equal(out, again), name
+        assert (decoding_of_call()._peers is not None) == (1 < size <= peer_memory._MOST_RANKS), name
 
 
 def generated(model: torch.nn.Module, **options: bool) -> torch.Tensor:
@@ -128,9 +136,11 @@ def refused() -> None:
 def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    way(in_torch=True)
     decoding._SHORTEST_PART = 16
-    cases(dist.get_rank(), dist.get_world_size())
+    for most in (0, peer_memory._MOST_RANKS):  # NCCL gathers, and GPUs read each other's memory
+        way(in_torch=True)
+        peer_memory._MOST_RANKS = most
+        cases(dist.get_rank(), dist.get_world_size())
     print("cases", flush=True)
     captured()
     print("captured", flush=True)

@@ -19,6 +19,7 @@ from jax_core.operands import GIVEN, Operands
 from jax_core.request.dispatch import KERNELS, STRATEGIES
 from jax_core.strategies.contract import RingSpec
 from torch_bridge.attention.empty import per_head
+from torch_bridge.attention.peer_memory import PeerMemory, peer_memory
 from torch_bridge.backends import capture
 from torch_bridge.backends.compiled import Program
 from torch_bridge.backends.operation import Results, TensorSpec
@@ -96,8 +97,12 @@ class Decoding:
         heads = query.shape[2]
         with torch.cuda.device_of(query):
             parts = self._parts(given)
-            for group in reversed(ring.groups) if ring.size > 1 else ():
-                parts = _gathered(_joined(parts, lse.shape), group)
+            if (peers := self._peers) is not None:
+                _joined(parts, lse.shape, to=peers.own)
+                parts = peers.gathered()
+            else:
+                for group in reversed(ring.groups) if ring.size > 1 else ():
+                    parts = _gathered(_joined(parts, lse.shape), group)
             results = query.new_empty(out.shape), query.new_empty(lse.shape, dtype=lse.dtype)
             sinks = given.get("softmax_aux")
             logarithms = None if sinks is None else per_head(sinks.float(), heads).logsumexp(-1)
@@ -115,6 +120,12 @@ class Decoding:
         grid = const.parts, const.kv_heads * const.row_blocks, batch
         decode_kernel[grid](*arrays, parts, const=const, **settings_of(const))
         return parts
+
+    @cached_property
+    def _peers(self) -> PeerMemory | None:
+        batch, heads, queries = self.program.request.results[1].shape
+        shape = batch * queries * heads, self.spec.problem.value_dim + 1
+        return peer_memory(self.program.ring, shape, self.program.request.device)
 
     @cached_property
     def _constants(self) -> "DecodeConstants":
@@ -177,11 +188,11 @@ def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return parts
 
 
-def _joined(parts: Tensor, lse: tuple[int, ...]) -> Tensor:
-    """``[parts, rows, value_dim + 1]`` as one part, ``[rows, value_dim + 1]``."""
+def _joined(parts: Tensor, lse: tuple[int, ...], to: Tensor | None = None) -> Tensor:
+    """``[parts, rows, value_dim + 1]`` as one part, ``[rows, value_dim + 1]``, in memory of its own or that ``to``."""
     if parts.shape[0] == 1:
-        return parts[0]
-    whole = parts.new_empty(parts.shape[1:])
+        return parts[0] if to is None else to.copy_(parts[0])
+    whole = parts.new_empty(parts.shape[1:]) if to is None else to
     _join(parts, lse, None, (whole, whole), last=False)
     return whole
 
