@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -100,7 +101,7 @@ class Graph:
                 with torch.cuda.graph(self._graph, stream=_stream_of(device), capture_error_mode="thread_local"):
                     self._result = function(self._token)
             except BaseException:
-                _leave_capture(before)
+                _leave_capture(before, self._graph)
                 raise
 
     def replay(self, token: Tensor) -> Tensor | None:
@@ -113,10 +114,12 @@ class Graph:
         self._graph.reset()
 
 
-def _leave_capture(stream: torch.cuda.Stream) -> None:
-    """What torch leaves as it is where a capture fails: its own stream is the current one, and the device's generator, still in
-    the capture, gives no random numbers."""
+def _leave_capture(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph) -> None:
+    """What torch leaves as it is where a capture fails: its own stream is the current one, the allocator still gives the graph's
+    memory and frees none, and the device's generator, still in the capture, gives no random numbers."""
     torch.cuda.set_stream(stream)
+    with suppress(RuntimeError):  # where the allocator has left it
+        torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
     generator = torch.cuda.default_generators[stream.device_index]
     generator.graphsafe_set_state(generator.clone_state())
 
