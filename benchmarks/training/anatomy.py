@@ -76,7 +76,7 @@ def draw(found: list[Event], before: int, to: Path, most: int = 7) -> None:
     now = Counter({"before": before})
     for number, event in enumerate(found):
         now[event.place if event.place in names or event.place == "before" else "else"] += event.size
-        if number % max(1, len(found) // 2000) == 0:
+        if number % max(1, len(found) // 300) == 0:
             for name, line in lines.items():
                 line.append(now[name] / GIB)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
