@@ -21,7 +21,7 @@ from benchmarks.harness.team import Team
 from benchmarks.one_gpu import choice
 from benchmarks.one_gpu import systems as one_gpu_systems
 from benchmarks.one_gpu.bench import Bench
-from benchmarks.ring import alone, flash_attn_of_torch, generation, memory, overlap, profile
+from benchmarks.ring import alone, flash_attn_of_torch, generation, memory, overlap, profile, states
 from ring_attn import ring_attention
 
 ROOT = Path(__file__).parents[1]
@@ -265,6 +265,12 @@ def test_flash_attn_is_passed_on_in_the_form_torch_wants():
 
 
 @pytest.mark.slow
+def test_layers_with_a_state_are_measured(tmp_path: Path):
+    states.main(["--tokens", "128", "--heads", "2", "--dim", "16", "--rounds", "1", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row.get("failed") for row in rows] == [None] * 6
+
+
 def test_generation_is_measured_beside_sdpa(tmp_path: Path):
     small = ["--sizes", "96", "--prefill", "64", "--heads", "4", "2", "16", "--layers", "2", "--rounds", "1"]
     generation.main([*small, "--output", str(tmp_path)])

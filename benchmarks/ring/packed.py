@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
+from benchmarks.harness.checked import checked
 from benchmarks.harness.report import Report, default_folder
 from benchmarks.harness.streams import Event, recorded, split
-from benchmarks.harness.systems import Case, Inputs, Prepared, difference, make_inputs, through_torch
+from benchmarks.harness.systems import Case, Inputs, Prepared, make_inputs, through_torch
 from benchmarks.harness.team import GIB, ON_GPU, Team
 from benchmarks.harness.timing import reason, take_turns
 from benchmarks.ring.flash_attn_of_torch import ring_flash_attn
@@ -166,7 +167,7 @@ def compare(team: Team, options: argparse.Namespace, case: Case, report: Report)
     ready: dict[str, Prepared] = {}
     truth: list[torch.Tensor] = []
     for name in options.systems:
-        made = check(team, case, name, truth, report)
+        made = checked(team, report, case.name, name, partial(prepared, team, case, name), truth)
         if made is not None:
             ready[name] = made
     for phase in PHASES:
@@ -197,22 +198,10 @@ def longest(events: list[Event], most: int = 14) -> list[str]:
     return [f"    {us:7} us, {often[name]:3} times: {name[:110]}" for name, us in taken.most_common(most)]
 
 
-def check(team: Team, case: Case, name: str, truth: list[torch.Tensor], report: Report) -> Prepared | None:
-    """The system, called once, its results compared with the first one's; None on all ranks if that fails."""
-    made, problem, error = None, None, None
-    try:
-        system = SYSTEMS[name](case, team)
-        made = system.prepared(make_inputs(case, team.device))
-        found = [system.whole(x, case.length) for x in made.results("both")]
-        truth.extend([] if truth else found)
-        error = difference(found, truth)
-    except Exception as failure:
-        problem = reason(failure)
-    if team.agreed(problem is None):
-        report.add(case=case.name, system=name, phase="check", error=error)
-        return made
-    report.add(case=case.name, system=name, phase="check", failed=problem or "it failed on another rank")
-    return None
+def prepared(team: Team, case: Case, name: str) -> tuple[Prepared, list[torch.Tensor]]:
+    system = SYSTEMS[name](case, team)
+    made = system.prepared(make_inputs(case, team.device))
+    return made, [system.whole(x, case.length) for x in made.results("both")]
 
 
 if __name__ == "__main__":
