@@ -70,7 +70,7 @@ class Options(Settings):
 
     dropout_prob: float = 0.0
     padding: bool = True  # False: no document number is negative, no row is without a document
-    shared_eighths: int = EIGHTHS  # of each shard, its first rows: where else no document of a placement is on several ranks
+    shared_eighths: int = EIGHTHS  # the first ones of a shard, which hold all of a placement's documents that several ranks have
     lse_gradient: bool = True  # False: the LSE has no cotangent, and one passed anyway is ignored
     predicates: "tuple[Predicate, ...]" = ()  # mask functions already traced, whose arrays are among the operands
     logits_dtype: str | None = None

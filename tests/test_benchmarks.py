@@ -264,13 +264,13 @@ def test_flash_attn_is_passed_on_in_the_form_torch_wants():
         flash_attn_of_torch._flash_attn_forward(q, k, k, softmax_scale=0.1, causal=True, dropout_p=0.1)
 
 
-@pytest.mark.slow
 def test_layers_with_a_state_are_measured(tmp_path: Path):
     states.main(["--tokens", "128", "--heads", "2", "--dim", "16", "--rounds", "1", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [row.get("failed") for row in rows] == [None] * 6
 
 
+@pytest.mark.slow
 def test_generation_is_measured_beside_sdpa(tmp_path: Path):
     small = ["--sizes", "96", "--prefill", "64", "--heads", "4", "2", "16", "--layers", "2", "--rounds", "1"]
     generation.main([*small, "--output", str(tmp_path)])

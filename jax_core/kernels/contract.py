@@ -71,8 +71,8 @@ class Problem:
     attention (``request.features``). ``backend``: the devices that the arrays are on, "cpu", "gpu" or "tpu".
     ``capability``: the generation of the GPU, as 90 for 9.0; 0 if there is none here, or not one of NVIDIA's. ``generation``: that
     of the TPU, as JAX names it; "" if it is not known. ``documents``: how many a sequence, or if they are ``placed`` a shard, may
-    have, where the segment ids are those of documents; 0 where nothing is known of them. ``shared_eighths``: of the rows of a
-    shard, the first, those that other ranks may see.
+    have, where the segment ids are those of documents; 0 where nothing is known of them. ``shared_eighths``: the first
+    eighths of a shard, which hold all that other ranks see; all of them but with placed documents.
     """
 
     scores: Scores

@@ -24,6 +24,8 @@ from jax_core.request.dispatch import Choice, choose
 from jax_core.request.features import features
 from jax_core.strategies.contract import RingSpec
 
+_BY_INDEX = frozenset("bias mask dropout_prob".split())  # features that go by a key's index among all keys
+
 
 def make_spec(options: Options, operands: Operands, place: Placement = ALONE) -> tuple[RingSpec, Operands]:
     """Checks everything and returns the static spec, with the operands completed: the ids of a side that was left out, and the
@@ -32,7 +34,7 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
     axes = place.axis_name if isinstance(place.axis_name, tuple) and len(place.axis_name) > 1 else ()
     choice = choose(options, problem, axes)
     by_document = _goes_by_document(choice, problem)
-    if not by_document and not getattr(choice.kernel, "CONTINUES", False):  # whose sums of gradients may not lie in rows
+    if not _may_send_rows(problem, by_document or getattr(choice.kernel, "CONTINUES", False)):
         problem = replace(problem, shared_eighths=EIGHTHS)
     spec = RingSpec(
         problem=problem,
@@ -46,6 +48,13 @@ def make_spec(options: Options, operands: Operands, place: Placement = ALONE) ->
         padding=options.padding,
     )
     return spec, operands
+
+
+def _may_send_rows(problem: Problem, in_rows: bool) -> bool:
+    """Whether a part of a shard may stand for it. ``in_rows``: the kernel's sums of gradients are arrays like the operands. What
+    goes by a key's index among all keys needs whole shards, and so do plans."""
+    by_index = any(predicate.over == "index" for predicate in problem.scores.predicates)
+    return in_rows and not by_index and not problem.features & _BY_INDEX and isinstance(problem.layout, str)
 
 
 def _goes_by_document(choice: Choice, problem: Problem) -> bool:

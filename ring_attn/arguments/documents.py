@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jax_core.masks.layout import Layout, runs
-from jax_core.operands import Operands
+from jax_core.operands import EIGHTHS, Operands
 from jax_core.options import Options
 from ring_attn.arguments.local_lengths import doubt_local_lengths
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding, require
@@ -18,6 +18,7 @@ from torch_bridge.mesh.rings import MeshArg, MeshLike
 from torch_bridge.tracing import constant
 
 Given = tuple[Operands[Tensor], Options]
+_EIGHTHS = tuple(range(EIGHTHS + 1))
 _IDS = ("q_segment_ids", "kv_segment_ids", "q_position_ids", "kv_position_ids")
 
 
@@ -94,7 +95,8 @@ def as_documents(where: MeshArg, operands: Operands[Tensor], options: Options) -
     if documents is None or ids[0] is None or not _lie_as(documents, ids[0], where, operands, options.layout):
         return operands, options
     replaced = dict.fromkeys(_IDS if documents.placed else _IDS[:2])
-    options = replace(options, padding=options.padding and documents.padding, shared_eighths=documents.shared_eighths)
+    shared = _EIGHTHS[documents.shared_eighths]  # by which a compiled function has it as a number that it knows
+    options = replace(options, padding=options.padding and documents.padding, shared_eighths=shared)
     return operands.replaced(**replaced, documents=documents.table), options
 
 

@@ -95,13 +95,13 @@ class Graph:
     def capture(self, function: Callable[[Tensor], Tensor | None]) -> None:
         device = self._token.device
         with torch.cuda.device(device):
-            before = torch.cuda.current_stream()
+            before, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
             try:
                 # Threads of NCCL and the watchdog look at events meanwhile, which "global" forbids.
-                with torch.cuda.graph(self._graph, stream=_stream_of(device), capture_error_mode="thread_local"):
+                with torch.cuda.graph(self._graph, pool, _stream_of(device), capture_error_mode="thread_local"):
                     self._result = function(self._token)
             except BaseException:
-                _leave_capture(before, self._graph)
+                _leave_capture(before, pool)
                 raise
 
     def replay(self, token: Tensor) -> Tensor | None:
@@ -114,14 +114,15 @@ class Graph:
         self._graph.reset()
 
 
-def _leave_capture(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph) -> None:
-    """What torch leaves as it is where a capture fails: its own stream is the current one, the allocator still gives the graph's
-    memory and frees none, and the device's generator, still in the capture, gives no random numbers."""
+def _leave_capture(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    """What torch leaves as it is where a capture does not end: its own stream is the current one, the allocator still gives the
+    graph's memory and frees none, and the device's generator, still in the capture, gives no random numbers."""
     torch.cuda.set_stream(stream)
-    with suppress(RuntimeError):  # where the allocator has left it
-        torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
-    generator = torch.cuda.default_generators[stream.device_index]
-    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # of the first: torch has ended it
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        torch._C._cuda_releasePool(stream.device_index, pool)
+        generator = torch.cuda.default_generators[stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @cache

@@ -6,7 +6,7 @@ long for that are cut over all ranks, each in zigzag, which costs every rank the
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +48,7 @@ class Placement(NamedTuple):
     @property
     def table(self) -> np.ndarray | None:
         """As kernels take it (``jax_core.masks.placement``), int32 ``[ranks, most, 3]``; None where they cannot."""
-        shared = 1 + max((self.numbers[piece.document] for _, piece in self._shared()), default=-1)
+        shared = 1 + max((self.numbers[piece.document] for piece in self._shared()), default=-1)
         most = places(max(map(len, self.pieces)))
         if shared > MOST_SHARED or most > MOST_DOCUMENTS or not self._makes_rectangles():
             return None
@@ -61,10 +61,11 @@ class Placement(NamedTuple):
     def shared_eighths(self, shard_length: int) -> int:
         """Of a shard, its first rows, how many hold all of the documents that several ranks have a part of: one of few numbers, for
         each is a program of its own."""
-        rows = [0] * len(self.pieces)
-        for rank, piece in self._shared():
-            rows[rank] += piece.stop - piece.start
-        return next(eighths for eighths in _SHARED if max(rows) * EIGHTHS <= eighths * shard_length)
+        shared, rows = {piece.document for piece in self._shared()}, 0
+        for held in self.pieces:
+            ends = accumulate(piece.stop - piece.start for piece in held)
+            rows = max(rows, *(end for end, piece in zip(ends, held, strict=True) if piece.document in shared), 0)
+        return next(eighths for eighths in _SHARED if rows * EIGHTHS <= eighths * shard_length)
 
     def order(self, lengths: Sequence[int], shard_length: int) -> np.ndarray:
         """``[ranks * shard_length]``: which token of the documents, one after another, is where, -1 for padding."""
@@ -76,10 +77,10 @@ class Placement(NamedTuple):
             shard[: len(tokens)] = tokens
         return order.reshape(-1)
 
-    def _shared(self) -> Iterator[tuple[int, Piece]]:
-        """The ranks, and the pieces, of documents that several ranks have a part of."""
+    def _shared(self) -> Iterator[Piece]:
+        """Pieces of documents that several ranks have a part of."""
         ranks = Counter(document for held in self.pieces for document in {piece.document for piece in held})
-        return ((rank, piece) for rank, held in enumerate(self.pieces) for piece in held if ranks[piece.document] > 1)
+        return (piece for held in self.pieces for piece in held if ranks[piece.document] > 1)
 
     def _makes_rectangles(self) -> bool:
         starts: dict[int, list[list[int]]] = defaultdict(list)

@@ -16,6 +16,7 @@ from ring_attn.documents.reading import read_documents
 from ring_attn.documents.table import of_cumulative, of_numbers
 from ring_attn.flash import flash_attn_varlen_func
 from ring_attn.sharding import marks
+from ring_attn.sharding.marks import bounds_of, mark_bounds
 from torch_bridge.attention import functional
 from torch_bridge.attention.operation import OPERANDS
 from torch_bridge.call import autograd, sanity_checks
@@ -215,6 +216,21 @@ def test_kernels_are_told_the_pieces_of_a_packed_batch(told, compiles):
     torch.testing.assert_close(out, changed)
     ring_attention(q, q, q, causal=True, mesh="local", q_segment_ids=batch.segment_ids)
     assert told[-1] is None
+
+
+def test_a_compiled_function_takes_batches_of_which_other_parts_are_shared(told):
+    batch = shard_packed({"input_ids": torch.arange(9)[None], "cu_seqlens": torch.tensor([0, 3, 9])}, mesh="local", buckets=0)
+    table, q = bounds_of(batch.segment_ids, None), torch.randn(1, 9, 2, 8)
+    assert table is not None
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def attend(x, segments, positions):
+        return ring_attention(x, x, x, causal=True, mesh="local", q_segment_ids=segments, q_position_ids=positions)
+
+    for eighths in (3, 6, 8, 0):
+        marked = table._replace(shared_eighths=eighths)
+        ids = (mark_bounds(x.clone(), marked) for x in (batch.segment_ids, batch.offsets))
+        assert torch.equal(attend(q, *ids), attend(q, *batch.attention.values())) and told[-1] is not None
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_cases import CAUSAL, ring_mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_core.masks.layout import permutation
@@ -99,27 +100,31 @@ CASES = {
 }
 
 
-def computed(packed: Packed, platform: str, dtype: str = "float32", by_table: bool | None = None) -> tuple:
+def computed(packed: Packed, platform: str, dtype: str = "float32", by_table: bool | None = None, strategy: str = "ring") -> tuple:
     """Out, LSE, and the gradients of query, key and value, of whole sequences in the layout's order. ``by_table``: the documents
     are told so, not as segment ids; by default where the kernel takes them."""
-    function, arrays = call_of(packed, platform, dtype, by_table)
+    function, arrays = call_of(packed, platform, dtype, by_table, strategy)
     return function(*arrays)
 
 
-def call_of(packed: Packed, platform: str, dtype: str = "float32", by_table: bool | None = None) -> tuple[Any, tuple]:
-    """The jitted function of that, and its arguments."""
+def call_of(
+    packed: Packed, platform: str, dtype: str = "float32", by_table: bool | None = None, strategy: str = "ring"
+) -> tuple[Any, tuple]:
+    """The jitted function of that, and its arguments. A strategy of two axes gets two."""
     by_table = platform == "cute" if by_table is None else by_table
     sizes = [(len(packed.bounds), packed.ring * packed.length, heads, packed.dim) for heads in (2, *[packed.kv_heads] * 2, 2)]
     random = map(np.random.default_rng(0).normal, [0.0] * 4, [1.0] * 4, sizes)
     q, k, v, dout = (jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in random)
-    options = Options(platform=platform, strategy="ring", layout=packed.layout, lse_gradient=False, **packed.options_as_told)
-    (table, ids), rows = packed.piece_table, P(None, "ring")
+    options = Options(platform=platform, strategy=strategy, layout=packed.layout, lse_gradient=False, **packed.options_as_told)
+    mesh = packed_mesh(packed.ring, strategy)
+    (table, ids), rows = packed.piece_table, P(None, mesh.axis_names)
 
     def local(q, k, v, dout, ids, table):
         told = dict(documents=table) if by_table else ids
-        ring = Placement("ring", packed.ring) if packed.ring > 1 else ALONE
+        axes = mesh.axis_names if len(mesh.axis_names) > 1 else "ring"
+        ring = Placement(axes, packed.ring, mesh.devices.shape) if packed.ring > 1 else ALONE
         spec, operands = make_spec(options, Operands(q, k, v, **told), ring)
-        assert spec.by_document == (platform == "cute")
+        assert spec.by_document == (platform == "cute" and (strategy == "ring" or not packed.placed))
         operands = as_kernel_takes_them(spec, operands)
         out, lse = spec.strategy.forward(spec, operands)
         gradients = spec.strategy.backward(spec, operands, out, lse, dout)
@@ -128,5 +133,11 @@ def call_of(packed: Packed, platform: str, dtype: str = "float32", by_table: boo
     if packed.ring == 1:
         return jax.jit(local), (q, k, v, dout, ids, table)
     specs = (rows,) * 5 + (P(),)
-    function = jax.jit(jax.shard_map(local, mesh=ring_mesh(packed.ring), in_specs=specs, out_specs=rows))
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows))
     return function, (q, k, v, dout, ids, table)
+
+
+def packed_mesh(size: int, strategy: str) -> Mesh:
+    if strategy not in ("ulysses_ring", "ring_ulysses"):
+        return ring_mesh(size)
+    return Mesh(np.array(jax.devices()[:size]).reshape(2, -1), ("major", "minor"))

@@ -83,6 +83,7 @@ class Decoding:
                 raise RuntimeError(capture.FIRST_CALL)
             return self._attend(ring, operands)
         self.program.check(operands)
+        _ = self._peers  # which waits for all ranks the first time, and so comes before the call
         with watch(ring, "forward", self.program.call) as call:
             results = self._attend(ring, operands)
             call.event = recorded(device)
@@ -98,8 +99,8 @@ class Decoding:
         with torch.cuda.device_of(query):
             parts = self._parts(given)
             if (peers := self._peers) is not None:
-                _joined(parts, lse.shape, to=peers.own)
-                parts = peers.gathered()
+                _joined(parts, lse.shape, to=peers.own(parts.shape[1:]))
+                parts = peers.gathered(parts.shape[1:])
             else:
                 for group in reversed(ring.groups) if ring.size > 1 else ():
                     parts = _gathered(_joined(parts, lse.shape), group)
@@ -124,8 +125,8 @@ class Decoding:
     @cached_property
     def _peers(self) -> PeerMemory | None:
         batch, heads, queries = self.program.request.results[1].shape
-        shape = batch * queries * heads, self.spec.problem.value_dim + 1
-        return peer_memory(self.program.ring, shape, self.program.request.device)
+        numbers = batch * queries * heads * (self.spec.problem.value_dim + 1)
+        return peer_memory(self.program.ring, numbers, self.program.request.device)
 
     @cached_property
     def _constants(self) -> "DecodeConstants":
@@ -140,7 +141,7 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
     dim, value_dim = padded_dim(problem.dim), padded_dim(problem.value_dim)
     rows = problem.q_length * (problem.heads // problem.kv_heads)
     rows_block = min(64, max(16, 1 << (rows - 1).bit_length()))
-    keys_block = max(16, 1 << (_BLOCK // ((dim + value_dim) * _itemsize(problem.dtype))).bit_length() - 1)
+    keys_block = min(128, 1 << (_BLOCK // ((dim + value_dim) * _itemsize(problem.dtype))).bit_length() - 1)
     programs = problem.batch * problem.kv_heads * -(-rows // rows_block)
     parts = max(1, min(_PROGRAMS // programs, problem.k_length // _SHORTEST_PART))
     return DecodeConstants(

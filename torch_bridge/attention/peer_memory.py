@@ -4,6 +4,7 @@ NCCL takes some 30 us to gather the few KiB of a decoding step, a fifth of a lay
 part among zeros, and torch's one-shot all-reduce adds what all have: 0 and -inf are exact.
 """
 
+import os
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -14,59 +15,63 @@ from torch import Tensor
 from torch_bridge.failures.watchdog import exchange
 from torch_bridge.mesh.rings import ProcessRing
 
-_MOST_RANKS, _MOST_BYTES = 8, 1 << 20  # beyond which each rank would read so much of each that NCCL is as fast
+_MOST_RANKS, _NUMBERS = 8, 1 << 18  # a rank reads all of this of each other; beyond it NCCL is as fast
 _WHAT = "whether GPUs read each other's memory"
-_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], PeerMemory | None]]" = WeakKeyDictionary()
+_made: "WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None]" = WeakKeyDictionary()
 
 
 class PeerMemory:
-    """``parts``: float32 ``[ranks, *shape]`` in symmetric memory, all 0 but for :attr:`own`."""
+    """Memory of all ranks of a ring, for one gathering after another: on one stream at a time, as NCCL's are."""
 
-    def __init__(self, parts: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-        self.own, self._parts, self._group = parts[rank], parts, group.group_name
+    def __init__(self, memory: Tensor, ring: ProcessRing) -> None:
+        self._memory, self._ring, self._group = memory, ring, ring.groups[0].group_name
 
-    def gathered(self) -> Tensor:
-        """``own`` of all ranks, in memory of the call's. All ranks call it, in one order."""
-        return torch.ops.symm_mem.one_shot_all_reduce(self._parts, "sum", self._group)
+    def own(self, shape: torch.Size) -> Tensor:
+        """Where this rank's part of this shape, float32, is to be written; the other ranks' are 0 here."""
+        return self._parts(shape).zero_()[self._ring.rank]
+
+    def gathered(self, shape: torch.Size) -> Tensor:
+        """``[ranks, *shape]``, in memory of the call's: what each has written. All ranks call it, in one order."""
+        return torch.ops.symm_mem.one_shot_all_reduce(self._parts(shape), "sum", self._group)
+
+    def _parts(self, shape: torch.Size) -> Tensor:
+        return self._memory[: self._ring.size * shape.numel()].view(self._ring.size, *shape)
 
 
-def peer_memory(ring: ProcessRing, shape: tuple[int, ...], device: torch.device) -> PeerMemory | None:
-    """Of the ring's ranks, one for each shape; None, on all of them, where they are not on one host, or one of them cannot. The
-    first call for a shape waits for all ranks."""
-    parts = (ring.size, *shape)
-    if device.type != "cuda" or len(ring.groups) != 1 or not 1 < ring.size <= _MOST_RANKS:
-        return None
-    if 4 * torch.Size(parts).numel() > _MOST_BYTES:
+def peer_memory(ring: ProcessRing, numbers: int, device: torch.device) -> PeerMemory | None:
+    """For parts of so many numbers; None, on all ranks, where they are not on one host, or one of them cannot. The first call of a
+    ring waits for all ranks."""
+    if device.type != "cuda" or len(ring.groups) != 1 or not 1 < ring.size <= _MOST_RANKS or ring.size * numbers > _NUMBERS:
         return None
     (group,) = ring.groups
-    made = _made.setdefault(group, {})
-    if parts not in made:
-        made[parts] = _make(ring, parts, device)
-    return made[parts]
+    if group not in _made:
+        _made[group] = _make(ring, device)
+    return _made[group]
 
 
-def _make(ring: ProcessRing, parts: tuple[int, ...], device: torch.device) -> PeerMemory | None:
-    empty, host = _empty(parts, device)
-    if exchange(ring, _WHAT, host) is not None or empty is None:
+def _make(ring: ProcessRing, device: torch.device) -> PeerMemory | None:
+    memory, place = _empty(device)
+    if exchange(ring, _WHAT, place) is not None or memory is None:
         return None
-    (group,), reason = ring.groups, ""
+    reason = ""
     try:
         import torch.distributed._symmetric_memory as symmetric
 
-        symmetric.rendezvous(empty, group)
+        symmetric.rendezvous(memory, ring.groups[0])
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if exchange(ring, _WHAT, reason) is not None or reason:
         return None
-    return PeerMemory(empty, ring.rank, group)
+    return PeerMemory(memory, ring)
 
 
-def _empty(parts: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, str]:
-    """Zeros in symmetric memory, and on which host; None and the reason where there is none."""
+def _empty(device: torch.device) -> tuple[Tensor | None, str]:
+    """Symmetric memory, and where its process is: on which host, in which namespaces. None and the reason where there is none."""
     try:
         import torch.distributed._symmetric_memory as symmetric
 
-        empty = symmetric.empty(parts, dtype=torch.float32, device=device).zero_()
-        return empty, Path("/proc/sys/kernel/random/boot_id").read_text()
+        memory = symmetric.empty(_NUMBERS, dtype=torch.float32, device=device)
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt", "net")]
+        return memory, " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
     except Exception as error:  # whatever it is, NCCL gathers, too
         return None, f"{type(error).__name__}: {error}"

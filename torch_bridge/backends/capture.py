@@ -7,7 +7,7 @@ import torch
 
 FIRST_CALL = (
     "a ring call is compared between the ranks when it is made for the first time: make it once before it is captured in a "
-    "CUDA graph, which only decoding can be, for other calls are computed by JAX"
+    "CUDA graph (calls that JAX computes, all but decoding, cannot be captured at all)"
 )
 
 CAPTURED = (

@@ -19,6 +19,7 @@ from torch_bridge.backends.operation import Operation, Program, Request, TensorS
 from torch_bridge.call import call_cache
 from torch_bridge.call.error_propagation import propagating
 from torch_bridge.mesh.protocol import AnyRing, Tensors
+from torch_bridge.mesh.rings import has_ended
 from torch_bridge.mesh.trial import current, note_dtype, note_ring
 
 # Programs of a ring that are kept. The one made first is dropped first: programs are made in the same order on all ranks, because
@@ -53,9 +54,20 @@ def describe(ring: AnyRing, operation: Operation, names: Names) -> str:
     saved and loaded; so a call with functions, which may differ under one name, names this process."""
     call = Call(ring, operation)
     found = _KEYS.get(call)
+    if found is not None and has_ended(_CALLS[found].ring):
+        _begin_anew(found, call)
     key = _describe(call) if found is None else found
     _NAMES[key] = names
     return key
+
+
+def _begin_anew(key: str, call: Call) -> None:
+    """With the ring's present process groups, and programs of these."""
+    del _KEYS[_CALLS[key]]
+    _CALLS[key], _KEYS[call] = call, key
+    call_cache.clear()
+    for of_ended in [each for each in _PROGRAMS if each[0] == key]:
+        del _PROGRAMS[of_ended]
 
 
 def _describe(call: Call) -> str:

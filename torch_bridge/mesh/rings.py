@@ -93,6 +93,16 @@ class ProcessRing:
         return f"ring of global ranks {list(self.ranks)}" + (f" over {shape}" if len(self.axes) > 1 else "")
 
 
+def has_ended(ring: object) -> bool:
+    """Whether a process group of the ring has been destroyed."""
+    try:
+        for group in getattr(ring, "groups", ()):
+            dist.get_backend(group)
+    except (RuntimeError, ValueError):
+        return True
+    return False
+
+
 @cache  # by the default group too: a job may destroy its groups and begin anew
 def _joint_group(ranks: tuple[int, ...], world: "dist.ProcessGroup") -> "dist.ProcessGroup":
     del world

@@ -113,7 +113,8 @@ def of_shared_documents(pair: Pair) -> tuple[Offsets, Array, Array]:
     q_first, k_end = jnp.where(before, queries.begins, queries.middles), jnp.where(before, keys.middles, keys.ends)
     there = (q_first < queries.ends) & (keys.begins < k_end)
     sides = (q_first, queries.ends, pair.q.shape[1]), (keys.begins, k_end, pair.k.shape[1])
-    offsets = [jnp.append(jnp.where(there, first, end), jnp.int32(length)) for first, end, length in sides]
+    # Of what is not there the keys may have been left behind.
+    offsets = [jnp.append(jnp.where(there, first, jnp.minimum(end, length)), jnp.int32(length)) for first, end, length in sides]
     lengths = [jnp.where(there, end - first, 0) for first, end, _ in sides]
     q_rows, k_rows = (_within(at[:-1], number, length) for at, number, (*_, length) in zip(offsets, lengths, sides, strict=True))
     return (offsets[0], lengths[0], offsets[1], lengths[1]), q_rows, k_rows

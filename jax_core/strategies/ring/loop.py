@@ -144,10 +144,10 @@ def sent_rows(problem: Problem) -> int:
 
 
 def _divided(tree: Tree, problem: Problem) -> tuple[Tree, Tree | None]:
-    """Of keys or their gradients, ``[batch, k_length, ...]``: what travels and what stays, None where all of it travels. (A form
-    of the kernel's own travels whole.)"""
+    """Of keys or their gradients, ``[batch, k_length, ...]``: what travels and what stays, None where that is not divided. (A form
+    of the kernel's own is not.)"""
     rows = sent_rows(problem)
-    if rows == problem.k_length:
+    if rows in (0, problem.k_length):  # with none, nothing leaves
         return tree, None
     return jax.tree.map(lambda x: x[:, :rows], tree), jax.tree.map(lambda x: x[:, rows:], tree)
 

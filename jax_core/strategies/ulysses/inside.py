@@ -8,6 +8,7 @@ from jax import Array
 
 from jax_core.kernels.contract import Problem
 from jax_core.masks.layout import Index, Layout, Run, feature, padded_length, runs, shard_multiple
+from jax_core.operands import EIGHTHS
 from jax_core.options import AxisName
 from jax_core.strategies.contract import RingSpec, Strategy
 
@@ -57,6 +58,8 @@ def problem_inside(problem: Problem, axis: int | None) -> Problem:
         return problem  # refused for it
     layout, ring = _layout_inside(problem.layout, problem.sizes, axis), problem.size // size
     features = problem.features - {feature(problem.layout)} | {feature(layout)}
+    if problem.placed:  # the table is of the ranks' own shards, not of those that are joined: kernels go by ids
+        problem = replace(problem, documents=0, placed=False, shared_eighths=EIGHTHS)
     return replace(
         problem,
         heads=problem.heads // size,

@@ -199,6 +199,20 @@ def test_a_table_of_documents_is_their_segment_ids(name: str):
             np.testing.assert_array_equal(by_table, by_ids)
 
 
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("platform", ["xla", "cute"])
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses_ring", "ring_ulysses", "all_gather"])
+def test_placed_documents_by_other_strategies(strategy: str, platform: str):
+    """Whose inner shards are several ranks', which the table does not know."""
+    two = strategy == "ulysses"
+    packed = packed_rows.CASES["placed on two, a part sent, own heads" if two else "placed on four, a part sent"]._replace(
+        kv_heads=2
+    )
+    wanted = packed_rows.computed(packed, "xla")
+    for found, by_ring in zip(packed_rows.computed(packed, platform, by_table=True, strategy=strategy), wanted, strict=True):
+        np.testing.assert_allclose(found, by_ring, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("name", "part"), [("none cut", 0), ("a part sent, own heads", 1 / 2), ("one cut", 1)])
 def test_of_placed_documents_only_what_others_see_is_sent(name: str, part: float):
     """Of the words that a program sends without the placement."""

@@ -105,7 +105,9 @@ def test_kernels_compile_and_fit(capability, case, tmp_path):
     assert not [each for each in uses if each.spilled > most_spilled(capability, case, each.kernel)]
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (80, "float16"), (256, "float32")])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (80, "float16"), (256, "float32"), (32, "bfloat16")]
+)
 def test_decoding_compiles_and_fits(dim, dtype, tmp_path):
     """With all that a cache may ask for at once; and without anything."""
     for everything in (True, False):
@@ -131,7 +133,7 @@ def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
         spec, operands = make_spec(options, operands, Placement("ring", RING, backend="gpu", capability=90))
     const = constants_of(spec, operands.given)
     arrays = (dtype,) * 3 + ("int32",) * 4 + ("float32",) * 2
-    joined = JoinConstants(const.parts, 32, 4, HEADS, dim, const.value_dim_block, int(everything), True)
+    joined = JoinConstants(const.parts, 64, 4, HEADS, dim, const.value_dim_block, int(everything), True)
     return [
         Launch(decode_kernel, arrays, const, **settings_of(const)),
         Launch(join_kernel, ("float32", "float32", dtype, "float32"), joined, 4, 2),

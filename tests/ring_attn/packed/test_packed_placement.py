@@ -47,7 +47,10 @@ def test_a_document_that_fits_stays_whole():
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 5), st.integers(0, 7))
 @settings(deadline=None, max_examples=200)
 def test_every_token_has_one_place(lengths, size, more):
-    shard_length = -(-sum(lengths) // size) + more
+    check_places(lengths, size, -(-sum(lengths) // size) + more)
+
+
+def check_places(lengths, size, shard_length):
     placement = place(lengths, size, shard_length)
     seen = set()
     for pieces in placement.pieces:
@@ -63,6 +66,12 @@ def test_every_token_has_one_place(lengths, size, more):
     after = [piece.document for pieces in placement.pieces for piece in rows_after(pieces, first)]
     holders = Counter(document for pieces in placement.pieces for document in {piece.document for piece in pieces})
     assert all(holders[document] == 1 for document in after)
+
+
+@pytest.mark.parametrize(("lengths", "shard_length"), [([1, 128, 256, 384], 512), ([8, 1, 16, 20], 30)])
+def test_what_others_see_ends_with_its_last_piece(lengths, shard_length):
+    """Before it there may be a document that was to be cut, and is whole."""
+    check_places(lengths, 2, shard_length)
 
 
 def rows_after(pieces, first):

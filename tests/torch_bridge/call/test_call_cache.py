@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ring_attn
 from ring_attn import functional
 from torch_bridge.call import call_cache, programs
+from torch_bridge.mesh.rings import has_ended
 
 
 @pytest.fixture
@@ -219,6 +220,19 @@ def test_a_process_group_that_is_destroyed_ends(qkv, alone):
     gc.collect()
     assert group() is None
     assert attend(*qkv).shape == qkv[0].shape  # alone, without a group
+
+
+def test_a_call_has_the_groups_that_there_are(qkv, alone, monkeypatch):
+    monkeypatch.setattr(programs, "_CALLS", {})
+    monkeypatch.setattr(programs, "_KEYS", {})
+    for _ in range(2):
+        attend(*qkv, mesh=dist.group.WORLD)
+        (call,) = programs._CALLS.values()
+        assert call.ring.groups == (dist.group.WORLD,) and not has_ended(call.ring)
+        assert [made.request.ring.groups for made in programs._PROGRAMS.values()] == [call.ring.groups]
+        dist.destroy_process_group()
+        assert has_ended(call.ring)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_equal_dimensions_of_a_mesh_are_not_the_same(qkv, alone, unchecked):
