@@ -66,7 +66,8 @@ class RingStrategy(Strategy):
             buffer, shift, partials = state
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             arriving = start_transfers(transfers, spec.axis_name, spec.problem.size)
-            pair = _pair(spec, operands, unpack(buffer, sent_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+            keys = unpack(buffer, sent_keys) if step.hop_in else local_keys
+            pair = _pair(spec, operands, keys, shift, diagonal=not step.hop_in, alone=len(schedule) == 1)
             result = opened.attend(pair, partials.carry if kernel.CONTINUES else None, last=not step.hop_out)
             if transfers:
                 arriving, result = lax.optimization_barrier((arriving, result))
@@ -97,7 +98,8 @@ class RingStrategy(Strategy):
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
             arriving = start_transfers(transfers, spec.axis_name, spec.problem.size)
-            pair = _pair(spec, operands, unpack(buffer, sent_keys) if step.hop_in else local_keys, shift, not step.hop_in)
+            keys = unpack(buffer, sent_keys) if step.hop_in else local_keys
+            pair = _pair(spec, operands, keys, shift, diagonal=not step.hop_in, alone=len(schedule) == 1)
             grads = opened.differentiate(pair, sums.dq)
             if transfers:
                 arriving, grads = lax.optimization_barrier((arriving, grads))
@@ -117,11 +119,11 @@ class RingStrategy(Strategy):
         return opened.close(dkv, sums, lambda dkv: _joined(_return_to_owner(spec, dkv, word, sent), kept))
 
 
-def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool) -> Pair:
+def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool, alone: bool) -> Pair:
     """The queries and the keys from ``shift`` ranks before this one."""
     owner = (rank_of(spec, operands) - shift) % spec.problem.size
     q_runs, k_runs = query_runs(spec, operands), runs(spec.problem.layout, owner, spec.problem.size, keys.key.shape[1])
-    return make_pair(spec, operands, q_runs, keys, k_runs, diagonal, alone=len(_shifts(spec.problem)) == 1)
+    return make_pair(spec, operands, q_runs, keys, k_runs, diagonal, alone)
 
 
 def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
