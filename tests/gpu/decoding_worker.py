@@ -114,11 +114,10 @@ def not_captured() -> None:
     assert torch.equal(found, plain)
     assert torch.cuda.current_stream(device) == before
     assert torch.rand(8, device=device).isfinite().all()
+    torch.empty(64 * 2**20, device=device)
     held = torch.cuda.memory_reserved()
-    del_me = torch.empty(64 * 2**20, device=device)
-    del del_me
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= held  # the allocator is in no capture
+    assert torch.cuda.memory_reserved() < held  # the allocator is in no capture
     assert torch.equal(generate(model, tokens, KVCache(Ring(), max_length=60), 6, lengths=LENGTHS), plain)
 
 
