@@ -16,7 +16,7 @@ On a CPU: --tokens 512 --heads 2 --dim 16.
 
 import argparse
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,15 @@ def of_fla(**operands: Any) -> Tensor:
 
 
 def of_fla_over_ranks(**operands: Any) -> Tensor:
+    query = operands["q"]
+    return of_fla(**operands, cp_context=context_of_fla(query.shape[1] * dist.get_world_size(), query.device))
+
+
+@cache
+def context_of_fla(tokens: int, device: torch.device) -> Any:
     from fla.ops.cp import build_cp_context  # type: ignore[import-not-found]
 
-    tokens, group = operands["q"].shape[1] * dist.get_world_size(), dist.group.WORLD
-    ends = torch.tensor([0, tokens], dtype=torch.int32, device=operands["q"].device)
-    return of_fla(**operands, cp_context=build_cp_context(cu_seqlens=ends, group=group))
+    return build_cp_context(cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32, device=device), group=dist.group.WORLD)
 
 
 def compare(team: Team, options: argparse.Namespace, case: str, report: Report) -> None:

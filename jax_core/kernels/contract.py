@@ -14,7 +14,8 @@ A kernel is a module with
 - ``backward(pair, residuals, dq, config) -> Grads``: the pair's share of the gradients, given the query rows' final statistics.
   ``dq`` is the query gradient so far (or None), and is included in the result's ``dq``;
 - ``finish((q, k, v), (dq, dk, dv), scores) -> (dq, dk, dv)``: the sums over all pairs as gradients in their operands' dtype. Until
-  then they may be in a form of the kernel's own: trees of arrays, which the ring adds and sends.
+  then they may be in a form of the kernel's own: trees of arrays, which the ring adds and sends. If it continues, they are arrays
+  like the operands.
 
 Shapes: those of :class:`Pair`; ``out``/``dout [batch, q_length, heads, value_dim]``, ``lse``/``delta [batch, heads, q_length]``.
 Partial results and gradients are in the accumulation dtype: float32, or float64 for float64 inputs; only the ``out`` of the last
@@ -143,8 +144,8 @@ class Pair:
     ``q [batch, q_length, heads, dim]``, ``k [batch, k_length, kv_heads, dim]``, ``v [batch, k_length, kv_heads, value_dim]``;
     ``q_runs``, ``k_runs``: their places in the sequence. ``diagonal``: it is known statically that the queries' own positions are
     among those of the keys: both shards are of one rank, as at the first pair of a ring, or the keys are more than that (the whole
-    sequence, or all that a window shows). ``padding``: whether there may be rows of no document. ``alone``: whether the
-    queries see no keys but these, so that nothing is joined with the result.
+    sequence, or all that a window shows). ``padding``: whether there may be rows of no document. ``alone``: it is known
+    statically that nothing is joined with the result: no ring, or one whose ranks see no keys of each other.
     """
 
     q: Array

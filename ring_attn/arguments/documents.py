@@ -96,7 +96,8 @@ def as_documents(where: MeshArg, operands: Operands[Tensor], options: Options) -
         return operands, options
     replaced = dict.fromkeys(_IDS if documents.placed else _IDS[:2])
     shared = _EIGHTHS[documents.shared_eighths]  # by which a compiled function has it as a number that it knows
-    options = replace(options, padding=options.padding and documents.padding, shared_eighths=shared)
+    if shared != options.shared_eighths or (options.padding and not documents.padding):
+        options = replace(options, padding=options.padding and documents.padding, shared_eighths=shared)
     return operands.replaced(**replaced, documents=documents.table), options
 
 

@@ -24,18 +24,19 @@ class PeerMemory:
     """Memory of all ranks of a ring, for one gathering after another: on one stream at a time, as NCCL's are."""
 
     def __init__(self, memory: Tensor, ring: ProcessRing) -> None:
-        self._memory, self._ring, self._group = memory, ring, ring.groups[0].group_name
+        # Not the ring, which holds the group by which this is kept.
+        self._memory, self._rank, self._ranks, self._group = memory, ring.rank, ring.size, ring.groups[0].group_name
 
     def own(self, shape: torch.Size) -> Tensor:
         """Where this rank's part of this shape, float32, is to be written; the other ranks' are 0 here."""
-        return self._parts(shape).zero_()[self._ring.rank]
+        return self._parts(shape).zero_()[self._rank]
 
     def gathered(self, shape: torch.Size) -> Tensor:
         """``[ranks, *shape]``, in memory of the call's: what each has written. All ranks call it, in one order."""
         return torch.ops.symm_mem.one_shot_all_reduce(self._parts(shape), "sum", self._group)
 
     def _parts(self, shape: torch.Size) -> Tensor:
-        return self._memory[: self._ring.size * shape.numel()].view(self._ring.size, *shape)
+        return self._memory[: self._ranks * shape.numel()].view(self._ranks, *shape)
 
 
 def peer_memory(ring: ProcessRing, numbers: int, device: torch.device) -> PeerMemory | None:

@@ -1,0 +1,25 @@
+"""What needs no GPU of the memory that ranks read of each other. On GPUs: tests/gpu/decoding_worker.py."""
+
+import gc
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from torch_bridge.attention.peer_memory import PeerMemory, peer_memory
+from torch_bridge.mesh.rings import resolve
+
+
+def test_it_does_not_keep_its_group_and_other_parts_are_zero():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    memory = torch.full((12,), 7.0)
+    peers = PeerMemory(memory, resolve(dist.group.WORLD))
+    peers._ranks = 3
+    own = peers.own(torch.Size((1, 2)))
+    assert own.shape == (1, 2) and own.data_ptr() == memory.data_ptr()
+    assert memory.tolist() == [0.0] * 6 + [7.0] * 6
+    assert peer_memory(resolve(dist.group.WORLD), 4, torch.device("cpu")) is None
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
