@@ -1,9 +1,10 @@
 """A whole model in training: this library beside torch's context parallelism and accelerate's, on equal terms.
 
     python -m benchmarks.training.compare [--gpus 2] [--systems ...] [--settings ...] [--rows ...] [--layers 36] [--time 900]
-    python -m benchmarks.training.compare --wide --settings FSDP2 --rows 256k 512k --systems "ring-attn, and inputs"
+    python -m benchmarks.training.compare --model Qwen3-8B --settings FSDP2 --rows 256k 512k --systems "ring-attn, and inputs"
 
-Qwen3 (random, of transformers): 12 layers, hidden 2048, 32 query heads on 8 K/V heads of 128, a vocabulary of 32,000, AdamW.
+Qwen3 (random, of transformers): 12 layers, hidden 2048, 32 query heads on 8 K/V heads of 128, a vocabulary of 32,000, AdamW;
+--model takes sizes of others (models.py).
 Rows are numbers of tokens in all; "lengths": twelve steps of lengths never met before, then the same again; "16 documents in 64k":
 packed, of uneven lengths. Each system and setting is a job of its own (job.py), and sees the same batches in the
 same order from the same weights, so losses can be compared. Seconds a step are medians, of the slowest rank; memory is of the rank
@@ -25,6 +26,7 @@ import torch
 from benchmarks.harness import jobs
 from benchmarks.harness.report import Report, default_folder
 from benchmarks.training.job import ROWS, SAID
+from benchmarks.training.models import SHAPES, USUAL
 from benchmarks.training.systems import CONTEXT_PARALLEL, LEVERS, SYSTEMS
 
 # By name: whether FSDP2 shards the weights, activations are checkpointed, torch compiles each layer, its segments grow.
@@ -43,7 +45,7 @@ PEER_IN_CHUNKS = f"{CONTEXT_PARALLEL}, loss chunk"
 
 def job(report: Report, options: argparse.Namespace, setting: str, system: str, seconds: float) -> None:
     """Adds the rows of one job as they come; those that did not come are told as failed, with the last that the job said."""
-    sizes = ["--layers", str(options.layers), *["--small"] * options.small, *["--wide"] * options.wide]
+    sizes = ["--layers", str(options.layers), "--model", options.model, *["--small"] * options.small]
     settings = [*SETTINGS[setting], *sizes, "--rows", *options.rows]
     gpus = 1 if system == ALONE else options.gpus
     process = jobs.begin(gpus, "benchmarks.training.job", system, *settings, out=subprocess.PIPE, OMP_NUM_THREADS="4")
@@ -113,7 +115,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[name for name, row in ROWS.items() if row.steps > 1])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--time", type=float, default=900, help="seconds that a job may take")
-    parser.add_argument("--wide", action="store_true", help="Qwen3-8B's shapes, of so many layers")
+    parser.add_argument("--model", choices=SHAPES, default=USUAL, help="whose sizes, but for the layers")
     parser.add_argument("--small", action="store_true", help="two small layers and a 64th of the tokens, to see that it runs")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.harness.streams import Event, recorded, split
 from benchmarks.harness.team import GIB, ON_GPU, Team, tidy
 from benchmarks.harness.timing import reason
-from benchmarks.training.systems import SYSTEMS, VOCABULARY, Batch, Setting, Step, cudnn, predicted
+from benchmarks.training.models import SHAPES, USUAL, VOCABULARY
+from benchmarks.training.systems import SYSTEMS, Batch, Setting, Step, cudnn, predicted
 from torch_bridge.start.jax_memory import default_pool, trim_jax_memory
 
 SAID = '{"row": '
@@ -54,6 +55,9 @@ ROWS = {
     "512k": Row(2**19, 1, warm=1),
     "512k, first": Row(2**19, 1, warm=0),  # which compiles
     "1M": Row(2**20, 1, warm=1),
+    "768k, first": Row(3 * 2**18, 1, warm=0),
+    "1M, first": Row(2**20, 1, warm=0),
+    "64 documents in 256k": Row(2**18, 1, warm=1, documents=64),
     "16 documents in 64k": Row(2**16, 3, documents=16),  # the last: who cannot take it has trained for fewer steps from there on
 }
 
@@ -190,7 +194,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--expandable", action="store_true", help="torch's allocator grows its segments")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--wide", action="store_true", help="Qwen3-8B's shapes")
+    parser.add_argument("--model", choices=SHAPES, default=USUAL)
     parser.add_argument("--small", action="store_true", help="two small layers and a 64th of the tokens, to see that it runs")
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -198,7 +202,7 @@ def main() -> None:
     if options.expandable:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     checkpointing = not options.no_checkpointing
-    setting = Setting(options.sharded, checkpointing, options.compiled, options.layers, options.small, options.wide)
+    setting = Setting(options.sharded, checkpointing, options.compiled, options.layers, options.small, options.model)
     mesh = init_device_mesh(team.device.type, (team.size,), mesh_dim_names=("cp",))
     with cudnn(ON_GPU):
         step = None

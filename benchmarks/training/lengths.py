@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.harness import jobs
 from benchmarks.harness.report import Report, default_folder
 from benchmarks.harness.team import ON_GPU, Team
-from benchmarks.training.systems import VOCABULARY, Batch, Levers, Setting, ours
+from benchmarks.training.models import VOCABULARY
+from benchmarks.training.systems import Batch, Levers, Setting, ours
 
 SAID = '{"seconds": '
 ROWS = 2  # of a padded batch

@@ -16,54 +16,36 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
+from benchmarks.training import models
 from ring_attn import chunked_cross_entropy, memory
 from ring_attn.integrations.transformers import context_parallel
 from ring_attn.memory import Levers, Shapes, peak
 from ring_attn.memory.formula import GIB
-from ring_attn.memory.shapes import KNOWN
-
-VOCABULARY = 32000
 
 
 @dataclass(frozen=True)
 class Setting:
     """``sharded``: by FSDP2, weights in float32 and computing in bfloat16; else each rank has all of them, in bfloat16.
-    ``compiled``: by torch, a layer at a time."""
+    ``compiled``: by torch, a layer at a time. ``of``: one of ``models.SHAPES``."""
 
     sharded: bool = False
     checkpointing: bool = True
     compiled: bool = False
     layers: int = 12
     small: bool = False
-    wide: bool = False
+    of: str = models.USUAL
 
     @property
     def shapes(self) -> Shapes:
-        """``wide``: those of Qwen3-8B."""
-        if self.wide:
-            return replace(KNOWN["Qwen3-8B"], layers=self.layers)
-        sizes = (2, 64, 128, 4, 2, 16) if self.small else (self.layers, 2048, 6144, 32, 8, 128)
-        return Shapes(*sizes, VOCABULARY)
+        whole = models.SHAPES[self.of]
+        return models.small(whole) if self.small else replace(whole, layers=self.layers)
 
-    def model(self, mesh: DeviceMesh) -> Qwen3ForCausalLM:
-        shapes = self.shapes
-        config = Qwen3Config(
-            hidden_size=shapes.hidden,
-            intermediate_size=shapes.intermediate,
-            num_hidden_layers=shapes.layers,
-            num_attention_heads=shapes.heads,
-            num_key_value_heads=shapes.kv_heads,
-            head_dim=shapes.dim,
-            vocab_size=shapes.vocabulary,
-            max_position_embeddings=2**20,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
+    def model(self, mesh: DeviceMesh) -> PreTrainedModel:
         torch.manual_seed(0)
         with torch.device(mesh.device_type):
-            model = Qwen3ForCausalLM(config).to(torch.float32 if self.sharded else torch.bfloat16)
+            model = models.random_model(self.of, self.shapes).to(torch.float32 if self.sharded else torch.bfloat16)
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in model.model.layers if self.compiled else ():

@@ -10,8 +10,8 @@ A model of transformers' Llama or Qwen3 form with AdamW, one row of tokens. Byte
 - the largest of three moments: the loss (no gradients yet; 4 bytes a logit; in chunks 12 of a chunk, and 8 a weight of the head),
   the backward of the last layer, and that of the first (all gradients);
 - the largest moment of a layer's backward: the MLP, what precedes it, or attention, each beside what the layer has saved until
-  there. In tiles the MLP's is that of a tile and its parameters' gradients. By groups of heads a call's copies and JAX's buffers
-  (benchmarks/gpu.md) are those of a group;
+  there. In tiles the MLP's is that of a tile and its parameters' gradients, and norms save their inputs, not float32 copies. By
+  groups of heads a call's copies and JAX's buffers (benchmarks/gpu.md) are those of a group;
 - what torch's allocator reserves beyond its tensors, JAX's pool, and 2.5 GiB of contexts and NCCL's buffers.
 
 Measured on GPUs: 12 and 36 layers of one width on two GPUs with whole logits, attention kept or computed again, and 12 layers
@@ -133,16 +133,22 @@ def _loss(shapes: Shapes, levers: Levers, tokens: int) -> float:
     return around + min(levers.loss_chunk, tokens) * 12 * shapes.vocabulary + 8 * weights
 
 
-def _saved(shapes: Shapes) -> int:
-    """Of a token by a layer, without the inside of its MLP: q, k, v, attention's output, norms (also of q and k) in float32."""
+def _saved(shapes: Shapes, in_tiles: bool = False) -> int:
+    """Of a token by a layer, without the inside of its MLP: q, k, v, attention's output, norms (also of q and k) in float32, or in
+    tiles their inputs."""
     query, key = shapes.heads * shapes.dim, shapes.kv_heads * shapes.dim
-    return 16 * shapes.hidden + 10 * (query + key)
+    return 6 * shapes.hidden + 6 * (query + key) if in_tiles else 16 * shapes.hidden + 10 * (query + key)
+
+
+def _in_tiles(levers: Levers, tokens: int) -> bool:
+    return levers.mlp_tile is not None and levers.mlp_tile < tokens
 
 
 def _mlp(shapes: Shapes, levers: Levers, tokens: int) -> float:
-    around = _saved(shapes) + 3 * shapes.hidden
+    in_tiles = _in_tiles(levers, tokens)
+    around = _saved(shapes, in_tiles) + 3 * shapes.hidden
     of_a_token = 12 * shapes.width + 8 * shapes.per_token * shapes.hidden
-    if levers.mlp_tile is None or levers.mlp_tile >= tokens:
+    if levers.mlp_tile is None or not in_tiles:
         return tokens * (around + of_a_token)
     return tokens * around + levers.mlp_tile * of_a_token + 6 * shapes.of_an_mlp
 
@@ -151,7 +157,9 @@ def _before_the_mlp(shapes: Shapes, levers: Levers, tokens: int) -> tuple[float,
     """The backward of the norm, and of attention: transformers' q, k and v are copied, as they are in another order of memory."""
     query, key, hidden = shapes.heads * shapes.dim, shapes.kv_heads * shapes.dim, shapes.hidden
     copies = 2 * (3 * query + 2 * key) / levers.groups
-    return tokens * (_saved(shapes) + 18 * hidden), tokens * (8 * hidden + 14 * (query + key) + copies)
+    in_tiles = _in_tiles(levers, tokens)
+    norm, of_heads = (6, 10) if in_tiles else (18, 14)
+    return tokens * (_saved(shapes, in_tiles) + norm * hidden), tokens * (8 * hidden + of_heads * (query + key) + copies)
 
 
 def _ring(shapes: Shapes, levers: Levers, tokens: int) -> float:

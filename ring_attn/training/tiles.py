@@ -60,14 +60,16 @@ def check_tile_size(size: object, name: str = "tile_size") -> None:
 
 
 class Tiles:
-    """In the place of a module's ``forward``."""
+    """In the place of a module's ``forward``. ``compiles``: under ``torch.compile``, which may fuse it, it is computed as ever."""
 
-    def __init__(self, module: nn.Module, size: int) -> None:
+    def __init__(self, module: nn.Module, size: int, compiles: bool = False) -> None:
         check_tile_size(size)
-        self.module, self.size, self.forward, self._tried = module, size, module.forward, False
+        self.module, self.size, self.compiles, self.forward, self._tried = module, size, compiles, module.forward, False
 
     def __call__(self, *arguments: object, **options: object) -> object:
         if torch.compiler.is_compiling():
+            if self.compiles:
+                return self.forward(*arguments, **options)
             _refuse_compiled()
         tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
         tokens = _tokens(tensors[0]) if tensors else 0

@@ -61,7 +61,7 @@ def test_a_moment_of_a_step_is_counted_once():
 
 def test_each_system_is_made_with_one_more_lever():
     """And what the plan says of it falls."""
-    setting = systems.Setting(sharded=True, wide=True)
+    setting = systems.Setting(sharded=True, of="Qwen3-8B")
     devices = [systems.predicted(f"ring-attn, {name}", setting, 2, 2**17)["device by the plan, GiB"] for name in systems.LEVERS]
     assert devices[:5] == sorted(devices[:5], reverse=True) and len({*devices}) == len(devices)
     assert systems.predicted("SDPA on one GPU", setting, 2, 2**17) == {}

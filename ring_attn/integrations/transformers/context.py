@@ -384,7 +384,7 @@ def context_parallel(
             then waits for what is left. Not for FSDP and DistributedDataParallel, which reduce gradients by themselves.
         loss_chunk: ``model(**batch).loss`` is made of this many tokens' logits at a time (1,024, say), which never exist as a
             whole: the outputs then have no logits. None: of all at once, which the outputs have.
-        mlp_tile: MLPs, and experts, compute this many of a rank's tokens at a time (:func:`ring_attn.tiled`). None: all at once.
+        mlp_tile: MLPs, experts and norms compute this many of a rank's tokens at a time (:func:`ring_attn.tiled`). None: all.
         head_groups: attention runs in so many groups of K/V heads, one after another; "auto": as few as fit, by ``memory.peak``.
         offload_inputs: under activation checkpointing the inputs of layers wait in pinned host memory, too.
         place_documents: a batch of one row of several documents, as packing and flattening collators make it, lies on the ring as

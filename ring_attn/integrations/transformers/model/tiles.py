@@ -1,4 +1,4 @@
-"""The MLPs of a transformers model in tiles of tokens."""
+"""The MLPs and norms of a transformers model in tiles of tokens."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -13,26 +13,41 @@ _NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "experts")
 
 
 def tiles_of(model: nn.Module, config: object, size: int) -> dict[nn.Module, Tiles]:
-    """The modules to be computed ``size`` tokens at a time, each with its new forward. NotImplementedError where there are none.
+    """The modules to be computed ``size`` tokens at a time, each with its new forward. NotImplementedError where there is no MLP.
 
-    Of a mixture of experts it is the experts, given their routing: routers see all tokens, so that their losses stay exact.
+    Of a mixture of experts it is the experts, given their routing: routers see all tokens, so that their losses stay exact. Norms
+    that transformers computes in float32 are among them: until the backward they would hold half of what a layer saves.
     """
     check_tile_size(size, "mlp_tile")
-    found = {part: Tiles(part, size) for block in _blocks(model, type(config)) for part in _parts(block)}
+    layers = _layers(model, type(config))
+    found = {part: Tiles(part, size) for layer in layers for block in _blocks(layer) for part in _parts(block)}
     if not found:
         raise NotImplementedError(
             f"the layers of {type(model).__name__} hold no module that is known as their MLP ({', '.join(_NAMES)}); leave mlp_tile "
             "out, or call ring_attn.tiled with modules of theirs that compute each token by itself"
         )
-    return found
+    within = {x for part in found for x in part.modules()}
+    norms = {norm: rows for layer in layers for norm, rows in _norms(layer, size) if norm not in within}
+    return found | {norm: Tiles(norm, rows, compiles=True) for norm, rows in norms.items()}
 
 
-def _blocks(model: nn.Module, kind: type) -> Iterator[nn.Module]:
-    """In the layers of the text model alone: those of images are short."""
+def _layers(model: nn.Module, kind: type) -> list[nn.Module]:
+    """Of the text model alone: those of images are short."""
     texts = [x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is kind]
-    layers = [layer for text in texts for stack in text.children() if isinstance(stack, nn.ModuleList) for layer in stack]
-    for layer in dict.fromkeys(layers):
-        yield from (child for name, child in layer.named_children() if name in _NAMES)
+    layers = (layer for text in texts for stack in text.children() if isinstance(stack, nn.ModuleList) for layer in stack)
+    return list(dict.fromkeys(layers))
+
+
+def _blocks(layer: nn.Module) -> Iterator[nn.Module]:
+    return (child for name, child in layer.named_children() if name in _NAMES)
+
+
+def _norms(layer: nn.Module, size: int) -> Iterator[tuple[nn.Module, int]]:
+    """Each with its tile's rows: a norm of heads has one for each head, and its tile as many numbers as the widest norm's. torch's
+    own norms hold no float32 copies."""
+    found = [x for x in layer.modules() if type(x).__name__.endswith("Norm") and not type(x).__module__.startswith("torch.")]
+    widths = {norm: weight.numel() for norm in found if isinstance(weight := getattr(norm, "weight", None), nn.Parameter)}
+    return ((norm, size * max(1, max(widths.values()) // width)) for norm, width in widths.items())
 
 
 def _parts(block: nn.Module) -> list[nn.Module]:
@@ -85,6 +100,6 @@ def _recorded_in_tiles(model: nn.Module, tiles: Mapping[nn.Module, Tiles]) -> st
 def _compiled_around(model: nn.Module, tiles: Mapping[nn.Module, Tiles]) -> str | None:
     """The name of a module that is compiled and has tiles in it."""
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None and any(x in tiles for x in module.modules()):
+        if module._compiled_call_impl is not None and any(x in tiles and not tiles[x].compiles for x in module.modules()):
             return name or type(module).__name__
     return None
