@@ -4,6 +4,7 @@ NCCL takes some 30 us to gather the few KiB of a decoding step, a fifth of a lay
 part among zeros, and torch's one-shot all-reduce adds what all have: 0 and -inf are exact.
 """
 
+import logging
 import os
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from torch_bridge.failures.watchdog import exchange
 from torch_bridge.mesh.rings import ProcessRing
 
 _MOST_RANKS, _NUMBERS = 8, 1 << 18  # a rank reads all of this of each other; beyond it NCCL is as fast
+_LOG = logging.getLogger("ring_attn")
 _WHAT = "whether GPUs read each other's memory"
 _made: "WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None]" = WeakKeyDictionary()
 
@@ -51,9 +53,21 @@ def peer_memory(ring: ProcessRing, numbers: int, device: torch.device) -> PeerMe
 
 
 def _make(ring: ProcessRing, device: torch.device) -> PeerMemory | None:
-    memory, place = _empty(device)
-    if exchange(ring, _WHAT, place) is not None or memory is None:
+    memory, reason = _met(ring, device)
+    if memory is None or reason:
+        _LOG.info("GPUs of the %s do not read each other's memory, NCCL gathers: %s", ring, reason)
         return None
+    _LOG.info("GPUs of the %s read each other's memory", ring)
+    return PeerMemory(memory, ring)
+
+
+def _met(ring: ProcessRing, device: torch.device) -> tuple[Tensor | None, str]:
+    """Memory that all ranks know of each other, or why there is none."""
+    memory, place = _empty(device)
+    if exchange(ring, _WHAT, place) is not None:
+        return None, "they are not on one host, or one of them has none to share"
+    if memory is None:
+        return None, place
     reason = ""
     try:
         import torch.distributed._symmetric_memory as symmetric
@@ -61,9 +75,8 @@ def _make(ring: ProcessRing, device: torch.device) -> PeerMemory | None:
         symmetric.rendezvous(memory, ring.groups[0])
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    if exchange(ring, _WHAT, reason) is not None or reason:
-        return None
-    return PeerMemory(memory, ring)
+    alike = exchange(ring, _WHAT, reason) is None
+    return memory, reason if alike or reason else "another rank cannot"
 
 
 def _empty(device: torch.device) -> tuple[Tensor | None, str]:
