@@ -29,6 +29,7 @@ class Case:
     window: int | None = None
     documents: tuple[int, ...] = ()
     softcap: float | None = None
+    sinks: bool = False  # a logit of 1 for each head, which takes no gradient here
 
     @property
     def pairs(self) -> float:

@@ -185,10 +185,13 @@ def main() -> None:
     parser.add_argument("--platforms", default=PLATFORMS, help="separated by commas; one that refuses the call is left out")
     parser.add_argument("--tokens", type=int, default=2048 if ON_GPU else 16, help="of each process")
     parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--anew", action="store_true", help="each tensor's array is made anew, as where its memory is another's")
     parser.add_argument("--copied", action="store_true", help="results are copied, as where JAX cannot write them in place")
     options = parser.parse_args()
     team = Team()
     launch._OnGpu.in_place = not options.copied
+    if options.anew:
+        launch._MOST_VIEWS = 0
     inputs = [torch.randn(1, options.tokens, count, DIM, device=team.device, dtype=DTYPE) for count in HEADS]
     team.say(f"{team.size} x {hardware()}; {software()}")
     team.say(f"{options.tokens} tokens a process, causal, zigzag, {DTYPE}, mesh={options.mesh}")

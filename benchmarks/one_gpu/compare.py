@@ -4,6 +4,7 @@
 
 dense     16384 tokens, causal and full, forward and backward
 packed    65536 tokens: the whole, a window, documents; forward, and forward and backward together
+sinks     16384 tokens with a sink for each head, causal and with a window, the same
 softcap   16384 tokens with a soft cap, the same
 
 bfloat16, standard normal inputs, median of several rounds in which the systems take turns. TFLOP/s count 4 B H S S D (half if
@@ -35,12 +36,14 @@ CASES = {
         Case("64k 16 uneven documents", LONG, documents=UNEVEN),
         Case("64k 16 documents of 4096", LONG, documents=(4096,) * 16),
     ),
+    "sinks": (Case("sinks-causal", 16384, sinks=True), Case("sinks-window", 16384, window=1024, sinks=True)),
     "softcap": (Case("softcap-causal", 16384, softcap=30.0), Case("softcap-full", 16384, causal=False, softcap=30.0)),
 }
 DENSE = ("flash-attn-4", "cuDNN (SDPA)", "cute", "cute, in JAX", "cuda", "cuda, in JAX", "triton", "triton, in JAX")
 SPARSE = ("triton", "cute", "cute, segment ids", "flash-attn-4", "FlexAttention")
-USUAL = {"dense": DENSE, "packed": SPARSE, "softcap": SPARSE}
-PHASES = {"dense": ("forward", "backward"), "packed": ("forward", "both"), "softcap": ("forward", "both")}
+USUAL = {"dense": DENSE, "packed": SPARSE, "sinks": SPARSE, "softcap": SPARSE}
+BOTH = ("forward", "both")
+PHASES = {"dense": ("forward", "backward"), "packed": BOTH, "sinks": BOTH, "softcap": BOTH}
 PROPORTION_LIMIT = 1.3  # of a sparse call's time over that of its share of the whole
 
 

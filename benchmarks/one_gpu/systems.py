@@ -22,6 +22,8 @@ def ours(platform: str, case: Case, inputs: Inputs, **more: Any) -> Prepared:
     options: dict[str, Any] = dict(causal=case.causal, mesh="local", softcap=case.softcap, **more)
     if case.window is not None:
         options["sliding_window"] = (case.window - 1, 0)  # the token itself and those before it
+    if case.sinks:
+        options["sinks"] = sinks_of(case, inputs)
     if not case.documents:
         return systems.ours(platform, inputs, **options)
     options |= dict(
@@ -35,6 +37,10 @@ def by_segment_ids(platform: str, case: Case, inputs: Inputs) -> Prepared:
     if not case.documents:
         raise NotImplementedError("without documents nothing differs")
     return systems.ours(platform, inputs, causal=case.causal, mesh="local", q_segment_ids=document_numbers(case, inputs)[None])
+
+
+def sinks_of(case: Case, inputs: Inputs) -> torch.Tensor:
+    return torch.ones(case.heads, device=inputs.query.device, dtype=inputs.query.dtype)
 
 
 def ours_in_jax(platform: str, case: Case, inputs: Inputs) -> Prepared:
@@ -55,8 +61,8 @@ def document_numbers(case: Case, inputs: Inputs) -> torch.Tensor:
 
 
 def only_plain(case: Case) -> None:
-    if case.window is not None or case.documents or case.softcap is not None:
-        raise NotImplementedError("measured here without windows, documents and soft cap only")
+    if case.window is not None or case.documents or case.softcap is not None or case.sinks:
+        raise NotImplementedError("measured here without windows, documents, soft cap and sinks only")
 
 
 def sdpa(backend: SDPBackend, case: Case, inputs: Inputs) -> Prepared:
@@ -75,6 +81,8 @@ def flash_attn_4(case: Case, inputs: Inputs) -> Prepared:
     options: dict[str, Any] = dict(causal=case.causal, softcap=case.softcap or 0.0)
     if case.window is not None:
         options["window_size"] = (case.window - 1, 0)
+    if case.sinks:
+        options["learnable_sink"] = sinks_of(case, inputs)
     if not case.documents:
         return through_torch(lambda *qkv: alone(interface.flash_attn_func(*qkv, **options)), inputs)
     bounds = starts(case, inputs)
@@ -95,15 +103,23 @@ def flex(case: Case, inputs: Inputs) -> Prepared:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # with a few more shapes in its cache, a function would be compiled for dynamic shapes, which is slower
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
     visible, device = visibility(case, inputs), inputs.query.device.type
     mask = None if visible is None else create_block_mask(visible, None, None, case.length, case.length, device)
     options: dict[str, Any] = dict(block_mask=mask, enable_gqa=case.heads != case.kv_heads)
     if case.softcap is not None:
         cap = case.softcap
         options["score_mod"] = lambda score, b, h, q, k: cap * torch.tanh(score / cap)
-    attention = partial(compiled, **options)
-    return through_torch(attention, inputs, lambda x: x.transpose(1, 2).contiguous())
+    if not case.sinks:
+        return through_torch(partial(compiled, **options), inputs, lambda x: x.transpose(1, 2).contiguous())
+    sinks = sinks_of(case, inputs)[:, None]
+
+    def with_sinks(*qkv: torch.Tensor) -> torch.Tensor:
+        """By its LSE, as transformers does it."""
+        out, lse = compiled(*qkv, return_lse=True, **options)
+        return out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype)
+
+    return through_torch(with_sinks, inputs, lambda x: x.transpose(1, 2).contiguous())
 
 
 Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of batch, head, query, key

@@ -23,3 +23,12 @@ def test_other_ways_into_a_ring():
     fine, said = torchrun(GPUS, "tests/gpu/faces_worker.py", timeout=880)
     assert fine and "other_batches: told" in said, said
     print(said)
+
+
+def test_families_generate_as_one_gpu_does():
+    """The tokens of 20 families, greedy and by beams, with a cache over the ring and with transformers' own."""
+    pytest.importorskip("transformers")
+    need(2)
+    fine, said = torchrun(GPUS, "tests/support/workers/cached_generation_worker.py", "cuda", timeout=880)
+    assert fine and said.count("all right") == GPUS, said
+    print(said)

@@ -32,13 +32,14 @@ def prompt() -> dict[str, Tensor]:
 def generated(model: Any, *, seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
     """Tokens, and the logits that they were chosen by."""
     torch.manual_seed(seed)
-    found = model.generate(**{**prompt(), **SETTINGS, **options}, return_dict_in_generate=True, output_logits=True)
+    given = {name: x.to(model.device) for name, x in prompt().items()}
+    found = model.generate(**{**given, **SETTINGS, **options}, return_dict_in_generate=True, output_logits=True)
     return found.sequences, torch.stack(found.logits)
 
 
-def compare(name: str, mesh: Any, *cases: dict[str, Any]) -> None:
+def compare(name: str, mesh: Any, *cases: dict[str, Any], device: str = "cpu") -> None:
     """For each case, options of generate: the same tokens, and logits within rounding."""
-    model = model_of(name)
+    model = model_of(name).to(device)
     expected = [generated(model, **case) for case in cases]
     cp = context_parallel(model, mesh)
     for case, (tokens, logits) in zip(cases, expected, strict=True):

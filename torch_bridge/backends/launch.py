@@ -25,6 +25,7 @@ Join = Callable[[jax.Array], jax.Array]
 Function = Callable[..., Sequence[jax.Array]]  # of global arrays, None for an absent one
 
 _LETTING_GO = 0.02  # seconds
+_MOST_VIEWS = 1024
 # What XLA's allocator says, before anything is launched. NCCL and the driver may be out of memory in the middle of a program.
 _OUT_OF_MEMORY = re.compile("Out of memory while trying to allocate(?!.*NCCL)", re.DOTALL)
 
@@ -86,6 +87,24 @@ class _Copied(NamedTuple):
     arrays: list[jax.Array]
 
 
+class _Views:
+    """JAX's arrays of tensors' memory. They own none of it, so one that was made before serves whatever tensor of its shape and
+    dtype lies there now: torch's allocator gives the same memory in each step, and an array takes longer to make than to find.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], jax.Array] = {}
+
+    def __call__(self, tensor: torch.Tensor, join: Join, make: Callable[[torch.Tensor], jax.Array]) -> jax.Array:
+        key = join, tensor.data_ptr(), tensor.shape, tensor.dtype
+        array = self._made.get(key)
+        if array is None:
+            if len(self._made) >= _MOST_VIEWS:
+                self._made.clear()
+            array = self._made[key] = join(make(tensor))
+        return array
+
+
 class _OnGpu:
     """The host waits for nothing. JAX's one stream waits for torch's current stream, which then waits for JAX: whatever torch does
     with the tensors' memory afterwards comes after JAX. So JAX's arrays own none of it, and a tensor that is dropped when a call
@@ -100,7 +119,7 @@ class _OnGpu:
         self._torch_device, self._jax_device = device, jax_device(device)
         reserve_pool(device)
         self.convert = conversions(device, self._jax_device)
-        self._lock = Lock()
+        self._lock, self._views = Lock(), _Views()
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._copied: _Copied | None = None
         self._unfinished: list[tuple[torch.cuda.Stream, list[torch.Tensor | None]]] = []
@@ -114,7 +133,7 @@ class _OnGpu:
             given = self._allocated(lambda: [None if tensor is None else exportable(tensor) for tensor in tensors])
             held = [*given, *homes]
             try:
-                arrays = self._run(join, compiled.function, held if self.in_place else given, stream)
+                arrays = self._run(join, compiled.function, given, homes if self.in_place else [], stream)
             except BaseException as error:
                 if _may_have_begun(error):
                     self._unfinished.append((stream, held))
@@ -148,37 +167,37 @@ class _OnGpu:
         return allocate()
 
     def _run(
-        self, join: Join, function: Function, given: list[torch.Tensor | None], stream: torch.cuda.Stream
+        self, join: Join, function: Function, given: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream
     ) -> Sequence[jax.Array]:
         try:
-            return self._sent(join, function, given, stream)
+            return self._sent(join, function, given, homes, stream)
         except jax.errors.JaxRuntimeError as error:
             if not _out_of_memory(error):
                 raise
         # JAX cannot use what torch's allocator caches. XLA allocates before it launches, so the other ranks only wait.
         torch.cuda.empty_cache()
-        return self._sent(join, function, given, stream)
+        return self._sent(join, function, given, homes, stream)
 
     def _sent(
-        self, join: Join, function: Function, given: list[torch.Tensor | None], stream: torch.cuda.Stream
+        self, join: Join, function: Function, given: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream
     ) -> Sequence[jax.Array]:
         """The results of a program that ``stream`` waits for. JAX dispatches on a thread of its own, so what fails there is
         raised by the wait."""
-        arrays = function(*self.arrays(join, given, stream))
+        arrays = function(*self.arrays(join, given, homes, stream))
         self.convert.wait(arrays[-1], _number(stream))  # all results of a program are ready together
         return arrays
 
-    def arrays(self, join: Join, given: list[torch.Tensor | None], stream: torch.cuda.Stream) -> list[jax.Array | None]:
-        after: int | None = self.after(stream)  # ordered after any copies that ``exportable`` made
-        to_array = self.convert.to_array
-        arrays: list[jax.Array | None] = []
-        for tensor in given:
-            if tensor is None:
-                arrays.append(None)
-                continue
-            arrays.append(join(to_array(tensor, after)))
-            after = None  # a program waits for all its arguments, so the first carries the event
-        return arrays
+    def arrays(
+        self, join: Join, given: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream
+    ) -> list[jax.Array | None]:
+        """A program waits for all its arguments, so one that is made for this call carries the event that JAX waits for: after any
+        copies that ``exportable`` made. What results are written into is donated, and so is made anew."""
+        after, to_array = self.after(stream), self.convert.to_array
+        if not homes:
+            return [None if x is None else join(to_array(x, after)) for x in given]
+        views = [None if x is None else self._views(x, join, lambda x: to_array(x, None)) for x in given]
+        first, *others = homes
+        return [*views, join(to_array(first, after)), *(join(to_array(x, None)) for x in others)]
 
     def after(self, stream: torch.cuda.Stream) -> int:
         """One of JAX's streams, made to wait for ``stream`` at this point."""

@@ -97,7 +97,7 @@ def elsewhere(x, nothing, home):
     return [x * 2]
 
 
-IN = ["made contiguous", "jax 40 waits for main", "to jax after 40", "to jax after None"]
+IN = ["made contiguous", "jax 40 waits for main", "to jax after None", "to jax after 40"]
 
 
 def test_jax_waits_for_torch_then_torch_for_jax(gpu):
@@ -105,6 +105,22 @@ def test_jax_waits_for_torch_then_torch_for_jax(gpu):
     assert gpu.log == [*IN, "1 waits for jax", "main is past call 1"]
     assert event.name == "call 1"
     assert results[0].tolist() == [2.0] * 3
+
+
+def test_an_array_serves_whatever_lies_in_its_memory(gpu, monkeypatch):
+    """What results are written into is donated, and so is made anew: it carries the event that JAX waits for."""
+    tensor = torch.ones(3)
+    gpu.call(in_place, (tensor, None))
+    gpu.log.clear()
+    results, _ = gpu.call(in_place, (tensor.mul_(4), None))
+    assert gpu.log == [*IN[:2], IN[3], "1 waits for jax", "main is past call 2"] and results[0].tolist() == [8.0] * 3
+    for other in (tensor.view(1, 3), tensor.view(torch.int32)):
+        gpu.log.clear()
+        gpu.call(lambda x, nothing, home: [home], (other, None))
+        assert gpu.log[:4] == IN
+    monkeypatch.setattr(launch, "_MOST_VIEWS", 3)
+    gpu.call(in_place)
+    assert len(gpu.way._views._made) == 1
 
 
 class Seen:
