@@ -191,7 +191,7 @@ def main() -> None:
     team = Team()
     launch._OnGpu.in_place = not options.copied
     if options.anew:
-        launch._MOST_VIEWS = 0
+        launch._MOST_USES = 1
     inputs = [torch.randn(1, options.tokens, count, DIM, device=team.device, dtype=DTYPE) for count in HEADS]
     team.say(f"{team.size} x {hardware()}; {software()}")
     team.say(f"{options.tokens} tokens a process, causal, zigzag, {DTYPE}, mesh={options.mesh}")

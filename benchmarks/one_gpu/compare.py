@@ -1,6 +1,6 @@
 """Attention on one GPU: this library compared with its peers, in one run.
 
-    python -m benchmarks.one_gpu.compare [--parts dense packed softcap] [--cases d128-causal ...] [--systems cute ...]
+    python -m benchmarks.one_gpu.compare [--parts dense packed sinks softcap] [--cases d128-causal ...] [--systems cute ...]
 
 dense     16384 tokens, causal and full, forward and backward
 packed    65536 tokens: the whole, a window, documents; forward, and forward and backward together

@@ -33,8 +33,8 @@ PARTS = {
     "layers' inputs": ("checkpoint.py:", "modeling_layers.py:"),
     "the loss": ("loss",),
     "attention": ("call/", "backends/", "arguments/", "functional.py:"),
-    "the MLP's tiles": ("tiles.py:",),
-    "gathered weights": ("_fully_shard/", "optim/"),
+    "tiles of MLPs and norms": ("tiles.py:",),
+    "FSDP2's weights and gradients": ("_fully_shard/", "optim/"),
     "a layer's insides": ("modeling_", "transformers/"),
 }
 _SAMPLES = 400
@@ -95,7 +95,7 @@ def over_the_step(found: list[Event], before: int) -> dict[str, list[float]]:
         now[part_of(event.place)] += event.size
         if (total := now.total()) > most:
             most, highest = total, Counter(now)
-        if number % stretch == stretch - 1:
+        if number % stretch == stretch - 1 or number == len(found) - 1:
             for part, line in lines.items():
                 line.append(round(highest[part] / GIB, 3))
             most = -1

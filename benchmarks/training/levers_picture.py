@@ -2,7 +2,7 @@
 
     python -m benchmarks.training.levers_picture FOLDER
 
-writes docs/pictures/memory.svg.
+writes docs/pictures/memory.png.
 """
 
 import json
@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks.harness.report import ROOT
@@ -20,19 +19,27 @@ COLOURS = {
     "layers' inputs": "#ee6677",
     "attention": "#228833",
     "the loss": "#aa3377",
-    "the MLP's tiles": "#66ccee",
-    "gathered weights": "#bbbbbb",
+    "tiles of MLPs and norms": "#66ccee",
+    "FSDP2's weights and gradients": "#bbbbbb",
     "a layer's insides": "#ccbb44",
     "gradients and others": "#777777",
+}
+NAMES = {"before": "weights and AdamW's states"}
+TITLES = {
+    "ring-attn": "no lever",
+    "ring-attn, loss chunk": "loss_chunk",
+    "ring-attn, MLP tile": "and mlp_tile",
+    "ring-attn, head groups": "and head_groups",
+    "ring-attn, and offload": 'and checkpoint="offload"',
+    "ring-attn, and inputs": "and offload_inputs",
 }
 ROWS, COLUMNS = 2, 3
 
 
 def main(folder: str) -> None:
     kept = json.loads((Path(folder) / "anatomy.json").read_text(encoding="utf-8"))
-    matplotlib.rcParams["svg.hashsalt"] = "ring-attn"  # the same result draws the same file
-    place = ROOT / "docs/pictures/memory.svg"
-    picture(kept["systems"]).savefig(place, metadata={"Date": None})
+    place = ROOT / "docs/pictures/memory.png"
+    picture(kept["systems"]).savefig(place, dpi=110)
     print(place)
 
 
@@ -41,11 +48,12 @@ def picture(systems: dict[str, dict[str, Any]]) -> Figure:
     panels = figure.subplots(ROWS, COLUMNS, sharey=True).flat
     for axes, (system, lines) in zip(panels, systems.items(), strict=False):
         parts = [part for part in COLOURS if part in lines]
+        names = [NAMES.get(part, part) for part in parts]
         peak = max(map(sum, zip(*lines.values(), strict=True)))
         axes.stackplot(
-            range(len(lines[parts[0]])), *(lines[part] for part in parts), labels=parts, colors=[COLOURS[part] for part in parts]
+            range(len(lines[parts[0]])), *(lines[part] for part in parts), labels=names, colors=[COLOURS[part] for part in parts]
         )
-        axes.set_title(f"{system.removeprefix('ring-attn, ')}: {peak:.0f} GiB", fontsize=11)
+        axes.set_title(f"{TITLES.get(system, system)}: {peak:.0f} GiB", fontsize=11)
         axes.set_xticks([])
         axes.margins(x=0)
         for side in ("top", "right"):

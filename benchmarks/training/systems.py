@@ -106,8 +106,10 @@ def ours(levers: Levers, setting: Setting, mesh: DeviceMesh, overlap: bool = Fal
     return step
 
 
-def _causal_alone() -> None:
+def _causal_alone(setting: Setting) -> None:
     """What torch's context parallelism needs of transformers: K/V repeated, no mask (jumping positions look like documents)."""
+    if setting.of not in (models.USUAL, "Qwen3-8B"):
+        raise NotImplementedError("torch's context parallelism has neither windows nor sinks")
     from transformers.integrations import sdpa_attention
     from transformers.models.qwen3 import modeling_qwen3
 
@@ -152,7 +154,7 @@ def context_parallel_of_torch(method: str, setting: Setting, mesh: DeviceMesh, l
     from torch.distributed.tensor.experimental import context_parallel as enter
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    _causal_alone()
+    _causal_alone(setting)
     set_rotate_method(method)
     model = setting.model(mesh)
     _summing(model, loss_chunk)
@@ -174,7 +176,7 @@ def sdpa(setting: Setting, mesh: DeviceMesh) -> Step:
     """The whole sequence on one GPU, by the backend of SDPA that torch's context parallelism has."""
     if mesh.size() > 1:
         raise NotImplementedError("one GPU alone")
-    _causal_alone()
+    _causal_alone(setting)
     model = setting.model(mesh)
     _summing(model, None)
     if setting.sharded:
@@ -192,7 +194,7 @@ def accelerate(setting: Setting, mesh: DeviceMesh) -> Step:
 
     if not setting.sharded:
         raise NotImplementedError("accelerate has context parallelism with FSDP2 alone")
-    _causal_alone()
+    _causal_alone(setting)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

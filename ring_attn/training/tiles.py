@@ -60,41 +60,60 @@ def check_tile_size(size: object, name: str = "tile_size") -> None:
 
 
 class Tiles:
-    """In the place of a module's ``forward``. ``compiles``: under ``torch.compile``, which may fuse it, it is computed as ever."""
+    """In the place of a module's ``forward``. ``width``: of what ``size`` is meant for: of narrower rows, as those of heads, a tile
+    has as many numbers. ``asked``: False for a module that nobody named: what cannot be in tiles is computed as ever."""
 
-    def __init__(self, module: nn.Module, size: int, compiles: bool = False) -> None:
+    def __init__(self, module: nn.Module, size: int, width: int | None = None, asked: bool = True) -> None:
         check_tile_size(size)
-        self.module, self.size, self.compiles, self.forward, self._tried = module, size, compiles, module.forward, False
+        self.module, self.size, self.width, self.asked, self.forward = module, size, width, asked, module.forward
+        self._tried = self._left = False
 
     def __call__(self, *arguments: object, **options: object) -> object:
+        if not self.asked and (torch.compiler.is_compiling() or _are_functorch_transforms_active()):
+            return self.forward(*arguments, **options)
         if torch.compiler.is_compiling():
-            if self.compiles:
-                return self.forward(*arguments, **options)
             _refuse_compiled()
         tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
-        tokens = _tokens(tensors[0]) if tensors else 0
-        if tokens <= self.size:
+        if self._left or not tensors or _tokens(tensors[0]) <= self.rows(tensors[0]):
             return self.forward(*arguments, **options)
-        self._check_inputs(tensors, tokens)
         call, rows = _Call(self, arguments, options), [x.flatten(0, -2) for x in tensors]
         parameters = self.parameters()
         if _are_functorch_transforms_active():  # they have to see the operators
-            tiles = [call([x[part] for x in rows]) for part in self.parts(tokens)]
+            self._check_inputs(tensors)
+            tiles = [call([x[part] for x in rows]) for part in self.parts(rows[0])]
             return call.whole([torch.cat(parts) for parts in zip(*tiles, strict=True)], tensors)
-        self._try(call, rows, parameters)
+        if not self._can(call, tensors, rows, parameters):
+            return self.forward(*arguments, **options)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *parameters))):
             with torch.no_grad():
                 return call.whole(_computed(call, rows), tensors)
         inputs = _Held.apply(len(rows), *rows, *parameters[:1])
         return call.whole(_InTiles.apply(call, inputs, len(rows), *rows, *parameters), tensors)
 
-    def parts(self, tokens: int) -> Iterator[slice]:
-        return (slice(start, start + self.size) for start in range(0, tokens, self.size))
+    def rows(self, x: Tensor) -> int:
+        """Of a tile of ``x``."""
+        width = x.shape[-1] if x.ndim else 0
+        return self.size if self.width is None or width >= self.width or not width else self.size * self.width // width
+
+    def parts(self, x: Tensor) -> Iterator[slice]:
+        """Of rows ``x [tokens, width]``."""
+        return (slice(start, start + self.rows(x)) for start in range(0, len(x), self.rows(x)))
+
+    def _can(self, call: "_Call", tensors: Sequence[Tensor], rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+        try:
+            self._check_inputs(tensors)
+            self._try(call, rows, parameters)
+        except (NotImplementedError, RuntimeError):
+            if self.asked:
+                raise
+            self._left = True
+        return not self._left
 
     def parameters(self) -> list[nn.Parameter]:
         return [x for x in self.module.parameters() if x.requires_grad]
 
-    def _check_inputs(self, tensors: Sequence[Tensor], tokens: int) -> None:
+    def _check_inputs(self, tensors: Sequence[Tensor]) -> None:
+        tokens = _tokens(tensors[0])
         wrong = next((x for x in tensors if _tokens(x) != tokens), None)
         if wrong is not None:
             raise NotImplementedError(
@@ -223,7 +242,7 @@ class _InTiles(torch.autograd.Function):
         of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needed, strict=True)]
         sums: list[Tensor | None] = [None] * len(parameters)
         with ctx.surroundings.again():
-            for part in ctx.call.tiles.parts(len(rows[0])):
+            for part in ctx.call.tiles.parts(rows[0]):
                 inputs = [x[part].detach().requires_grad_(need) for x, need in zip(rows, needed, strict=True)]
                 wanted = [x for x in inputs if x.requires_grad]
                 gradients = _of_tile(ctx.call, inputs, [None if x is None else x[part] for x in cotangents], [*wanted, *parameters])
@@ -248,7 +267,7 @@ def _of_tile(call: _Call, inputs: list[Tensor], cotangents: list[Tensor | None],
 
 def _computed(call: _Call, rows: Sequence[Tensor]) -> list[Tensor]:
     whole: list[Tensor] = []
-    for part in call.tiles.parts(len(rows[0])):
+    for part in call.tiles.parts(rows[0]):
         outputs = call([x[part] for x in rows])
         whole = whole or [x.new_empty(len(rows[0]), x.shape[-1]) for x in outputs]
         for x, of_part in zip(whole, outputs, strict=True):

@@ -303,7 +303,8 @@ def held(rank: int) -> None:
     import jax
 
     torch.cuda.synchronize()
-    assert not jax.live_arrays(), jax.live_arrays()
+    views = launch.launcher(q.device)._views._made.values()  # which own nothing
+    assert {id(x) for x in jax.live_arrays()} <= {id(x) for x in views}, jax.live_arrays()
 
 
 def out_of_memory(rank: int) -> None:

@@ -68,16 +68,41 @@ def test_the_widest_tensor_is_that_of_a_tile():
 def test_norms_are_in_tiles_of_as_many_numbers():
     """A norm of heads has a row for each head. torch's own norms stay as they are, and so do those in a graph of torch.compile."""
     model, cp = made("qwen 3 moe", mlp_tile=TILE)
-    layer = model.model.layers[0]
-    width, of_heads = (norm.weight.numel() for norm in (layer.input_layernorm, layer.self_attn.q_norm))
-    assert cp._tiles[layer.input_layernorm].size == TILE
-    assert cp._tiles[layer.self_attn.q_norm].size == TILE * (width // of_heads) > TILE
+    layer, width = model.model.layers[0], model.config.hidden_size
+    for norm, dim in ((layer.input_layernorm, width), (layer.self_attn.q_norm, model.config.head_dim), (model.model.norm, width)):
+        assert cp._tiles[norm].rows(torch.empty(99, dim)) == TILE * (width // dim)
     assert not any(isinstance(x, nn.LayerNorm) for x in made("gpt2", mlp_tile=TILE)[1]._tiles)
     batch = cp.shard(tiny.batch())
     loss = model(**batch).loss
     for each in model.model.layers:
         each.self_attn.compile(backend="eager")
     torch.testing.assert_close(model(**batch).loss, loss)
+
+
+def test_norms_that_cannot_be_in_tiles_stay_as_they_are(monkeypatch):
+    """Cohere's of heads has weights for each head, so its rows are no tokens. One without weights is in tiles."""
+
+    class Weightless(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt().to(x.dtype)
+
+    Weightless.__name__ = "WeightlessNorm"
+    sizes = {name: size for name, size in tiny.SIZES.items() if name != "head_dim"}
+
+    def cohere():
+        model = transformers.CohereForCausalLM(transformers.CohereConfig(**sizes, use_qk_norm=True))
+        model.model.norm = Weightless()
+        return model
+
+    monkeypatch.setitem(MODELS, "cohere", cohere)
+    loss, gradients, _ = stepped("cohere", False)
+    own_loss, own, _ = stepped("cohere", False, mlp_tile=TILE)
+    torch.testing.assert_close(own_loss, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-6)
+    model, cp = made("cohere", mlp_tile=TILE)
+    model(**cp.shard(tiny.batch()))
+    assert {type(x).__name__ for x, tile in cp._tiles.items() if tile._left} == {"CohereLayerNorm"}
+    assert not cp._tiles[model.model.norm]._left and cp._tiles[model.model.norm]._tried
 
 
 def test_generation_and_verification(monkeypatch):

@@ -65,7 +65,7 @@ def _met(ring: ProcessRing, device: torch.device) -> tuple[Tensor | None, str]:
     """Memory that all ranks know of each other, or why there is none."""
     memory, place = _empty(device)
     if exchange(ring, _WHAT, place) is not None:
-        return None, "they are not on one host, or one of them has none to share"
+        return None, place if memory is None else "they are not on one host, or another rank has none to share"
     if memory is None:
         return None, place
     reason = ""

@@ -25,7 +25,7 @@ Join = Callable[[jax.Array], jax.Array]
 Function = Callable[..., Sequence[jax.Array]]  # of global arrays, None for an absent one
 
 _LETTING_GO = 0.02  # seconds
-_MOST_VIEWS = 1024
+_MOST_VIEWS, _MOST_USES = 1024, 1 << 16
 # What XLA's allocator says, before anything is launched. NCCL and the driver may be out of memory in the middle of a program.
 _OUT_OF_MEMORY = re.compile("Out of memory while trying to allocate(?!.*NCCL)", re.DOTALL)
 
@@ -90,17 +90,20 @@ class _Copied(NamedTuple):
 class _Views:
     """JAX's arrays of tensors' memory. They own none of it, so one that was made before serves whatever tensor of its shape and
     dtype lies there now: torch's allocator gives the same memory in each step, and an array takes longer to make than to find.
+    All are let go now and then, and with them whatever JAX notes of an array's uses.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], jax.Array] = {}
+        self._uses = 0
 
     def __call__(self, tensor: torch.Tensor, join: Join, make: Callable[[torch.Tensor], jax.Array]) -> jax.Array:
+        self._uses += 1
+        if len(self._made) >= _MOST_VIEWS or self._uses % _MOST_USES == 0:
+            self._made.clear()
         key = join, tensor.data_ptr(), tensor.shape, tensor.dtype
         array = self._made.get(key)
-        if array is None:
-            if len(self._made) >= _MOST_VIEWS:
-                self._made.clear()
+        if array is None or array.is_deleted():  # some delete all arrays that JAX knows
             array = self._made[key] = join(make(tensor))
         return array
 
@@ -187,9 +190,7 @@ class _OnGpu:
         self.convert.wait(arrays[-1], _number(stream))  # all results of a program are ready together
         return arrays
 
-    def arrays(
-        self, join: Join, given: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream
-    ) -> list[jax.Array | None]:
+    def arrays(self, join: Join, given: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream) -> list[jax.Array | None]:
         """A program waits for all its arguments, so one that is made for this call carries the event that JAX waits for: after any
         copies that ``exportable`` made. What results are written into is donated, and so is made anew."""
         after, to_array = self.after(stream), self.convert.to_array

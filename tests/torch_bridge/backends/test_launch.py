@@ -47,7 +47,7 @@ class Gpu:
     local_hardware_id = 0
 
     def __init__(self, monkeypatch):
-        self.log, self.calls = [], 0
+        self.log, self.calls, self.deleted = [], 0, set()
         self.main, self.side = Stream("main", self.log), Stream("side", self.log, 7)
         self.current = self.main
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
@@ -60,6 +60,7 @@ class Gpu:
             launch, "conversions", lambda here, there: dlpack.Conversions(self.to_array, self.to_tensor, self.to_tensor)
         )
         monkeypatch.setattr(torch.Tensor, "unsafe_buffer_pointer", torch.Tensor.data_ptr, raising=False)
+        monkeypatch.setattr(torch.Tensor, "is_deleted", lambda x: x in self.deleted, raising=False)
         self.way = launch._OnGpu(torch.device("cuda", 0))
         self.way._torch_device = CPU
 
@@ -118,9 +119,15 @@ def test_an_array_serves_whatever_lies_in_its_memory(gpu, monkeypatch):
         gpu.log.clear()
         gpu.call(lambda x, nothing, home: [home], (other, None))
         assert gpu.log[:4] == IN
-    monkeypatch.setattr(launch, "_MOST_VIEWS", 3)
-    gpu.call(in_place)
-    assert len(gpu.way._views._made) == 1
+    gpu.deleted.add(tensor)
+    gpu.log.clear()
+    gpu.call(in_place, (tensor, None))
+    assert gpu.log[:4] == IN
+    for name in ("_MOST_VIEWS", "_MOST_USES"):
+        with monkeypatch.context() as patched:
+            patched.setattr(launch, name, 1)
+            gpu.call(in_place)
+        assert len(gpu.way._views._made) == 1
 
 
 class Seen:

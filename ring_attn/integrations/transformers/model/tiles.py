@@ -1,7 +1,7 @@
 """The MLPs and norms of a transformers model in tiles of tokens."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -19,7 +19,8 @@ def tiles_of(model: nn.Module, config: object, size: int) -> dict[nn.Module, Til
     that transformers computes in float32 are among them: until the backward they would hold half of what a layer saves.
     """
     check_tile_size(size, "mlp_tile")
-    layers = _layers(model, type(config))
+    texts = [x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is type(config)]
+    layers = _layers(texts)
     found = {part: Tiles(part, size) for layer in layers for block in _blocks(layer) for part in _parts(block)}
     if not found:
         raise NotImplementedError(
@@ -27,13 +28,13 @@ def tiles_of(model: nn.Module, config: object, size: int) -> dict[nn.Module, Til
             "out, or call ring_attn.tiled with modules of theirs that compute each token by itself"
         )
     within = {x for part in found for x in part.modules()}
-    norms = {norm: rows for layer in layers for norm, rows in _norms(layer, size) if norm not in within}
-    return found | {norm: Tiles(norm, rows, compiles=True) for norm, rows in norms.items()}
+    places = *(layer.modules() for layer in layers), *(text.children() for text in texts)  # the last norm is a child of the model
+    width = getattr(config, "hidden_size", None)
+    return found | {norm: Tiles(norm, size, width, asked=False) for place in places for norm in _norms(place) if norm not in within}
 
 
-def _layers(model: nn.Module, kind: type) -> list[nn.Module]:
-    """Of the text model alone: those of images are short."""
-    texts = [x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is kind]
+def _layers(texts: Iterable[nn.Module]) -> list[nn.Module]:
+    """Of text models alone: those of images are short."""
     layers = (layer for text in texts for stack in text.children() if isinstance(stack, nn.ModuleList) for layer in stack)
     return list(dict.fromkeys(layers))
 
@@ -42,12 +43,9 @@ def _blocks(layer: nn.Module) -> Iterator[nn.Module]:
     return (child for name, child in layer.named_children() if name in _NAMES)
 
 
-def _norms(layer: nn.Module, size: int) -> Iterator[tuple[nn.Module, int]]:
-    """Each with its tile's rows: a norm of heads has one for each head, and its tile as many numbers as the widest norm's. torch's
-    own norms hold no float32 copies."""
-    found = [x for x in layer.modules() if type(x).__name__.endswith("Norm") and not type(x).__module__.startswith("torch.")]
-    widths = {norm: weight.numel() for norm in found if isinstance(weight := getattr(norm, "weight", None), nn.Parameter)}
-    return ((norm, size * max(1, max(widths.values()) // width)) for norm, width in widths.items())
+def _norms(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """torch's own hold no float32 copies."""
+    return (x for x in modules if type(x).__name__.endswith("Norm") and not type(x).__module__.startswith("torch."))
 
 
 def _parts(block: nn.Module) -> list[nn.Module]:
@@ -100,6 +98,6 @@ def _recorded_in_tiles(model: nn.Module, tiles: Mapping[nn.Module, Tiles]) -> st
 def _compiled_around(model: nn.Module, tiles: Mapping[nn.Module, Tiles]) -> str | None:
     """The name of a module that is compiled and has tiles in it."""
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None and any(x in tiles and not tiles[x].compiles for x in module.modules()):
+        if module._compiled_call_impl is not None and any(x in tiles and tiles[x].asked for x in module.modules()):
             return name or type(module).__name__
     return None
