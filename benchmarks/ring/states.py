@@ -8,6 +8,7 @@ does with all tokens: 1 where nothing is lost.
 
 one GPU         the whole sequence on each GPU
 ring            contiguous shards, and what "auto" sends; "zigzag" and "ulysses" say what else
+ring, by fla    the same, where fla's kernels compute a rank's tokens
 fla, one GPU    flash-linear-attention's kernels on the whole sequence, where it is installed
 fla, cp         the same over all GPUs, by its own context parallelism (contiguous)
 
@@ -99,6 +100,8 @@ def systems(case: str, team: Team) -> Iterator[tuple[str, Layer, Ring | None]]:
     if case == "gated delta rule" and ON_GPU:
         yield "fla, one GPU", of_fla, None
         if team.size > 1:
+            ring = Ring(layout="contiguous")
+            yield "ring, by fla", partial(by_fla, ring=ring), ring
             yield "fla, cp", of_fla_over_ranks, Ring(layout="contiguous")
 
 
@@ -106,6 +109,13 @@ def of_fla(**operands: Any) -> Tensor:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
     out: Tensor = chunk_gated_delta_rule(**operands)[0]
+    return out
+
+
+def by_fla(ring: Ring, **operands: Any) -> Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    out: Any = ring_attn.gated_delta_rule(**operands, ring=ring, operator=chunk_gated_delta_rule)
     return out
 
 
@@ -147,7 +157,7 @@ def measure(team: Team, options: argparse.Namespace, case: str, phase: str, read
     times, failed = take_turns(team, {name: Timed(getattr(made, phase)) for name, made in ready.items()}, options.rounds, 60.0)
     medians = {name: team.slowest(taken.median) for name, taken in times.items()}
     for name, taken in times.items():
-        alone = medians.get("fla, one GPU" if name.startswith("fla") else ALONE)
+        alone = medians.get("fla, one GPU" if "fla" in name else ALONE)
         ranks = 1 if ready[name].ring is None else team.size
         rate = {} if alone is None else {"rate": alone / medians[name] / ranks}
         report.add(case=case, system=name, phase=phase, **taken.figures() | {"ms": medians[name]} | rate)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from launch import torchrun
 from state_cases import CASES, ONE_OF_EACH, expected, ids_of
-from state_torch import gradients_of, tensors
+from state_torch import gradients_of, stepwise, tensors
 
 import ring_attn
 
@@ -20,6 +20,44 @@ def test_alone(name):
         (*results, *got.values()), (y, last, *(gradients[name] for name in got if name != "state"), dstate), strict=True
     ):
         np.testing.assert_allclose(one, exact, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("documents", ["none", "padding"])
+@pytest.mark.parametrize("name", ["delta-norm", "delta-no-decay", "kda"])
+def test_by_an_operator_of_torchs(name, documents):
+    case, ids = CASES[name], ids_of(documents)
+    (y, last), (gradients, dstate) = expected(case, ids)
+    ids = None if ids is None else torch.from_numpy(ids)
+    results, got = gradients_of(case, *tensors(case), ids, mesh="local", operator=stepwise)
+    for one, exact in zip(
+        (*results, *got.values()), (y, last, *(gradients[name] for name in got if name != "state"), dstate), strict=True
+    ):
+        np.testing.assert_allclose(one, exact, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"strategy": "ulysses"}, NotImplementedError, 'goes by strategy="prefix"'),
+        ({"v": torch.zeros(1, 12, 3, 4)}, ValueError, "g must be .*with heads 3 as the others"),
+        ({"operator": lambda *_, **__: (1, 2)}, ValueError, "operator must return its output .* got int and int"),
+        (
+            {"operator": lambda q, k, v, g, beta, initial_state, output_final_state: (v, initial_state.mT[..., :1])},
+            ValueError,
+            r"final state \[1, 2, 4, 4\], .* got \[1, 12, 2, 4\] and \[1, 2, 4, 1\]",
+        ),
+        (
+            {"operator": lambda *_, **swallowed: None, "segment_ids": torch.zeros(1, 12, dtype=torch.int32)},
+            NotImplementedError,
+            "documents and padding need an operator that has cu_seqlens",
+        ),
+    ],
+)
+def test_operators_that_cannot_be(changes, error, words):
+    beta = torch.rand(1, 12, 2)
+    arguments = dict(zip("qkv", qkv(), strict=True)) | {"g": -beta, "beta": beta, "mesh": "local", "operator": stepwise} | changes
+    with pytest.raises(error, match=words):
+        ring_attn.gated_delta_rule(**arguments)
 
 
 @pytest.mark.slow

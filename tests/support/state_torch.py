@@ -1,6 +1,7 @@
 """Layers with a state by torch's face: a case's tensors, results and gradients."""
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,23 @@ def tensors(case: Case, device: str = "cpu") -> tuple[dict[str, torch.Tensor], t
     return {name: moved(x) for name, x in operands.items()}, moved(state), tuple(map(moved, cotangents(case)))
 
 
+def stepwise(q, k, v, g, beta, *, initial_state, output_final_state, cu_seqlens=None):
+    """Delta rules token by token, in torch: an operator as fla's."""
+    assert output_final_state
+    ends = range(v.shape[1] + 1)[:: v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    rows = [(row, start, end) for row in range(v.shape[0]) for start, end in pairwise(ends)]
+    states, outputs = [], []
+    for state, (row, start, end) in zip(initial_state, rows, strict=True):
+        for t in range(start, end):
+            decay = g[row, t].exp()
+            state = state * decay.view(*decay.shape, *(1,) * (3 - decay.ndim))
+            error = v[row, t] - torch.einsum("hkv,hk->hv", state, k[row, t])
+            state = state + torch.einsum("hk,hv,h->hkv", k[row, t], error, beta[row, t])
+            outputs.append(torch.einsum("hkv,hk->hv", state, q[row, t]) * k.shape[-1] ** -0.5)
+        states.append(state)
+    return torch.stack(outputs).view(v.shape), torch.stack(states)
+
+
 def sharded(x: torch.Tensor, ring: Ring) -> torch.Tensor:
     """This rank's part of what has a sequence."""
     return ring.shard(x) if x.ndim > 1 and x.shape[1] == LENGTH else x
@@ -25,7 +43,7 @@ def sharded(x: torch.Tensor, ring: Ring) -> torch.Tensor:
 def gradients_of(case: Case, operands, state, given, ids, **where: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     """``((y, last), gradients by name)``; the state's is called "state"."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in {**operands, "state": state}.items()}
-    settings = case.settings | ({"chunk_size": CHUNK} if case.chunked else {})
+    settings = case.settings | ({"chunk_size": CHUNK} if case.chunked and "operator" not in where else {})
     full = [leaves.get(name) for name in case.shapes]
     function = getattr(ring_attn, case.function)
     results = function(*full, **settings, initial_state=leaves["state"], output_final_state=True, segment_ids=ids, **where)

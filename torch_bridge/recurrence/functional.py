@@ -6,6 +6,7 @@ import torch
 
 from jax_core.masks.plan import Plan, named
 from jax_core.recurrence.convolution import Convolution
+from jax_core.recurrence.maps import Maps
 from jax_core.recurrence.operators import Recurrence
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.dlpack import narrow_ids
@@ -24,7 +25,8 @@ def layer_with_state(
     """``(y, last)`` of this rank's shards, computed by the backend of the first operand's device.
 
     ``operands``: the layer's, and the state that enters the sequence. ``ids``: of any integer dtype. ``settings``: the fields of a
-    :class:`Recurrence`, or of a :class:`Convolution` where there is no ``operator``, and the ``layout``."""
+    :class:`Recurrence`, which has an ``operator``, of a :class:`Convolution`, which has an ``activation``, or of :class:`Maps`, and
+    the ``layout``."""
     first = operands[0]
     assert first is not None
     backend = backend_of(first.device)
@@ -43,5 +45,5 @@ def _described(where: MeshArg, settings: Settings, device: torch.device) -> str:
     """The call's key; under ``torch.compile`` made once, while tracing."""
     given = dict(settings)
     layout, ring = named(given.pop("layout")), backend_of(device).resolve(*where)
-    layer = Recurrence(**given) if "operator" in given else Convolution(**given)
-    return describe(ring, LayerWithState(layer, layout, ring.size), ())
+    kind = Recurrence if "operator" in given else Convolution if "activation" in given else Maps
+    return describe(ring, LayerWithState(kind(**given), layout, ring.size), ())

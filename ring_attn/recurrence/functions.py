@@ -16,6 +16,7 @@ from torch_bridge.call.error_propagation import propagates_errors
 from torch_bridge.mesh.rings import MeshArg, MeshDim, MeshLike
 
 if TYPE_CHECKING:
+    from ring_attn.recurrence.operators import Operator
     from ring_attn.ring import Ring
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -91,6 +92,7 @@ def gated_delta_rule(
     qk_l2norm: bool = False,
     chunk_size: int = CHUNK,
     strategy: str = "auto",
+    operator: "Operator | None" = None,
     **along: Unpack[Along],
 ) -> Result:
     """``S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T``, ``y_t = scale S_t^T q_t``.
@@ -100,6 +102,8 @@ def gated_delta_rule(
     sqrt(key_dim)``. ``qk_l2norm``: divide q and k by their norms first, as fla's ``use_qk_l2norm_in_kernel``. ``chunk_size``:
     tokens that are computed at once. ``strategy``: "prefix" sends the map of each piece of a shard to all ranks; "ulysses" is an
     all-to-all of heads, which must be a multiple of the ring's size; "auto" is the one that sends fewer bytes (docs/hybrids.md).
+    ``operator``: what computes a rank's tokens in the place of plain JAX, as ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``
+    (:class:`ring_attn.recurrence.operators.Operator`); by "prefix", in chunks and in a precision of its own.
     The state is ``[batch, heads, key_dim, value_dim]``, float32 (float64 for float64). Differentiable in all operands and in both
     states. Computed in float32 (float64 for float64); the result is like ``v``. The rest: :class:`Along`.
 
@@ -109,7 +113,7 @@ def gated_delta_rule(
     """
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     settings = dict(operator="gated_delta_rule", scale=scale, l2norm=qk_l2norm, chunk=chunk_size, strategy=strategy)
-    return layer_along(named, settings, **along)
+    return layer_along(named, settings, operator, **along)
 
 
 @propagates_errors(_where)
@@ -124,12 +128,14 @@ def kda(
     qk_l2norm: bool = False,
     chunk_size: int = CHUNK,
     strategy: str = "auto",
+    operator: "Operator | None" = None,
     **along: Unpack[Along],
 ) -> Result:
     """Kimi Delta Attention (arXiv:2510.26692): :func:`gated_delta_rule` with a decay for each key dimension, ``g [batch, seq,
     heads, key_dim]``."""
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    return layer_along(named, dict(operator="kda", scale=scale, l2norm=qk_l2norm, chunk=chunk_size, strategy=strategy), **along)
+    settings = dict(operator="kda", scale=scale, l2norm=qk_l2norm, chunk=chunk_size, strategy=strategy)
+    return layer_along(named, settings, operator, **along)
 
 
 @propagates_errors(_where)
@@ -179,7 +185,8 @@ def ssd(
 @explains(OTHERS)
 def layer_along(
     operands: Mapping[str, Tensor | None],
-    settings: Mapping[str, object],
+    settings: Mapping[str, Any],
+    operator: "Operator | None" = None,
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -198,12 +205,18 @@ def layer_along(
         if segment_ids is not None:
             raise ValueError("segment_ids and cu_seqlens both say where documents are; give one of the two")
         segment_ids = _ids(where, layout, cu_seqlens, first)
+    given: dict[str, Any] = {name: plain(value) for name, value in settings.items()}
+    given["final_state"] = bool(output_final_state)
     # Imported here so that importing ring_attn does not load JAX.
-    from torch_bridge.recurrence.functional import layer_with_state
+    if operator is not None and first.numel():
+        from jax_core.recurrence.operators import Recurrence
+        from ring_attn.recurrence.operators import by_operator
 
-    settings = {name: plain(value) for name, value in settings.items()}
-    given = dict(final_state=bool(output_final_state), layout=layout, **settings)
-    y, last = layer_with_state(where, (*operands.values(), initial_state), segment_ids, **given)
+        y, last = by_operator(operator, where, layout, Recurrence(**given), operands, initial_state, segment_ids)
+    else:
+        from torch_bridge.recurrence.functional import layer_with_state
+
+        y, last = layer_with_state(where, (*operands.values(), initial_state), segment_ids, layout=layout, **given)
     return (y, last) if output_final_state else y
 
 

@@ -1,0 +1,181 @@
+"""Delta rules by an operator of torch's, as fla's, with the ring's part around it.
+
+A piece of a shard is affine in the state that enters it: ``S_out = M S_in + E`` and ``y = y_0 + P S_in``. One call of an operator
+tells all four: for values ``[v | 0]`` and the state ``[0 | I]`` it returns ``[y_0 | P]`` and ``[E | M]``. Maps travel the ring as
+those of the library's own operator do (:class:`jax_core.recurrence.maps.Maps`).
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from inspect import signature
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jax_core.masks.layout import Layout
+from jax_core.masks.plan import Plan
+from jax_core.recurrence.layer import check_pieces
+from jax_core.recurrence.operators import EPSILON, Recurrence
+from jax_core.recurrence.pieces import pieces_of_a_rank
+from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.mesh.rings import MeshArg
+from torch_bridge.recurrence.functional import layer_with_state
+from torch_bridge.recurrence.operation import accumulation
+
+
+class Operator(Protocol):
+    """As fla's ``chunk_gated_delta_rule`` and ``chunk_kda``: of ``q, k [batch, tokens, heads, key_dim]``, ``v [..., value_dim]``,
+    ``g`` and ``beta``, with queries scaled by ``1 / sqrt(key_dim)``, the output, like ``v``, and the final state ``[batch, heads,
+    key_dim, value_dim]``; with ``cu_seqlens``, which it is given only where there are documents, states are ``[sequences, ...]``
+    of a batch of 1. Differentiable in all tensors, and from both results."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, /, *, initial_state: Tensor, output_final_state: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _Documents(NamedTuple):
+    """Of this rank's pieces ``[pieces, tokens]``, for each entry of the batch: which tokens are ``real``; where the operator's
+    sequences begin, as ``cu_seqlens``; for each piece its ``first`` and ``last`` sequence, and the ids of its first and last real
+    token, ``ends [pieces, 2]``."""
+
+    real: Tensor
+    cu_seqlens: Tensor
+    first: Tensor
+    last: Tensor
+    ends: Tensor
+
+
+def by_operator(
+    operator: Operator,
+    where: MeshArg,
+    layout: Layout,
+    layer: Recurrence,
+    named: Mapping[str, Tensor | None],
+    initial_state: Tensor | None,
+    ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``(y, last)`` of this rank's shards, as :func:`torch_bridge.recurrence.functional.layer_with_state`."""
+    q, k, v, g, beta = (named[name] for name in ("q", "k", "v", "g", "beta"))
+    assert q is not None and k is not None and v is not None and beta is not None
+    sizes = layer.sizes(list(named.values()), initial_state, ids)
+    ring = backend_of(v.device).resolve(*where)
+    check_pieces(layout, ring.size)
+    count = pieces_of_a_rank(layout, ring.size)
+    _check(operator, layer, sizes["t"], count, ids)
+    documents = None if ids is None else _documents(_cut(ids.expand(v.shape[:2]), count))
+    g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
+    of_heads = (_of_heads(x, sizes["h"], layer.l2norm) for x in (q, k))
+    given = [_cut(x, count) for x in (*of_heads, v, g, beta)]
+    if documents is not None:
+        given = [torch.where(documents.real.view(*documents.real.shape, *(1,) * (x.ndim - 2)), x, 0) for x in given]
+    if ring.size == 1:
+        first = None if initial_state is None else initial_state.to(accumulation(v.dtype))
+        y, last = _computed(operator, given, first, documents)
+    else:
+        y, last = _around_ring(operator, given, initial_state, documents, where, layout, layer.final_state, count)
+    y = y if layer.scale is None else y * (layer.scale * sizes["k"] ** 0.5)
+    y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
+    return y.reshape(v.shape).to(v.dtype), last
+
+
+def _around_ring(
+    operator: Operator,
+    given: list[Tensor],
+    initial_state: Tensor | None,
+    documents: _Documents | None,
+    where: MeshArg,
+    layout: Layout,
+    final_state: bool,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = given
+    (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
+    unit = torch.eye(key_dim, dtype=accumulation(v.dtype), device=v.device).expand(pieces, heads, key_dim, key_dim)
+    state, wide = F.pad(unit, (value_dim, 0)), F.pad(v, (0, key_dim))
+    y, left = _computed(operator, [q, k, wide, g, beta], state, documents)
+    (y, reads), (e, m) = y.split([value_dim, key_dim], -1), left.split([value_dim, key_dim], -1)
+    # Two maps for each piece: the first does nothing, and is where a document of another piece ends.
+    maps = [torch.stack([none, x], 1).unflatten(0, (-1, count)).flatten(1, 2) for none, x in ((unit, m), (torch.zeros_like(e), e))]
+    ends = None if documents is None else documents.ends.unflatten(0, (-1, count)).flatten(1, 2)
+    layout = _in_twos(layout.table) if isinstance(layout, Plan) else layout
+    entering, last = layer_with_state(where, (*maps, initial_state), ends, layout=layout, final_state=final_state)
+    entering = entering.unflatten(1, (count, 2))[:, :, 1].flatten(0, 2).to(reads.dtype)
+    rows, own = (x.transpose(1, 2).flatten(0, 1) for x in (reads, y))
+    return torch.baddbmm(own, rows, entering).unflatten(0, (pieces, heads)).transpose(1, 2), last
+
+
+@cache  # a plan is found by its name as long as somebody holds it
+def _in_twos(table: tuple[tuple[int, ...], ...]) -> Plan:
+    return Plan(2, table)
+
+
+def _computed(operator: Operator, given: list[Tensor], state: Tensor | None, documents: _Documents | None) -> tuple[Tensor, Tensor]:
+    """``(y, state)`` of each piece by itself: the one that leaves it, for the one that enters its first document."""
+    pieces, _, heads, value_dim = given[2].shape
+    shape = heads, given[1].shape[-1], value_dim
+    if state is None:
+        state = given[2].new_zeros(pieces, *shape, dtype=accumulation(given[2].dtype))
+    if documents is None:
+        y, left = operator(*given, initial_state=state, output_final_state=True)
+        return _checked(y, given[2], (pieces, *shape), left)
+    sequences = len(documents.cu_seqlens) - 1
+    entering = state.new_zeros(sequences, *shape).index_copy(0, documents.first, state)
+    flat = [x.flatten(0, 1)[None] for x in given]
+    more = {"cu_seqlens": documents.cu_seqlens}
+    y, left = operator(*flat, initial_state=entering, output_final_state=True, **more)
+    y, left = _checked(y, flat[2], (sequences, *shape), left)
+    return y.view(given[2].shape), left.index_select(0, documents.last)
+
+
+def _checked(y: Tensor, like: Tensor, shape: tuple[int, ...], left: Tensor) -> tuple[Tensor, Tensor]:
+    if not isinstance(y, Tensor) or not isinstance(left, Tensor) or y.shape != like.shape or left.shape != shape:
+        got = " and ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in (y, left))
+        raise ValueError(
+            f"operator must return its output {list(like.shape)}, like v, and its final state {list(shape)}, [sequences, heads, "
+            f"key_dim, value_dim]; got {got}"
+        )
+    return y, left.to(accumulation(like.dtype))
+
+
+def _check(operator: Operator, layer: Recurrence, tokens: int, count: int, ids: Tensor | None) -> None:
+    if layer.strategy == "ulysses":
+        raise NotImplementedError('an operator of torch\'s goes by strategy="prefix"; leave operator out for "ulysses"')
+    if tokens % count:
+        raise ValueError(f"a shard must be {count} pieces of equal length in this layout, got {tokens} tokens; pad the sequence")
+    if ids is not None and "cu_seqlens" not in signature(operator).parameters:
+        raise NotImplementedError(
+            f"documents and padding need an operator that has cu_seqlens, which {getattr(operator, '__name__', operator)} has not; "
+            "leave operator out, or segment_ids and cu_seqlens"
+        )
+
+
+def _cut(x: Tensor, count: int) -> Tensor:
+    """``[batch, shard, ...]`` as ``[batch * count, piece, ...]``."""
+    return x.unflatten(1, (count, x.shape[1] // count)).flatten(0, 1)
+
+
+def _of_heads(x: Tensor, heads: int, normed: bool) -> Tensor:
+    """Queries or keys, once for each head."""
+    if normed:
+        wide = x.to(accumulation(x.dtype))
+        x = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)).to(x.dtype)
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def _documents(ids: Tensor) -> _Documents:
+    """As ``jax_core.recurrence.documents``: a document is a stretch of equal ids, whatever padding is in between."""
+    real = ids >= 0
+    place = torch.where(real, torch.arange(ids.shape[1], device=ids.device), -1)
+    so_far = place.cummax(1).values
+    latest = torch.where(so_far >= 0, ids.gather(1, so_far.clamp_min(0)), -1)
+    before = F.pad(latest[:, :-1], (1, 0), value=-1)
+    begins = real & (before >= 0) & (ids != before)
+    begins[:, 0] = True
+    number = begins.flatten().cumsum(0).view_as(ids) - 1
+    starts = begins.flatten().nonzero()[:, 0]
+    cu_seqlens = F.pad(starts, (0, 1), value=ids.numel())
+    first_real = torch.where(real.any(1), ids.gather(1, real.int().argmax(1, keepdim=True))[:, 0], -1)
+    return _Documents(real, cu_seqlens, number[:, 0], number[:, -1], torch.stack([first_real, latest[:, -1]], 1))
