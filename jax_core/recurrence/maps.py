@@ -27,7 +27,7 @@ class Maps(Layer):
 
     @property
     def signature(self) -> tuple[Operand, ...]:
-        return Operand("m", ("bthkk",)), Operand("e", ("bthkv",))
+        return Operand("m", ("bthkk", "bth")), Operand("e", ("bthkv",))
 
     @property
     def like(self) -> str:
@@ -71,5 +71,5 @@ def _along_pieces(pieces: Pieces, ids: Array | None, operands: Sequence[Array | 
     """``[positions of a piece, pieces, batch, heads, ...]``"""
     m, e = (jnp.moveaxis(pieces.split(x), 2, 0) for x in operands if x is not None)
     if ids is not None:
-        m = jnp.where(jnp.moveaxis(resets(ids, pieces), 2, 0)[..., None, None, None], 0, m)
+        m = jnp.where(jnp.moveaxis(resets(ids, pieces), 2, 0).reshape(*m.shape[:3], *(1,) * (m.ndim - 3)), 0, m)
     return Affine(m, e)

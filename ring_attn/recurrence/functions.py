@@ -16,7 +16,7 @@ from torch_bridge.call.error_propagation import propagates_errors
 from torch_bridge.mesh.rings import MeshArg, MeshDim, MeshLike
 
 if TYPE_CHECKING:
-    from ring_attn.recurrence.operators import Operator
+    from ring_attn.recurrence.operators import DeltaRule, StateSpace
     from ring_attn.ring import Ring
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -92,7 +92,7 @@ def gated_delta_rule(
     qk_l2norm: bool = False,
     chunk_size: int = CHUNK,
     strategy: str = "auto",
-    operator: "Operator | None" = None,
+    operator: "DeltaRule | None" = None,
     **along: Unpack[Along],
 ) -> Result:
     """``S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T``, ``y_t = scale S_t^T q_t``.
@@ -103,7 +103,7 @@ def gated_delta_rule(
     tokens that are computed at once. ``strategy``: "prefix" sends the map of each piece of a shard to all ranks; "ulysses" is an
     all-to-all of heads, which must be a multiple of the ring's size; "auto" is the one that sends fewer bytes (docs/hybrids.md).
     ``operator``: what computes a rank's tokens in the place of plain JAX, as ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``
-    (:class:`ring_attn.recurrence.operators.Operator`); by "prefix", in chunks and in a precision of its own.
+    (:class:`ring_attn.recurrence.operators.DeltaRule`); by "prefix", in chunks and in a precision of its own.
     The state is ``[batch, heads, key_dim, value_dim]``, float32 (float64 for float64). Differentiable in all operands and in both
     states. Computed in float32 (float64 for float64); the result is like ``v``. The rest: :class:`Along`.
 
@@ -128,7 +128,7 @@ def kda(
     qk_l2norm: bool = False,
     chunk_size: int = CHUNK,
     strategy: str = "auto",
-    operator: "Operator | None" = None,
+    operator: "DeltaRule | None" = None,
     **along: Unpack[Along],
 ) -> Result:
     """Kimi Delta Attention (arXiv:2510.26692): :func:`gated_delta_rule` with a decay for each key dimension, ``g [batch, seq,
@@ -170,6 +170,7 @@ def ssd(
     *,
     chunk_size: int = CHUNK,
     strategy: str = "auto",
+    operator: "StateSpace | None" = None,
     **along: Unpack[Along],
 ) -> Result:
     """Mamba-2's state space model (arXiv:2405.21060): ``S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T``, ``y_t = S_t C_t + D x_t``.
@@ -177,16 +178,18 @@ def ssd(
     ``x [batch, seq, heads, head_dim]``, ``dt [batch, seq, heads]`` (after its bias and softplus), ``A [heads]`` (negative), ``B, C
     [batch, seq, groups, state_dim]``, ``D [heads]`` or ``[heads, head_dim]``. The state is ``[batch, heads, head_dim, state_dim]``.
     Dtypes, derivatives and errors as :func:`gated_delta_rule`; the result is like ``x``. The gradients of A and D are this rank's
-    part. ``strategy`` as there; with "prefix" each rank sends ``head_dim x state_dim + 1`` for each head and piece."""
+    part. ``strategy`` as there; with "prefix" each rank sends ``head_dim x state_dim + 1`` for each head and piece. ``operator`` as
+    there: ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``, which is given ``chunk_size``, say
+    (:class:`ring_attn.recurrence.operators.StateSpace`)."""
     named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-    return layer_along(named, dict(operator="ssd", chunk=chunk_size, strategy=strategy), **along)
+    return layer_along(named, dict(operator="ssd", chunk=chunk_size, strategy=strategy), operator, **along)
 
 
 @explains(OTHERS)
 def layer_along(
     operands: Mapping[str, Tensor | None],
     settings: Mapping[str, Any],
-    operator: "Operator | None" = None,
+    operator: "DeltaRule | StateSpace | None" = None,
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,

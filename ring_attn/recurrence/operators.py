@@ -1,11 +1,12 @@
-"""Delta rules by an operator of torch's, as fla's, with the ring's part around it.
+"""Layers with a state by an operator of torch's, as fla's and mamba_ssm's, with the ring's part around it.
 
-A piece of a shard is affine in the state that enters it: ``S_out = M S_in + E`` and ``y = y_0 + P S_in``. One call of an operator
-tells all four: for values ``[v | 0]`` and the state ``[0 | I]`` it returns ``[y_0 | P]`` and ``[E | M]``. Maps travel the ring as
-those of the library's own operator do (:class:`jax_core.recurrence.maps.Maps`).
+A piece of a shard is affine in the state that enters it: ``S_out = M S_in + E`` and ``y = y_0 + P S_in``. Of a delta rule one call
+of an operator tells all four: for values ``[v | 0]`` and the state ``[0 | I]`` it returns ``[y_0 | P]`` and ``[E | M]``. Of a state
+space model ``M`` and ``P`` follow from the decays. Maps travel the ring as those of the library's own operators do
+(:class:`jax_core.recurrence.maps.Maps`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import signature
 from typing import NamedTuple, Protocol
@@ -25,7 +26,7 @@ from torch_bridge.recurrence.functional import layer_with_state
 from torch_bridge.recurrence.operation import accumulation
 
 
-class Operator(Protocol):
+class DeltaRule(Protocol):
     """As fla's ``chunk_gated_delta_rule`` and ``chunk_kda``: of ``q, k [batch, tokens, heads, key_dim]``, ``v [..., value_dim]``,
     ``g`` and ``beta``, with queries scaled by ``1 / sqrt(key_dim)``, the output, like ``v``, and the final state ``[batch, heads,
     key_dim, value_dim]``; with ``cu_seqlens``, which it is given only where there are documents, states are ``[sequences, ...]``
@@ -36,16 +37,59 @@ class Operator(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class StateSpace(Protocol):
+    """As mamba_ssm's ``mamba_chunk_scan_combined``: of :func:`ring_attn.ssd`'s operands the output, like ``x``, and the final state
+    ``[batch, heads, head_dim, state_dim]``; with ``seq_idx``, int32 ``[batch, tokens]``, which it is given only where there are
+    documents, that of the last one. Differentiable in all tensors, and from both results."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        /,
+        *,
+        D: Tensor | None,
+        return_final_states: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _Piece(NamedTuple):
+    """Of each of this rank's pieces: ``own [pieces, tokens, heads, value_dim]``, the output where no state enters; ``reads [...,
+    key_dim]``, of the state that does; and its map, ``m [pieces, heads (, key_dim, key_dim)]``, ``e [..., key_dim, value_dim]``."""
+
+    own: Tensor
+    reads: Tensor
+    m: Tensor
+    e: Tensor
+
+
+Operator = Callable[..., tuple[Tensor, Tensor]]  # one of the two
+
+
 class _Documents(NamedTuple):
-    """Of this rank's pieces ``[pieces, tokens]``, for each entry of the batch: which tokens are ``real``; where the operator's
-    sequences begin, as ``cu_seqlens``; for each piece its ``first`` and ``last`` sequence, and the ids of its first and last real
-    token, ``ends [pieces, 2]``."""
+    """Of this rank's pieces ``[pieces, tokens]``, for each entry of the batch: which tokens are ``real``; the ``number`` of each
+    one's sequence, over all pieces, and where sequences begin, as ``cu_seqlens``; for each piece its ``first`` and ``last``
+    sequence, and the ids of its first and last real token, ``ends [pieces, 2]``."""
 
     real: Tensor
+    number: Tensor
     cu_seqlens: Tensor
     first: Tensor
     last: Tensor
     ends: Tensor
+
+
+class _Ring(NamedTuple):
+    """``pieces``: of a rank."""
+
+    where: MeshArg
+    layout: Layout
+    size: int
+    pieces: int
 
 
 def by_operator(
@@ -58,53 +102,94 @@ def by_operator(
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(y, last)`` of this rank's shards, as :func:`torch_bridge.recurrence.functional.layer_with_state`."""
-    q, k, v, g, beta = (named[name] for name in ("q", "k", "v", "g", "beta"))
+    sizes, like = layer.sizes(list(named.values()), initial_state, ids), named[layer.like]
+    assert like is not None
+    size = backend_of(like.device).resolve(*where).size
+    check_pieces(layout, size)
+    ring = _Ring(where, layout, size, pieces_of_a_rank(layout, size))
+    _check(operator, layer, sizes["t"], ring.pieces, ids)
+    documents = None if ids is None else _documents(_cut(ids.expand(like.shape[:2]), ring.pieces))
+    given = {name: _given(x, ring.pieces, documents) for name, x in named.items()}
+    compute = _state_space if layer.name == "ssd" else _delta_rule
+    y, last = compute(operator, layer, given, initial_state, documents, ring)
+    y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
+    return y.reshape(like.shape).to(like.dtype), last
+
+
+def _given(x: Tensor | None, count: int, documents: _Documents | None) -> Tensor | None:
+    """Cut into pieces, and 0 on padding, whatever was there."""
+    if x is None or x.ndim < 3:
+        return x
+    x = _cut(x, count)
+    return x if documents is None else torch.where(documents.real.view(*x.shape[:2], *(1,) * (x.ndim - 2)), x, 0)
+
+
+def _delta_rule(
+    operator: Operator,
+    layer: Recurrence,
+    given: Mapping[str, Tensor | None],
+    initial_state: Tensor | None,
+    documents: _Documents | None,
+    ring: _Ring,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = (given[name] for name in ("q", "k", "v", "g", "beta"))
     assert q is not None and k is not None and v is not None and beta is not None
-    sizes = layer.sizes(list(named.values()), initial_state, ids)
-    ring = backend_of(v.device).resolve(*where)
-    check_pieces(layout, ring.size)
-    count = pieces_of_a_rank(layout, ring.size)
-    _check(operator, layer, sizes["t"], count, ids)
-    documents = None if ids is None else _documents(_cut(ids.expand(v.shape[:2]), count))
+    (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
+    q, k = (_of_heads(x, heads, layer.l2norm) for x in (q, k))
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
-    of_heads = (_of_heads(x, sizes["h"], layer.l2norm) for x in (q, k))
-    given = [_cut(x, count) for x in (*of_heads, v, g, beta)]
-    if documents is not None:
-        given = [torch.where(documents.real.view(*documents.real.shape, *(1,) * (x.ndim - 2)), x, 0) for x in given]
     if ring.size == 1:
         first = None if initial_state is None else initial_state.to(accumulation(v.dtype))
-        y, last = _computed(operator, given, first, documents)
+        y, last = _computed(operator, [q, k, v, g, beta], first, documents)
     else:
-        y, last = _around_ring(operator, given, initial_state, documents, where, layout, layer.final_state, count)
-    y = y if layer.scale is None else y * (layer.scale * sizes["k"] ** 0.5)
-    y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
-    return y.reshape(v.shape).to(v.dtype), last
+        unit = torch.eye(key_dim, dtype=accumulation(v.dtype), device=v.device).expand(pieces, heads, key_dim, key_dim)
+        wide, state = F.pad(v, (0, key_dim)), F.pad(unit, (value_dim, 0))
+        y, left = _computed(operator, [q, k, wide, g, beta], state, documents)
+        (own, reads), (e, m) = y.split([value_dim, key_dim], -1), left.split([value_dim, key_dim], -1)
+        y, last = _around_ring(_Piece(own, reads, m, e), initial_state, documents, ring, layer.final_state)
+    return y if layer.scale is None else y * (layer.scale * key_dim**0.5), last
+
+
+def _state_space(
+    operator: Operator,
+    layer: Recurrence,
+    given: Mapping[str, Tensor | None],
+    initial_state: Tensor | None,
+    documents: _Documents | None,
+    ring: _Ring,
+) -> tuple[Tensor, Tensor]:
+    x, dt, a, b, c = (given[name] for name in ("x", "dt", "A", "B", "C"))
+    assert x is not None and dt is not None and a is not None and b is not None and c is not None
+    more = {} if documents is None else {"seq_idx": documents.number.to(torch.int32)}
+    y, left = operator(x, dt, a, b, c, layer.chunk, D=given["D"], return_final_states=True, **more)
+    y, left = _checked(y, x, (x.shape[0], *x.shape[2:], b.shape[-1]), left)
+    so_far = (dt * a).to(accumulation(x.dtype)).cumsum(1)
+    decay = so_far.exp()
+    if documents is not None:
+        decay = decay * (documents.number == documents.first[:, None])[..., None]  # of what enters, a later document sees nothing
+    reads = _of_heads(c, x.shape[2], normed=False).to(decay.dtype) * decay[..., None]
+    piece = _Piece(y, reads.to(x.dtype), decay[:, -1], left.mT)
+    initial = None if initial_state is None else initial_state.mT
+    y, last = _around_ring(piece, initial, documents, ring, layer.final_state)
+    return y, last.mT
 
 
 def _around_ring(
-    operator: Operator,
-    given: list[Tensor],
-    initial_state: Tensor | None,
-    documents: _Documents | None,
-    where: MeshArg,
-    layout: Layout,
-    final_state: bool,
-    count: int,
+    piece: _Piece, initial_state: Tensor | None, documents: _Documents | None, ring: _Ring, final_state: bool
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, g, beta = given
-    (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
-    unit = torch.eye(key_dim, dtype=accumulation(v.dtype), device=v.device).expand(pieces, heads, key_dim, key_dim)
-    state, wide = F.pad(unit, (value_dim, 0)), F.pad(v, (0, key_dim))
-    y, left = _computed(operator, [q, k, wide, g, beta], state, documents)
-    (y, reads), (e, m) = y.split([value_dim, key_dim], -1), left.split([value_dim, key_dim], -1)
+    """``(y, last)``: what pieces make of the states that enter them, and the one that leaves the sequence."""
     # Two maps for each piece: the first does nothing, and is where a document of another piece ends.
-    maps = [torch.stack([none, x], 1).unflatten(0, (-1, count)).flatten(1, 2) for none, x in ((unit, m), (torch.zeros_like(e), e))]
-    ends = None if documents is None else documents.ends.unflatten(0, (-1, count)).flatten(1, 2)
-    layout = _in_twos(layout.table) if isinstance(layout, Plan) else layout
-    entering, last = layer_with_state(where, (*maps, initial_state), ends, layout=layout, final_state=final_state)
-    entering = entering.unflatten(1, (count, 2))[:, :, 1].flatten(0, 2).to(reads.dtype)
-    rows, own = (x.transpose(1, 2).flatten(0, 1) for x in (reads, y))
-    return torch.baddbmm(own, rows, entering).unflatten(0, (pieces, heads)).transpose(1, 2), last
+    one = torch.eye(piece.m.shape[-1], dtype=piece.m.dtype, device=piece.m.device) if piece.m.ndim > 2 else piece.m.new_ones(())
+    nothing = one.expand_as(piece.m), torch.zeros_like(piece.e)
+    pairs = (torch.stack(pair, 1) for pair in zip(nothing, (piece.m, piece.e), strict=True))
+    maps = [x.unflatten(0, (-1, ring.pieces)).flatten(1, 2) for x in pairs]
+    ends = None if documents is None else documents.ends.unflatten(0, (-1, ring.pieces)).flatten(1, 2)
+    layout = _in_twos(ring.layout.table) if isinstance(ring.layout, Plan) else ring.layout
+    given = dict(layout=layout, final_state=final_state)
+    entering, last = layer_with_state(ring.where, (*maps, initial_state), ends, **given)
+    entering = entering.unflatten(1, (ring.pieces, 2))[:, :, 1].flatten(0, 2).to(piece.reads.dtype)
+    own, reads = (x.transpose(1, 2).flatten(0, 1) for x in (piece.own, piece.reads))
+    shape = piece.own.shape[0], piece.own.shape[2]
+    return torch.baddbmm(own, reads, entering).unflatten(0, shape).transpose(1, 2), last
 
 
 @cache  # a plan is found by its name as long as somebody holds it
@@ -134,8 +219,8 @@ def _checked(y: Tensor, like: Tensor, shape: tuple[int, ...], left: Tensor) -> t
     if not isinstance(y, Tensor) or not isinstance(left, Tensor) or y.shape != like.shape or left.shape != shape:
         got = " and ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in (y, left))
         raise ValueError(
-            f"operator must return its output {list(like.shape)}, like v, and its final state {list(shape)}, [sequences, heads, "
-            f"key_dim, value_dim]; got {got}"
+            f"operator must return its output {list(like.shape)} and its final state {list(shape)}, as fla's of delta rules and "
+            f"mamba_ssm's of state space models do; got {got}"
         )
     return y, left.to(accumulation(like.dtype))
 
@@ -145,9 +230,10 @@ def _check(operator: Operator, layer: Recurrence, tokens: int, count: int, ids: 
         raise NotImplementedError('an operator of torch\'s goes by strategy="prefix"; leave operator out for "ulysses"')
     if tokens % count:
         raise ValueError(f"a shard must be {count} pieces of equal length in this layout, got {tokens} tokens; pad the sequence")
-    if ids is not None and "cu_seqlens" not in signature(operator).parameters:
+    needed = "seq_idx" if layer.name == "ssd" else "cu_seqlens"
+    if ids is not None and needed not in signature(operator).parameters:
         raise NotImplementedError(
-            f"documents and padding need an operator that has cu_seqlens, which {getattr(operator, '__name__', operator)} has not; "
+            f"documents and padding need an operator that has {needed}, which {getattr(operator, '__name__', operator)} has not; "
             "leave operator out, or segment_ids and cu_seqlens"
         )
 
@@ -178,4 +264,4 @@ def _documents(ids: Tensor) -> _Documents:
     starts = begins.flatten().nonzero()[:, 0]
     cu_seqlens = F.pad(starts, (0, 1), value=ids.numel())
     first_real = torch.where(real.any(1), ids.gather(1, real.int().argmax(1, keepdim=True))[:, 0], -1)
-    return _Documents(real, cu_seqlens, number[:, 0], number[:, -1], torch.stack([first_real, latest[:, -1]], 1))
+    return _Documents(real, number, cu_seqlens, number[:, 0], number[:, -1], torch.stack([first_real, latest[:, -1]], 1))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from launch import torchrun
 from state_cases import CASES, ONE_OF_EACH, expected, ids_of
-from state_torch import gradients_of, stepwise, tensors
+from state_torch import gradients_of, operator_of, stepwise, tensors
 
 import ring_attn
 
@@ -23,12 +23,12 @@ def test_alone(name):
 
 
 @pytest.mark.parametrize("documents", ["none", "padding"])
-@pytest.mark.parametrize("name", ["delta-norm", "delta-no-decay", "kda"])
+@pytest.mark.parametrize("name", ["delta-norm", "delta-no-decay", "kda", "ssd", "ssd-skip-dims"])
 def test_by_an_operator_of_torchs(name, documents):
     case, ids = CASES[name], ids_of(documents)
     (y, last), (gradients, dstate) = expected(case, ids)
     ids = None if ids is None else torch.from_numpy(ids)
-    results, got = gradients_of(case, *tensors(case), ids, mesh="local", operator=stepwise)
+    results, got = gradients_of(case, *tensors(case), ids, mesh="local", operator=operator_of(case))
     for one, exact in zip(
         (*results, *got.values()), (y, last, *(gradients[name] for name in got if name != "state"), dstate), strict=True
     ):

@@ -35,6 +35,24 @@ def stepwise(q, k, v, g, beta, *, initial_state, output_final_state, cu_seqlens=
     return torch.stack(outputs).view(v.shape), torch.stack(states)
 
 
+def stepwise_ssd(x, dt, A, B, C, chunk_size, D=None, seq_idx=None, return_final_states=False):
+    """Token by token, in torch: an operator as mamba_ssm's."""
+    assert return_final_states and chunk_size
+    B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (B, C))
+    state, outputs = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]), []
+    for t in range(x.shape[1]):
+        if seq_idx is not None and t:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
+        state = (dt[:, t] * A).exp()[..., None, None] * state + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], B[:, t])
+        skip = 0 if D is None else x[:, t] * (D if D.ndim == 2 else D[:, None])
+        outputs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + skip)
+    return torch.stack(outputs, 1), state
+
+
+def operator_of(case: Case) -> Any:
+    return stepwise_ssd if case.function == "ssd" else stepwise
+
+
 def sharded(x: torch.Tensor, ring: Ring) -> torch.Tensor:
     """This rank's part of what has a sequence."""
     return ring.shard(x) if x.ndim > 1 and x.shape[1] == LENGTH else x

@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 from state_cases import CASES, LENGTH, ONE_OF_EACH, ids_of
-from state_torch import gradients_of, sharded, stepwise, tensors
+from state_torch import gradients_of, operator_of, sharded, tensors
 
 import ring_attn
 from ring_attn import Ring
@@ -54,8 +54,13 @@ def refused(words, function, *arguments, **options):
 
 for number, name in enumerate(ONE_OF_EACH):
     compare(name, layouts[number % 3], "padding", **({"strategy": "prefix"} if CASES[name].chunked else {}))
-for name, layout, documents in (("delta-norm", "zigzag", "padding"), ("kda", layouts[2], "cuts"), ("delta", "contiguous", "none")):
-    compare(name, layout, documents, operator=stepwise)
+for name, layout, documents in (
+    ("delta-norm", "zigzag", "padding"),
+    ("kda", layouts[2], "cuts"),
+    ("ssd-skip", "zigzag", "padding"),
+    ("ssd", "contiguous", "none"),
+):
+    compare(name, layout, documents, operator=operator_of(CASES[name]))
 compare("kda", "zigzag", "padding", strategy="ulysses")
 compare("ssd-skip", layouts[2], "cuts", strategy="ulysses")
 
