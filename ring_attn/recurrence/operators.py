@@ -187,7 +187,7 @@ def _around_ring(
     given = dict(layout=layout, final_state=final_state)
     entering, last = layer_with_state(ring.where, (*maps, initial_state), ends, **given)
     entering = entering.unflatten(1, (ring.pieces, 2))[:, :, 1].flatten(0, 2).to(piece.reads.dtype)
-    own, reads = (x.transpose(1, 2).flatten(0, 1) for x in (piece.own, piece.reads))
+    own, reads = (x.transpose(1, 2).flatten(0, 1) for x in (piece.own.to(piece.reads.dtype), piece.reads))
     shape = piece.own.shape[0], piece.own.shape[2]
     return torch.baddbmm(own, reads, entering).unflatten(0, shape).transpose(1, 2), last
 
