@@ -14,6 +14,7 @@ from jax_core.recurrence.pieces import Pieces
 WORDS = {
     "b": "batch",
     "t": "seq",
+    "l": "tokens",
     "h": "heads",
     "n": "key heads",
     "k": "key dim",
@@ -78,6 +79,11 @@ class Layer:
     def like(self) -> str:
         """The operand that ``y`` is like."""
         raise NotImplementedError
+
+    @property
+    def sharded(self) -> str:
+        """The operand of which ranks compare which shard they hold."""
+        return self.like
 
     @property
     def state_dims(self) -> str:

@@ -19,7 +19,10 @@ from jax_core.recurrence.prefix import Affine, states
 @dataclass(frozen=True)
 class Maps(Layer):
     """``S_t = M_t S_{t-1} + E_t`` and ``y_t = S_{t-1}``; where a document begins ``M_t`` is taken for 0. Each rank sends one map
-    for each of its pieces."""
+    for each of its pieces. ``of``: what made them, which ranks compare, and likewise its ``tokens``, a shard, and its ``A`` and
+    ``D``, of which nothing is computed here."""
+
+    of: str = ""
 
     @property
     def name(self) -> str:
@@ -27,7 +30,13 @@ class Maps(Layer):
 
     @property
     def signature(self) -> tuple[Operand, ...]:
-        return Operand("m", ("bthkk", "bth")), Operand("e", ("bthkv",))
+        made = Operand("m", ("bthkk", "bth")), Operand("e", ("bthkv",))
+        shared = (Operand(name, ("h", "hv"), optional=True) for name in ("A", "D"))
+        return *made, Operand("tokens", ("blhv",)), *shared
+
+    @property
+    def sharded(self) -> str:
+        return "tokens"
 
     @property
     def like(self) -> str:
@@ -69,7 +78,7 @@ class Maps(Layer):
 
 def _along_pieces(pieces: Pieces, ids: Array | None, operands: Sequence[Array | None]) -> Affine:
     """``[positions of a piece, pieces, batch, heads, ...]``"""
-    m, e = (jnp.moveaxis(pieces.split(x), 2, 0) for x in operands if x is not None)
+    m, e = (jnp.moveaxis(pieces.split(x), 2, 0) for x in operands[:2] if x is not None)
     if ids is not None:
         m = jnp.where(jnp.moveaxis(resets(ids, pieces), 2, 0).reshape(*m.shape[:3], *(1,) * (m.ndim - 3)), 0, m)
     return Affine(m, e)

@@ -189,7 +189,7 @@ def ssd(
 def layer_along(
     operands: Mapping[str, Tensor | None],
     settings: Mapping[str, Any],
-    operator: "DeltaRule | StateSpace | None" = None,
+    by: "DeltaRule | StateSpace | None" = None,
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -211,11 +211,11 @@ def layer_along(
     given: dict[str, Any] = {name: plain(value) for name, value in settings.items()}
     given["final_state"] = bool(output_final_state)
     # Imported here so that importing ring_attn does not load JAX.
-    if operator is not None and first.numel():
+    if by is not None and first.numel():
         from jax_core.recurrence.operators import Recurrence
         from ring_attn.recurrence.operators import by_operator
 
-        y, last = by_operator(operator, where, layout, Recurrence(**given), operands, initial_state, segment_ids)
+        y, last = by_operator(by, where, layout, Recurrence(**given), operands, initial_state, segment_ids)
     else:
         from torch_bridge.recurrence.functional import layer_with_state
 

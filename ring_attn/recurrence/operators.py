@@ -7,9 +7,10 @@ space model ``M`` and ``P`` follow from the decays. Maps travel the ring as thos
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import partial
 from inspect import signature
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,23 +18,27 @@ from torch import Tensor
 
 from jax_core.masks.layout import Layout
 from jax_core.masks.plan import Plan
+from jax_core.masks.plan import named as named_layout
 from jax_core.recurrence.layer import check_pieces
 from jax_core.recurrence.operators import EPSILON, Recurrence
-from jax_core.recurrence.pieces import pieces_of_a_rank
+from jax_core.recurrence.pieces import pieces_of
 from torch_bridge.backends.dispatch import backend_of
+from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.mesh.rings import MeshArg
 from torch_bridge.recurrence.functional import layer_with_state
 from torch_bridge.recurrence.operation import accumulation
+from torch_bridge.tracing import constant
 
 
 class DeltaRule(Protocol):
     """As fla's ``chunk_gated_delta_rule`` and ``chunk_kda``: of ``q, k [batch, tokens, heads, key_dim]``, ``v [..., value_dim]``,
     ``g`` and ``beta``, with queries scaled by ``1 / sqrt(key_dim)``, the output, like ``v``, and the final state ``[batch, heads,
     key_dim, value_dim]``; with ``cu_seqlens``, which it is given only where there are documents, states are ``[sequences, ...]``
-    of a batch of 1. Differentiable in all tensors, and from both results."""
+    of a batch of 1. Where it has ``use_qk_l2norm_in_kernel``, it divides queries and keys by their norms itself. Differentiable in
+    all tensors, and from both results."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, /, *, initial_state: Tensor, output_final_state: bool
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, /, *, initial_state: Tensor | None, output_final_state: bool
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -84,12 +89,13 @@ class _Documents(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """``pieces``: of a rank."""
+    """``layout``: its name. ``pieces``: of a rank. ``told``: what ranks compare, in words and as :class:`Maps` takes it."""
 
     where: MeshArg
-    layout: Layout
+    layout: str
     size: int
     pieces: int
+    told: tuple[str, tuple[Tensor | None, ...]]
 
 
 def by_operator(
@@ -102,12 +108,24 @@ def by_operator(
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(y, last)`` of this rank's shards, as :func:`torch_bridge.recurrence.functional.layer_with_state`."""
+    ids = None if ids is None else narrow_ids(ids, "segment_ids")
     sizes, like = layer.sizes(list(named.values()), initial_state, ids), named[layer.like]
     assert like is not None
-    size = backend_of(like.device).resolve(*where).size
+    backend = backend_of(like.device)
+    backend.check(like)
+    size = backend.resolve(*where).size
     check_pieces(layout, size)
-    ring = _Ring(where, layout, size, pieces_of_a_rank(layout, size))
-    _check(operator, layer, sizes["t"], ring.pieces, ids)
+    pieces, name = _pieces(layout if isinstance(layout, str) else layout.name, size, sizes["t"])  # type: ignore[attr-defined]
+    _check(operator, layer, ids)
+    dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named.items() if x is not None)
+    compared = (None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
+    ring = _Ring(
+        where,
+        name,
+        size,
+        pieces,
+        (f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}", tuple(compared)),
+    )
     documents = None if ids is None else _documents(_cut(ids.expand(like.shape[:2]), ring.pieces))
     given = {name: _given(x, ring.pieces, documents) for name, x in named.items()}
     compute = _state_space if layer.name == "ssd" else _delta_rule
@@ -135,7 +153,9 @@ def _delta_rule(
     q, k, v, g, beta = (given[name] for name in ("q", "k", "v", "g", "beta"))
     assert q is not None and k is not None and v is not None and beta is not None
     (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
-    q, k = (_of_heads(x, heads, layer.l2norm) for x in (q, k))
+    by_itself = layer.l2norm and "use_qk_l2norm_in_kernel" in signature(operator).parameters
+    operator = partial(operator, use_qk_l2norm_in_kernel=True) if by_itself else operator
+    q, k = (_of_heads(x, heads, layer.l2norm and not by_itself) for x in (q, k))
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
     if ring.size == 1:
         first = None if initial_state is None else initial_state.to(accumulation(v.dtype))
@@ -162,7 +182,7 @@ def _state_space(
     more = {} if documents is None else {"seq_idx": documents.number.to(torch.int32)}
     y, left = operator(x, dt, a, b, c, layer.chunk, D=given["D"], return_final_states=True, **more)
     y, left = _checked(y, x, (x.shape[0], *x.shape[2:], b.shape[-1]), left)
-    so_far = (dt * a).to(accumulation(x.dtype)).cumsum(1)
+    so_far = (dt.to(accumulation(x.dtype)) * a.to(accumulation(x.dtype))).cumsum(1)
     decay = so_far.exp()
     if documents is not None:
         decay = decay * (documents.number == documents.first[:, None])[..., None]  # of what enters, a later document sees nothing
@@ -170,44 +190,60 @@ def _state_space(
     piece = _Piece(y, reads.to(x.dtype), decay[:, -1], left.mT)
     initial = None if initial_state is None else initial_state.mT
     y, last = _around_ring(piece, initial, documents, ring, layer.final_state)
-    return y, last.mT
+    return y, last.mT.contiguous()
 
 
 def _around_ring(
     piece: _Piece, initial_state: Tensor | None, documents: _Documents | None, ring: _Ring, final_state: bool
 ) -> tuple[Tensor, Tensor]:
     """``(y, last)``: what pieces make of the states that enter them, and the one that leaves the sequence."""
-    # Two maps for each piece: the first does nothing, and is where a document of another piece ends.
-    one = torch.eye(piece.m.shape[-1], dtype=piece.m.dtype, device=piece.m.device) if piece.m.ndim > 2 else piece.m.new_ones(())
-    nothing = one.expand_as(piece.m), torch.zeros_like(piece.e)
-    pairs = (torch.stack(pair, 1) for pair in zip(nothing, (piece.m, piece.e), strict=True))
-    maps = [x.unflatten(0, (-1, ring.pieces)).flatten(1, 2) for x in pairs]
-    ends = None if documents is None else documents.ends.unflatten(0, (-1, ring.pieces)).flatten(1, 2)
-    layout = _in_twos(ring.layout.table) if isinstance(ring.layout, Plan) else ring.layout
-    given = dict(layout=layout, final_state=final_state)
-    entering, last = layer_with_state(ring.where, (*maps, initial_state), ends, **given)
-    entering = entering.unflatten(1, (ring.pieces, 2))[:, :, 1].flatten(0, 2).to(piece.reads.dtype)
-    own, reads = (x.transpose(1, 2).flatten(0, 1) for x in (piece.own.to(piece.reads.dtype), piece.reads))
-    shape = piece.own.shape[0], piece.own.shape[2]
-    return torch.baddbmm(own, reads, entering).unflatten(0, shape).transpose(1, 2), last
+    maps, ends = [piece.m, piece.e], None
+    if documents is not None:
+        # Two maps for each piece: the first does nothing, and is where a document of another piece ends.
+        one = torch.eye(piece.m.shape[-1], dtype=piece.m.dtype, device=piece.m.device) if piece.m.ndim > 2 else piece.m.new_ones(())
+        maps = [
+            torch.stack(pair, 1).flatten(0, 1) for pair in ((one.expand_as(piece.m), piece.m), (torch.zeros_like(piece.e), piece.e))
+        ]
+        ends = documents.ends.flatten(0, 1)
+    places = ring.pieces if documents is None else 2 * ring.pieces
+    maps, ends = [_uncut(x, places) for x in maps], None if ends is None else _uncut(ends, places)
+    of, compared = ring.told
+    layout = _of_maps(ring.layout, places // ring.pieces)
+    with torch.autocast(piece.e.device.type, enabled=False):
+        given = dict(of=of, layout=layout, final_state=final_state)
+        entering, last = layer_with_state(ring.where, (*maps, *compared, initial_state), ends, **given)
+        entering = _cut(entering, ring.pieces)[:, -1].to(piece.reads.dtype)
+        own, reads = (x.transpose(1, 2) for x in (piece.own.to(piece.reads.dtype), piece.reads))
+        y = torch.baddbmm(own.flatten(0, 1), reads.flatten(0, 1), entering.flatten(0, 1))
+    return y.unflatten(0, own.shape[:2]).transpose(1, 2), last
 
 
-@cache  # a plan is found by its name as long as somebody holds it
-def _in_twos(table: tuple[tuple[int, ...], ...]) -> Plan:
-    return Plan(2, table)
+_OF_PLANS: "WeakKeyDictionary[Plan, dict[int, Plan]]" = WeakKeyDictionary()  # by the places of a piece
+
+
+@constant
+def _pieces(layout: str, size: int, tokens: int) -> tuple[int, str]:
+    """How many of a shard, and the layout's name on this ring. ValueError where it does not divide the tokens."""
+    found = pieces_of(None, size, named_layout(layout), tokens)
+    return found.table.shape[1], found.layout.name if isinstance(found.layout, Plan) else str(found.layout)
+
+
+@constant
+def _of_maps(layout: str, places: int) -> str:
+    """The name of the layout of so many places a piece."""
+    plan = named_layout(layout)
+    return _OF_PLANS.setdefault(plan, {}).setdefault(places, Plan(places, plan.table)).name if isinstance(plan, Plan) else layout
 
 
 def _computed(operator: Operator, given: list[Tensor], state: Tensor | None, documents: _Documents | None) -> tuple[Tensor, Tensor]:
     """``(y, state)`` of each piece by itself: the one that leaves it, for the one that enters its first document."""
     pieces, _, heads, value_dim = given[2].shape
     shape = heads, given[1].shape[-1], value_dim
-    if state is None:
-        state = given[2].new_zeros(pieces, *shape, dtype=accumulation(given[2].dtype))
     if documents is None:
         y, left = operator(*given, initial_state=state, output_final_state=True)
         return _checked(y, given[2], (pieces, *shape), left)
     sequences = len(documents.cu_seqlens) - 1
-    entering = state.new_zeros(sequences, *shape).index_copy(0, documents.first, state)
+    entering = None if state is None else state.new_zeros(sequences, *shape).index_copy(0, documents.first, state)
     flat = [x.flatten(0, 1)[None] for x in given]
     more = {"cu_seqlens": documents.cu_seqlens}
     y, left = operator(*flat, initial_state=entering, output_final_state=True, **more)
@@ -225,11 +261,9 @@ def _checked(y: Tensor, like: Tensor, shape: tuple[int, ...], left: Tensor) -> t
     return y, left.to(accumulation(like.dtype))
 
 
-def _check(operator: Operator, layer: Recurrence, tokens: int, count: int, ids: Tensor | None) -> None:
+def _check(operator: Operator, layer: Recurrence, ids: Tensor | None) -> None:
     if layer.strategy == "ulysses":
         raise NotImplementedError('an operator of torch\'s goes by strategy="prefix"; leave operator out for "ulysses"')
-    if tokens % count:
-        raise ValueError(f"a shard must be {count} pieces of equal length in this layout, got {tokens} tokens; pad the sequence")
     needed = "seq_idx" if layer.name == "ssd" else "cu_seqlens"
     if ids is not None and needed not in signature(operator).parameters:
         raise NotImplementedError(
@@ -241,6 +275,11 @@ def _check(operator: Operator, layer: Recurrence, tokens: int, count: int, ids: 
 def _cut(x: Tensor, count: int) -> Tensor:
     """``[batch, shard, ...]`` as ``[batch * count, piece, ...]``."""
     return x.unflatten(1, (count, x.shape[1] // count)).flatten(0, 1)
+
+
+def _uncut(x: Tensor, places: int) -> Tensor:
+    """``[batch * places, ...]`` as ``[batch, places, ...]``."""
+    return x.unflatten(0, (-1, places))
 
 
 def _of_heads(x: Tensor, heads: int, normed: bool) -> Tensor:

@@ -24,6 +24,8 @@ def stepwise(q, k, v, g, beta, *, initial_state, output_final_state, cu_seqlens=
     ends = range(v.shape[1] + 1)[:: v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     rows = [(row, start, end) for row in range(v.shape[0]) for start, end in pairwise(ends)]
     states, outputs = [], []
+    if initial_state is None:
+        initial_state = v.new_zeros(len(rows), v.shape[2], k.shape[-1], v.shape[-1])
     for state, (row, start, end) in zip(initial_state, rows, strict=True):
         for t in range(start, end):
             decay = g[row, t].exp()

@@ -77,7 +77,9 @@ class LayerWithState(Operation):
         return Empty(request.results, request.device, len(self.operands) - 2) if nothing else None
 
     def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
-        check_shards(ring, str(self.layout), self._like(operands))
+        sharded = operands[self.operands.index(self.layer.sharded)]
+        assert sharded is not None
+        check_shards(ring, str(self.layout), sharded)
         *inputs, state, _ = operands
         given = ((each, x) for each, x in zip(self.layer.signature, inputs, strict=True) if x is not None)
         shared = {each.name: x for each, x in given if _has_no_tokens(each, x)}
@@ -106,7 +108,7 @@ class LocalLayer:
         return "plain JAX"
 
     def explained(self) -> str:
-        return f"{self.layer.name} is computed in chunks of tokens by plain JAX, which is the only way yet"
+        return f"{self.layer.name}: plain JAX" + ("" if self.layer.name == "state_maps" else ", in chunks of tokens")
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
         *inputs, state, ids = operands
@@ -152,7 +154,7 @@ class Empty:
 
 def _has_no_tokens(operand: Operand, x: torch.Tensor) -> bool:
     """Whether an operand is the same on all ranks: none of its dimensions is the sequence."""
-    return all("t" not in dims for dims in operand.dims if len(dims) == x.ndim)
+    return all({*"tl"}.isdisjoint(dims) for dims in operand.dims if len(dims) == x.ndim)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@ test_rings.py of GPUs."""
 
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,11 @@ refused(
     "gives equally many heads to each", ring_attn.linear_attention, *[q.repeat(1, 1, 1 + size, 1)[:, :, 1:]] * 3, strategy="ulysses"
 )
 refused("must be called with", ring_attn.linear_attention, q, q, q, strategy="prefix" if rank else "auto")
+case = CASES["ssd"]
+given = list(tensors(case, DEVICE)[0].values())
+rule = partial(ring_attn.ssd, operator=operator_of(case))
+refused("must be called with", rule, *given, chunk_size=16 + rank)
+refused("A of state_maps must be the same on all ranks", rule, *given[:2], given[2] * (1 + rank), *given[3:])
 ends = torch.tensor([0, 5, 12])
 places = ring_attn.positions(16, layout="zigzag") if size == 2 else None
 if places is not None:
