@@ -11,7 +11,7 @@ from ring_attn.integrations.transformers import context_parallel
 
 LENGTH, ROOM = 21, 64
 SETTINGS: dict[str, Any] = dict(max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=None)
-TOLERANCE = 4e-6  # of logits about 1, float32
+TOLERANCE = {"cpu": 4e-6, "cuda": 2e-5}  # of logits about 1, float32
 
 
 def model_of(name: str) -> Any:
@@ -46,6 +46,6 @@ def compare(name: str, mesh: Any, *cases: dict[str, Any], device: str = "cpu") -
         cache = cp.cache(ROOM)
         found = generated(model, **{cp.plan.cache_name: cache}, **case)
         assert torch.equal(found[0], tokens), (name, case, found[0].tolist(), tokens.tolist())
-        torch.testing.assert_close(found[1], logits, rtol=0, atol=TOLERANCE * float(logits.abs().max()))
+        torch.testing.assert_close(found[1], logits, rtol=0, atol=TOLERANCE[device] * float(logits.abs().max()))
         assert cache.seen == tokens.shape[1] - 1
     cp.remove()
