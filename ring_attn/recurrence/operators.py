@@ -88,14 +88,21 @@ class _Documents(NamedTuple):
     ends: Tensor
 
 
-class _Ring(NamedTuple):
-    """``layout``: its name. ``pieces``: of a rank. ``told``: what ranks compare, in words and as :class:`Maps` takes it."""
+class _Call(NamedTuple):
+    """``given``: the operands, cut into pieces. ``layout``: its name. ``pieces``: of a rank. ``told``, ``compared``: what ranks
+    compare, in words and as :class:`Maps` takes it."""
 
+    operator: Operator
+    layer: Recurrence
+    given: Mapping[str, Tensor | None]
+    initial_state: Tensor | None
+    documents: _Documents | None
     where: MeshArg
     layout: str
     size: int
     pieces: int
-    told: tuple[str, tuple[Tensor | None, ...]]
+    told: str
+    compared: tuple[Tensor | None, ...]
 
 
 def by_operator(
@@ -117,19 +124,13 @@ def by_operator(
     check_pieces(layout, size)
     pieces, name = _pieces(layout if isinstance(layout, str) else layout.name, size, sizes["t"])  # type: ignore[attr-defined]
     _check(operator, layer, ids)
+    documents = None if ids is None else _documents(_cut(ids.expand(like.shape[:2]), pieces))
+    given = {name: _given(x, pieces, documents) for name, x in named.items()}
     dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named.items() if x is not None)
-    compared = (None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
-    ring = _Ring(
-        where,
-        name,
-        size,
-        pieces,
-        (f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}", tuple(compared)),
-    )
-    documents = None if ids is None else _documents(_cut(ids.expand(like.shape[:2]), ring.pieces))
-    given = {name: _given(x, ring.pieces, documents) for name, x in named.items()}
-    compute = _state_space if layer.name == "ssd" else _delta_rule
-    y, last = compute(operator, layer, given, initial_state, documents, ring)
+    told = f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
+    compared = tuple(None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
+    call = _Call(operator, layer, given, initial_state, documents, where, name, size, pieces, told, compared)
+    y, last = (_state_space if layer.name == "ssd" else _delta_rule)(call)
     y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
     return y.reshape(like.shape).to(like.dtype), last
 
@@ -142,45 +143,33 @@ def _given(x: Tensor | None, count: int, documents: _Documents | None) -> Tensor
     return x if documents is None else torch.where(documents.real.view(*x.shape[:2], *(1,) * (x.ndim - 2)), x, 0)
 
 
-def _delta_rule(
-    operator: Operator,
-    layer: Recurrence,
-    given: Mapping[str, Tensor | None],
-    initial_state: Tensor | None,
-    documents: _Documents | None,
-    ring: _Ring,
-) -> tuple[Tensor, Tensor]:
-    q, k, v, g, beta = (given[name] for name in ("q", "k", "v", "g", "beta"))
+def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = (call.given[name] for name in ("q", "k", "v", "g", "beta"))
     assert q is not None and k is not None and v is not None and beta is not None
+    layer, documents = call.layer, call.documents
     (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
-    by_itself = layer.l2norm and "use_qk_l2norm_in_kernel" in signature(operator).parameters
-    operator = partial(operator, use_qk_l2norm_in_kernel=True) if by_itself else operator
+    by_itself = layer.l2norm and "use_qk_l2norm_in_kernel" in signature(call.operator).parameters
+    operator = partial(call.operator, use_qk_l2norm_in_kernel=True) if by_itself else call.operator
     q, k = (_of_heads(x, heads, layer.l2norm and not by_itself) for x in (q, k))
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
-    if ring.size == 1:
-        first = None if initial_state is None else initial_state.to(accumulation(v.dtype))
+    if call.size == 1:
+        first = None if call.initial_state is None else call.initial_state.to(accumulation(v.dtype))
         y, last = _computed(operator, [q, k, v, g, beta], first, documents)
     else:
         unit = torch.eye(key_dim, dtype=accumulation(v.dtype), device=v.device).expand(pieces, heads, key_dim, key_dim)
         wide, state = F.pad(v, (0, key_dim)), F.pad(unit, (value_dim, 0))
         y, left = _computed(operator, [q, k, wide, g, beta], state, documents)
         (own, reads), (e, m) = y.split([value_dim, key_dim], -1), left.split([value_dim, key_dim], -1)
-        y, last = _around_ring(_Piece(own, reads, m, e), initial_state, documents, ring, layer.final_state)
+        y, last = _around_ring(call, _Piece(own, reads, m, e), call.initial_state)
     return y if layer.scale is None else y * (layer.scale * key_dim**0.5), last
 
 
-def _state_space(
-    operator: Operator,
-    layer: Recurrence,
-    given: Mapping[str, Tensor | None],
-    initial_state: Tensor | None,
-    documents: _Documents | None,
-    ring: _Ring,
-) -> tuple[Tensor, Tensor]:
-    x, dt, a, b, c = (given[name] for name in ("x", "dt", "A", "B", "C"))
+def _state_space(call: _Call) -> tuple[Tensor, Tensor]:
+    x, dt, a, b, c = (call.given[name] for name in ("x", "dt", "A", "B", "C"))
     assert x is not None and dt is not None and a is not None and b is not None and c is not None
+    documents = call.documents
     more = {} if documents is None else {"seq_idx": documents.number.to(torch.int32)}
-    y, left = operator(x, dt, a, b, c, layer.chunk, D=given["D"], return_final_states=True, **more)
+    y, left = call.operator(x, dt, a, b, c, call.layer.chunk, D=call.given["D"], return_final_states=True, **more)
     y, left = _checked(y, x, (x.shape[0], *x.shape[2:], b.shape[-1]), left)
     so_far = (dt.to(accumulation(x.dtype)) * a.to(accumulation(x.dtype))).cumsum(1)
     decay = so_far.exp()
@@ -188,15 +177,13 @@ def _state_space(
         decay = decay * (documents.number == documents.first[:, None])[..., None]  # of what enters, a later document sees nothing
     reads = _of_heads(c, x.shape[2], normed=False).to(decay.dtype) * decay[..., None]
     piece = _Piece(y, reads.to(x.dtype), decay[:, -1], left.mT)
-    initial = None if initial_state is None else initial_state.mT
-    y, last = _around_ring(piece, initial, documents, ring, layer.final_state)
+    y, last = _around_ring(call, piece, None if call.initial_state is None else call.initial_state.mT)
     return y, last.mT.contiguous()
 
 
-def _around_ring(
-    piece: _Piece, initial_state: Tensor | None, documents: _Documents | None, ring: _Ring, final_state: bool
-) -> tuple[Tensor, Tensor]:
+def _around_ring(call: _Call, piece: _Piece, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     """``(y, last)``: what pieces make of the states that enter them, and the one that leaves the sequence."""
+    documents = call.documents
     maps, ends = [piece.m, piece.e], None
     if documents is not None:
         # Two maps for each piece: the first does nothing, and is where a document of another piece ends.
@@ -205,14 +192,12 @@ def _around_ring(
             torch.stack(pair, 1).flatten(0, 1) for pair in ((one.expand_as(piece.m), piece.m), (torch.zeros_like(piece.e), piece.e))
         ]
         ends = documents.ends.flatten(0, 1)
-    places = ring.pieces if documents is None else 2 * ring.pieces
+    places = call.pieces if documents is None else 2 * call.pieces
     maps, ends = [_uncut(x, places) for x in maps], None if ends is None else _uncut(ends, places)
-    of, compared = ring.told
-    layout = _of_maps(ring.layout, places // ring.pieces)
+    settings = dict(of=call.told, layout=_of_maps(call.layout, places // call.pieces), final_state=call.layer.final_state)
     with torch.autocast(piece.e.device.type, enabled=False):
-        given = dict(of=of, layout=layout, final_state=final_state)
-        entering, last = layer_with_state(ring.where, (*maps, *compared, initial_state), ends, **given)
-        entering = _cut(entering, ring.pieces)[:, -1].to(piece.reads.dtype)
+        entering, last = layer_with_state(call.where, (*maps, *call.compared, initial_state), ends, **settings)
+        entering = _cut(entering, call.pieces)[:, -1].to(piece.reads.dtype)
         own, reads = (x.transpose(1, 2) for x in (piece.own.to(piece.reads.dtype), piece.reads))
         y = torch.baddbmm(own.flatten(0, 1), reads.flatten(0, 1), entering.flatten(0, 1))
     return y.unflatten(0, own.shape[:2]).transpose(1, 2), last
