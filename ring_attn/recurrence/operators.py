@@ -20,7 +20,7 @@ from jax_core.masks.layout import Layout
 from jax_core.masks.plan import Plan
 from jax_core.masks.plan import named as named_layout
 from jax_core.recurrence.layer import check_pieces
-from jax_core.recurrence.operators import EPSILON, Recurrence
+from jax_core.recurrence.operators import CHUNK, EPSILON, Recurrence
 from jax_core.recurrence.pieces import pieces_of
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.dlpack import narrow_ids
@@ -249,6 +249,10 @@ def _checked(y: Tensor, like: Tensor, shape: tuple[int, ...], left: Tensor) -> t
 def _check(operator: Operator, layer: Recurrence, ids: Tensor | None) -> None:
     if layer.strategy == "ulysses":
         raise NotImplementedError('an operator of torch\'s goes by strategy="prefix"; leave operator out for "ulysses"')
+    if layer.name != "ssd" and layer.chunk != CHUNK:
+        raise ValueError(
+            f"chunk_size is not given to an operator of torch's, which has its own; leave one of them out, got {layer.chunk}"
+        )
     needed = "seq_idx" if layer.name == "ssd" else "cu_seqlens"
     if ids is not None and needed not in signature(operator).parameters:
         raise NotImplementedError(

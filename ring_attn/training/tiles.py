@@ -97,7 +97,8 @@ class Tiles:
 
     def parts(self, x: Tensor) -> Iterator[slice]:
         """Of rows ``x [tokens, width]``."""
-        return (slice(start, start + self.rows(x)) for start in range(0, len(x), self.rows(x)))
+        rows = self.rows(x)
+        return (slice(start, start + rows) for start in range(0, len(x), rows))
 
     def _can(self, call: "_Call", tensors: Sequence[Tensor], rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
         try:

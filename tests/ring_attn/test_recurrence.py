@@ -75,6 +75,7 @@ def test_other_layers_take_no_operator():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
+        ({"chunk_size": 32}, ValueError, "chunk_size is not given to an operator of torch's, which has its own; .* got 32"),
         ({"strategy": "ulysses"}, NotImplementedError, 'goes by strategy="prefix"'),
         ({"v": torch.zeros(1, 12, 3, 4)}, ValueError, "g must be .*with heads 3 as the others"),
         ({"operator": lambda *_, **__: (1, 2)}, ValueError, "operator must return its output .* got int and int"),
