@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_bridge.attention.append import append
+
 EMPTY = -1  # the segment of a slot without a token
 _MANY = 4096  # slots; from here on their number is rounded up, so that a GPU can cut them into parts
 _MULTIPLE = 256
@@ -88,9 +90,10 @@ class Layer:
     def append(self, new: CacheSlots, places: Tensor, ids: bool = True) -> None:
         """Keeps this rank's share of ``new [batch, tokens, ...]``, which all ranks hold, at :meth:`places`. ``ids``: False where
         another layer, which shares its positions and segments with this one, has kept them."""
-        for whole, part in zip(self.held[: 4 if ids else 2], new, strict=False):
-            whole.index_copy_(1, places, part)
+        append(self.held[:2], new[:2], places)
         if ids:
+            for whole, part in zip(self.held[2:], new[2:], strict=True):
+                whole.index_copy_(1, places, part)
             self.held.segments[:, -1] = EMPTY
         self.appended += new.slots
 

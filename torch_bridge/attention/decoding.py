@@ -99,7 +99,7 @@ class Decoding:
         with torch.cuda.device_of(query):
             parts = self._parts(given)
             if (peers := self._peers) is not None:
-                _joined(parts, lse.shape, to=peers.own(parts.shape[1:]))
+                _join(parts, lse.shape, None, (peers.parts(parts.shape[1:]),), ring.rank)
                 parts = peers.gathered(parts.shape[1:])
             else:
                 for group in reversed(ring.groups) if ring.size > 1 else ():
@@ -189,21 +189,25 @@ def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return parts
 
 
-def _joined(parts: Tensor, lse: tuple[int, ...], to: Tensor | None = None) -> Tensor:
-    """``[parts, rows, value_dim + 1]`` as one part, ``[rows, value_dim + 1]``, in memory of its own or that ``to``."""
+def _joined(parts: Tensor, lse: tuple[int, ...]) -> Tensor:
+    """``[parts, rows, value_dim + 1]`` as one part, ``[rows, value_dim + 1]``."""
     if parts.shape[0] == 1:
-        return parts[0] if to is None else to.copy_(parts[0])
-    whole = parts.new_empty(parts.shape[1:]) if to is None else to
-    _join(parts, lse, None, (whole, whole), last=False)
-    return whole
+        return parts[0]
+    whole = parts.new_empty(1, *parts.shape[1:])
+    _join(parts, lse, None, (whole,))
+    return whole[0]
 
 
-def _join(parts: Tensor, lse: tuple[int, ...], sinks: Tensor | None, results: Results, last: bool = True) -> None:
-    """``lse``: the shape of the LSE, ``[batch, heads, queries]``."""
+def _join(parts: Tensor, lse: tuple[int, ...], sinks: Tensor | None, results: Results, rank: int = 0) -> None:
+    """``lse``: the shape of the LSE, ``[batch, heads, queries]``. ``results``: the output and the LSE; or parts ``[ranks, rows,
+    value_dim + 1]``, of which this is the one of ``rank`` and the others become 0."""
     from jax_core.kernels.triton.decode_kernels import JoinConstants, join_kernel
 
     count, rows, width = parts.shape
     _, heads, queries = lse
     at_once = min(64, 1 << (count - 1).bit_length())
-    const = JoinConstants(count, at_once, queries, heads, width - 1, padded_dim(width - 1), int(sinks is not None), last)
-    join_kernel[(rows,)](parts, parts if sinks is None else sinks, *results, const=const, num_warps=4)
+    last = len(results) == 2
+    sizes = count, at_once, queries, heads, width - 1, padded_dim(width - 1)
+    const = JoinConstants(*sizes, int(sinks is not None), last, rank, 1 if last else len(results[0]))
+    out, out_lse = results if last else results * 2
+    join_kernel[(rows,)](parts, parts if sinks is None else sinks, out, out_lse, const=const, num_warps=4)

@@ -1,4 +1,5 @@
-"""Decoding: a few queries against all keys of a rank, cut into parts ("flash decoding", Dao et al. 2023), and the joining of parts.
+"""Decoding: a few queries against all keys of a rank, cut into parts ("flash decoding", Dao et al. 2023), the joining of parts, and
+the keeping of new tokens' keys and values.
 
 torch launches these kernels on its own stream, so that it can capture them in a CUDA graph; JAX has none of them. What a score is
 and which key is seen is what it is in every other kernel (``scores.py``).
@@ -147,7 +148,8 @@ def _ids(p_positions, p_segments, i_batch, index, m_index, length: tl.constexpr,
 @dataclass(frozen=True)
 class JoinConstants:
     """What :func:`join_kernel` is compiled for: ``parts`` come ``parts_block`` at a time. ``sinks``: rows of the sinks' logarithms,
-    0 or 1. ``last``: whether output and LSE go to tensors of their own."""
+    0 or 1. ``last``: whether output and LSE go to tensors of their own; if not, they go to the part ``rank`` of ``ranks``, and the
+    others become 0."""
 
     parts: int
     parts_block: int
@@ -157,6 +159,8 @@ class JoinConstants:
     value_dim_block: int
     sinks: int
     last: bool
+    rank: int = 0
+    ranks: int = 1
 
 
 @triton.jit
@@ -165,7 +169,7 @@ def join_kernel(p_parts, p_sinks, p_out, p_lse, const: tl.constexpr):
 
     ``p_parts`` float32 ``[parts, rows, value_dim + 1]``, outputs with their LSE; ``p_sinks`` float32 ``[heads]``: the logarithm of
     what a head's sinks add to the sum. To ``p_out [rows, value_dim]`` and ``p_lse`` float32 ``[batch, heads, queries]``, or, if
-    they are not the last, to ``p_out [rows, value_dim + 1]`` as the parts are.
+    they are not the last, to ``p_out [ranks, rows, value_dim + 1]`` as the parts are.
     """
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     wide: tl.constexpr = const.value_dim + 1
@@ -198,5 +202,49 @@ def join_kernel(p_parts, p_sinks, p_out, p_lse, const: tl.constexpr):
         tl.store(p_out + row * const.value_dim + i_value, b_acc / b_sum, mask=m_value)
         tl.store(p_lse + o_lse, b_lse)
     else:
-        tl.store(p_out + row * wide + i_value, b_acc / b_sum, mask=m_value)
-        tl.store(p_out + row * wide + const.value_dim, b_lse)
+        RANKS: tl.constexpr = const.ranks
+        for rank in tl.static_range(RANKS):
+            p_row = p_out + (rank * rows + row) * wide
+            if rank == const.rank:
+                tl.store(p_row + i_value, b_acc / b_sum, mask=m_value)
+                tl.store(p_row + const.value_dim, b_lse)
+            else:
+                tl.store(p_row + i_value, tl.zeros([VALUE_DIM], tl.float32), mask=m_value)
+                tl.store(p_row + const.value_dim, 0.0)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers of a token, its strides ``of_batch`` and ``of_token`` where it comes from, and a power of two as large as it."""
+
+    numbers: int
+    of_batch: int
+    of_token: int
+    block: int
+
+
+@dataclass(frozen=True)
+class AppendConstants:
+    """What :func:`append_kernel` is compiled for."""
+
+    keys: Kept
+    values: Kept
+    slots: int
+
+
+@triton.jit
+def append_kernel(p_places, p_key, p_value, p_keys, p_values, const: tl.constexpr):
+    """Grid: tokens, batch. Each token's ``p_key``, ``p_value [batch, tokens, kv_heads * dim]`` go to its place, of int64 ``p_places
+    [tokens]``, in ``p_keys``, ``p_values [batch, slots, kv_heads * dim]``."""
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = batch * const.slots + tl.load(p_places + token)
+    _keep(p_key, p_keys, batch, token, slot, const.keys)
+    _keep(p_value, p_values, batch, token, slot, const.values)
+
+
+@triton.jit
+def _keep(p_from, p_to, batch, token, slot, kept: tl.constexpr):
+    i = tl.arange(0, kept.block)
+    mask = i < kept.numbers
+    x = tl.load(p_from + batch * kept.of_batch + token * kept.of_token + i, mask=mask)
+    tl.store(p_to + slot * kept.numbers + i, x, mask=mask)

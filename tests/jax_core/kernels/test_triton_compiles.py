@@ -119,7 +119,14 @@ def test_decoding_compiles_and_fits(dim, dtype, tmp_path):
 
 
 def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
-    from jax_core.kernels.triton.decode_kernels import JoinConstants, decode_kernel, join_kernel
+    from jax_core.kernels.triton.decode_kernels import (
+        AppendConstants,
+        JoinConstants,
+        Kept,
+        append_kernel,
+        decode_kernel,
+        join_kernel,
+    )
     from torch_bridge.attention.decoding import constants_of, settings_of
 
     shape = jax.ShapeDtypeStruct
@@ -134,9 +141,14 @@ def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
     const = constants_of(spec, operands.given)
     arrays = (dtype,) * 3 + ("int32",) * 4 + ("float32",) * 2
     joined = JoinConstants(const.parts, 64, 4, HEADS, dim, const.value_dim_block, int(everything), True)
+    among_others = replace(joined, sinks=0, last=False, rank=1, ranks=2)
+    numbers = KV_HEADS * dim
+    kept = Kept(numbers, 4 * numbers, numbers, 1 << (numbers - 1).bit_length())
     return [
         Launch(decode_kernel, arrays, const, **settings_of(const)),
         Launch(join_kernel, ("float32", "float32", dtype, "float32"), joined, 4, 2),
+        Launch(join_kernel, ("float32",) * 4, among_others, 4, 2),
+        Launch(append_kernel, ("int64", *(dtype,) * 4), AppendConstants(kept, kept, 8192), 4, 2),
     ]
 
 
@@ -191,7 +203,7 @@ def shards(case: Case) -> tuple[Operands, Any, Any]:
     return Operands(query, key, value, **extras), out, lse
 
 
-_TRITON_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32"}
+_TRITON_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64", "uint32": "u32"}
 
 
 def use(asked: Launch, capability: int, folder: Path) -> Use:

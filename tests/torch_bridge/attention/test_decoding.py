@@ -10,6 +10,7 @@ from launch import torchrun
 
 import ring_attn
 from torch_bridge.attention import decoding
+from torch_bridge.attention.append import append, append_at_once
 from torch_bridge.call import call_cache, programs
 
 
@@ -74,6 +75,33 @@ def test_what_is_left_to_jax(different: dict[str, Any]):
     ring_attn.ring_attention(**given, mask_mod=different.get("mask_mod"), causal=True, strategy="decode")
     (made,) = programs._PROGRAMS.values()
     assert not isinstance(made.program, decoding.Decoding)
+
+
+@pytest.mark.parametrize(("tokens", "dims"), [(1, (128, 128)), (5, (24, 40))])
+def test_new_tokens_are_kept_where_they_belong(tokens: int, dims: tuple[int, int]):
+    """To the bit, from views of a wider tensor as from tensors of their own; what is beside them stays."""
+    slots, heads = 300, 3
+    held = tuple(torch.randn(2, slots, heads, dim) for dim in dims)
+    places = torch.randperm(slots)[:tokens]
+    wide = torch.randn(2, tokens, heads * sum(dims))
+    new = tuple(x.unflatten(-1, (heads, -1)) for x in wide.split([heads * dim for dim in dims], -1))
+    for given in (new, tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in new)):
+        found, wanted = ([x.clone() for x in held] for _ in range(2))
+        append_at_once(tuple(found), given, places)
+        append(tuple(wanted), given, places)
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_a_part_is_joined_among_zeros():
+    """What GPUs add that read each other's memory, whatever was there before."""
+    parts = torch.randn(5, 6, 9)  # of two queries of three heads
+    memory, alone = torch.full((3, 6, 9), torch.nan), torch.empty(1, 6, 9)
+    decoding._join(parts, (1, 3, 2), None, (memory,), rank=1)
+    decoding._join(parts, (1, 3, 2), None, (alone,))
+    assert torch.equal(memory[1], alone[0]) and not memory[0].any() and not memory[2].any()
+    weights = parts[..., 8:].softmax(0)
+    torch.testing.assert_close(alone[0, :, :8], (parts[..., :8] * weights).sum(0))
+    torch.testing.assert_close(alone[0, :, 8], parts[..., 8].logsumexp(0))
 
 
 def test_on_a_ring_each_rank_has_a_part():

@@ -10,14 +10,13 @@ from torch_bridge.attention.peer_memory import PeerMemory, peer_memory
 from torch_bridge.mesh.rings import resolve
 
 
-def test_it_does_not_keep_its_group_and_other_parts_are_zero():
+def test_it_does_not_keep_its_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     memory = torch.full((12,), 7.0)
     peers = PeerMemory(memory, resolve(dist.group.WORLD))
     peers._ranks = 3
-    own = peers.own(torch.Size((1, 2)))
-    assert own.shape == (1, 2) and own.data_ptr() == memory.data_ptr()
-    assert memory.tolist() == [0.0] * 6 + [7.0] * 6
+    parts = peers.parts(torch.Size((1, 2)))
+    assert parts.shape == (3, 1, 2) and parts.data_ptr() == memory.data_ptr()
     assert peer_memory(resolve(dist.group.WORLD), 4, torch.device("cpu")) is None
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
