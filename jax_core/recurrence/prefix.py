@@ -4,20 +4,13 @@ A stretch of the sequence, whatever its length, takes a state ``S [..., key_dim,
 ``M`` is for each head a number (``m [...]``), a diagonal (``m [..., key_dim]``) or a matrix (``m [..., key_dim, key_dim]``).
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.recurrence.pieces import Pieces
 from jax_core.varying import vary, varying_axes
-
-_AT_ONCE = 8  # maps of a step of a loop, where a step is a few launches, which take longer than what a map computes
-
-C = TypeVar("C")
-X = TypeVar("X")
 
 
 class Affine(NamedTuple):
@@ -61,7 +54,7 @@ def states(maps: Affine, state: Array, reverse: bool = False) -> tuple[Array, Ar
     def step(state: Array, each: Affine) -> tuple[Array, Array]:
         return each.times(state) + each.e, state
 
-    last, entering = _scan(step, vary(state, varying_axes(maps)), maps, reverse)
+    last, entering = lax.scan(step, vary(state, varying_axes(maps)), maps, reverse=reverse)
     return entering, last
 
 
@@ -73,14 +66,7 @@ def composed(maps: Affine, reverse: bool = False) -> Affine:
 
     first, others = (-1, slice(-1)) if reverse else (0, slice(1, None))
     start, rest = (Affine(maps.m[part], maps.e[part]) for part in (first, others))
-    return _scan(step, start, rest, reverse)[0]
-
-
-def _scan(step: Callable[[C, Affine], tuple[C, X]], start: C, maps: Affine, reverse: bool) -> tuple[C, X]:
-    """``lax.scan`` with as few steps as are fast: a CPU has nothing to launch, and compiles one map sooner."""
-    several, one = (partial(lax.scan, step, reverse=reverse, unroll=maps_of_a_step) for maps_of_a_step in (_AT_ONCE, 1))
-    found: tuple[C, X] = lax.platform_dependent(start, maps, cpu=one, default=several)
-    return found
+    return lax.scan(step, start, rest, reverse=reverse)[0]
 
 
 def prefix(maps: Affine, state: Array, pieces: Pieces, reverse: bool = False) -> tuple[Array, Array]:

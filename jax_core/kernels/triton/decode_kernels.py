@@ -214,22 +214,19 @@ def join_kernel(p_parts, p_sinks, p_out, p_lse, const: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Numbers of a token, its strides ``of_batch`` and ``of_token`` where it comes from, and a power of two as large as it."""
-
-    numbers: int
-    of_batch: int
-    of_token: int
-    block: int
-
-
-@dataclass(frozen=True)
 class AppendConstants:
-    """What :func:`append_kernel` is compiled for."""
+    """What :func:`append_kernel` is compiled for, of keys and of values: the numbers of a token, a power of two as large, and the
+    strides of batch and tokens where new ones come from."""
 
-    keys: Kept
-    values: Kept
     slots: int
+    keys: int
+    keys_block: int
+    key_batch: int
+    key_token: int
+    values: int
+    values_block: int
+    value_batch: int
+    value_token: int
 
 
 @triton.jit
@@ -238,13 +235,11 @@ def append_kernel(p_places, p_key, p_value, p_keys, p_values, const: tl.constexp
     [tokens]``, in ``p_keys``, ``p_values [batch, slots, kv_heads * dim]``."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = batch * const.slots + tl.load(p_places + token)
-    _keep(p_key, p_keys, batch, token, slot, const.keys)
-    _keep(p_value, p_values, batch, token, slot, const.values)
-
-
-@triton.jit
-def _keep(p_from, p_to, batch, token, slot, kept: tl.constexpr):
-    i = tl.arange(0, kept.block)
-    mask = i < kept.numbers
-    x = tl.load(p_from + batch * kept.of_batch + token * kept.of_token + i, mask=mask)
-    tl.store(p_to + slot * kept.numbers + i, x, mask=mask)
+    KEYS: tl.constexpr = const.keys_block
+    VALUES: tl.constexpr = const.values_block
+    i_key, i_value = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    m_key, m_value = i_key < const.keys, i_value < const.values
+    b_key = tl.load(p_key + batch * const.key_batch + token * const.key_token + i_key, mask=m_key)
+    b_value = tl.load(p_value + batch * const.value_batch + token * const.value_token + i_value, mask=m_value)
+    tl.store(p_keys + slot * const.keys + i_key, b_key, mask=m_key)
+    tl.store(p_values + slot * const.values + i_value, b_value, mask=m_value)

@@ -122,7 +122,6 @@ def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
     from jax_core.kernels.triton.decode_kernels import (
         AppendConstants,
         JoinConstants,
-        Kept,
         append_kernel,
         decode_kernel,
         join_kernel,
@@ -143,12 +142,12 @@ def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
     joined = JoinConstants(const.parts, 64, 4, HEADS, dim, const.value_dim_block, int(everything), True)
     among_others = replace(joined, sinks=0, last=False, rank=1, ranks=2)
     numbers = KV_HEADS * dim
-    kept = Kept(numbers, 4 * numbers, numbers, 1 << (numbers - 1).bit_length())
+    kept = numbers, 1 << (numbers - 1).bit_length(), 4 * numbers, numbers
     return [
         Launch(decode_kernel, arrays, const, **settings_of(const)),
         Launch(join_kernel, ("float32", "float32", dtype, "float32"), joined, 4, 2),
         Launch(join_kernel, ("float32",) * 4, among_others, 4, 2),
-        Launch(append_kernel, ("int64", *(dtype,) * 4), AppendConstants(kept, kept, 8192), 4, 2),
+        Launch(append_kernel, ("int64", *(dtype,) * 4), AppendConstants(8192, *kept, *kept), 4, 2),
     ]
 
 
