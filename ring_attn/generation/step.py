@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.checks import check_room
+from torch_bridge.attention.peer_memory import follow_the_last
 from torch_bridge.failures.device_progress import recorded
 from torch_bridge.failures.watchdog import exchange, watch
 
@@ -77,6 +78,7 @@ class DecodingStep:
     def _replayed(self, graph: "Graph", token: Tensor) -> Tensor | None:
         ring, counts = self._cache.ring.processes, self._cache.counts()
         check_room(self._cache.appended, 1, self._cache.longest, self._cache.max_length)
+        follow_the_last(ring, token.device)
         with watch(ring, "forward", "a captured step of decoding") as watched:
             logits = graph.replay(token)
             watched.event = recorded(token.device)

@@ -121,6 +121,32 @@ def not_captured() -> None:
     assert torch.equal(generate(model, tokens, KVCache(Ring(), max_length=60), 6, lengths=LENGTHS), plain)
 
 
+@torch.no_grad()
+def two_streams() -> None:
+    """Two models take turns on streams of their own, without a wait of the host's: the logits that each has alone."""
+    models = [SmallModel(dtype=torch.float32).cuda() for _ in range(2)]
+    models[1].load_state_dict({name: -x for name, x in models[1].state_dict().items()})
+    token = torch.tensor([1, 2, 3], device="cuda")
+
+    def steps() -> list[DecodingStep]:
+        caches = [KVCache(Ring(layout="zigzag"), max_length=400) for _ in models]
+        for model, cache in zip(models, caches, strict=True):
+            generate(model, prompts().cuda(), cache, 0, lengths=LENGTHS)
+        return [DecodingStep(model, cache) for model, cache in zip(models, caches, strict=True)]
+
+    alone = [[step(token).clone() for _ in range(200)] for step in steps()]
+    together, streams = [[], []], [torch.cuda.Stream() for _ in models]
+    made = steps()
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for step, stream, said in zip(made, streams, together, strict=True):
+            with torch.cuda.stream(stream):
+                said.append(step(token).clone())
+    torch.cuda.synchronize()
+    for one, other in zip(alone, together, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def refused() -> None:
     """What JAX computes is not captured in silence."""
     q = torch.randn(1, 256, 2, 64, device="cuda")
@@ -149,7 +175,7 @@ def main() -> None:
     print("cases", flush=True)
     captured()
     print("captured", flush=True)
-    for check_one in (short, not_captured, refused):
+    for check_one in (short, not_captured, two_streams, refused):
         check_one()
         print(check_one.__name__, flush=True)
     dist.destroy_process_group()

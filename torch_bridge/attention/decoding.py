@@ -19,7 +19,7 @@ from jax_core.operands import GIVEN, Operands
 from jax_core.request.dispatch import KERNELS, STRATEGIES
 from jax_core.strategies.contract import RingSpec
 from torch_bridge.attention.empty import per_head
-from torch_bridge.attention.peer_memory import PeerMemory, peer_memory
+from torch_bridge.attention.peer_memory import PeerMemory, follow_the_last, peer_memory
 from torch_bridge.backends import capture
 from torch_bridge.backends.compiled import Program
 from torch_bridge.backends.operation import Results, TensorSpec
@@ -84,6 +84,7 @@ class Decoding:
             return self._attend(ring, operands)
         self.program.check(operands)
         _ = self._peers  # which waits for all ranks the first time, and so comes before the call
+        follow_the_last(ring, device)
         with watch(ring, "forward", self.program.call) as call:
             results = self._attend(ring, operands)
             call.event = recorded(device)

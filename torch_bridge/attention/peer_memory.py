@@ -23,11 +23,18 @@ _made: "WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None]" = WeakKeyDictio
 
 
 class PeerMemory:
-    """Memory of all ranks of a ring, for one gathering after another: on one stream at a time, as NCCL's are."""
+    """Memory of all ranks of a ring, for one gathering after another."""
 
     def __init__(self, memory: Tensor, ring: ProcessRing) -> None:
+        self._stream: torch.cuda.Stream | None = None  # that used it last
         # Not the ring, which holds the group by which this is kept.
         self._memory, self._ranks, self._group = memory, ring.size, ring.groups[0].group_name
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """What ``stream`` is given from here on comes after what another was given before."""
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def gathered(self, shape: torch.Size) -> Tensor:
         """``[ranks, *shape]``, in memory of the call's: what each has written. All ranks call it, in one order."""
@@ -47,6 +54,13 @@ def peer_memory(ring: ProcessRing, numbers: int, device: torch.device) -> PeerMe
     if group not in _made:
         _made[group] = _make(ring, device)
     return _made[group]
+
+
+def follow_the_last(ring: ProcessRing, device: torch.device) -> None:
+    """Two streams that decode over one ring would write the same memory: the current one waits for the one before it."""
+    peers = _made.get(ring.groups[0]) if device.type == "cuda" and len(ring.groups) == 1 else None
+    if peers is not None:
+        peers.follow(torch.cuda.current_stream(device))
 
 
 def _make(ring: ProcessRing, device: torch.device) -> PeerMemory | None:

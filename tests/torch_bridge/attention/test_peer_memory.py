@@ -2,11 +2,13 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from torch_bridge.attention.peer_memory import PeerMemory, peer_memory
+from torch_bridge.attention import peer_memory as module
+from torch_bridge.attention.peer_memory import PeerMemory, follow_the_last, peer_memory
 from torch_bridge.mesh.rings import resolve
 
 
@@ -22,3 +24,29 @@ def test_it_does_not_keep_its_group():
     dist.destroy_process_group()
     gc.collect()
     assert group() is None
+
+
+class Group:
+    group_name = "0"
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited_for.append(other)
+
+
+def test_a_stream_waits_for_the_one_that_decoded_before(monkeypatch):
+    group, first, second = Group(), Stream(), Stream()
+    ring = SimpleNamespace(groups=(group,), size=2)
+    monkeypatch.setattr(module, "_made", made := {})
+    made[group] = PeerMemory(torch.zeros(4), ring)
+    for stream in (first, first, second, second, first):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, stream=stream: stream)
+        follow_the_last(ring, torch.device("cuda", 0))
+    assert first.waited_for == [second] and second.waited_for == [first]
+    follow_the_last(ring, torch.device("cpu"))
+    made[group] = None  # NCCL gathers
+    follow_the_last(ring, torch.device("cuda", 0))
