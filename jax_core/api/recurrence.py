@@ -17,13 +17,13 @@ from jax_core.keywords import explains
 from jax_core.masks.layout import Layout, check_whole_length
 from jax_core.options import AxisName
 from jax_core.recurrence.convolution import Convolution
-from jax_core.recurrence.layer import Layer
+from jax_core.recurrence.layer import Cotangents, Given, Layer
 from jax_core.recurrence.operators import CHUNK, Recurrence
 from jax_core.recurrence.pieces import Pieces, pieces_of
 from jax_core.varying import vary, varying_axes
 
 Arrays = tuple[Array | None, ...]
-_Residuals = tuple[Arrays, Array | None, Array | None, Array]
+_Residuals = tuple[Given, Array]
 OTHERS = {
     "use_qk_l2norm_in_kernel": "which is called qk_l2norm here",
     "return_final_states": "output_final_state",
@@ -202,7 +202,7 @@ def _local(layer: Layer, layout: Layout, axis_name: AxisName, *arrays: Array | N
     if cu_seqlens is not None:
         ids = _ids(pieces, cu_seqlens)
     ids = None if ids is None else jnp.broadcast_to(ids, (sizes["b"], sizes["t"])).astype(jnp.int32)
-    return _compiled(layer, pieces, *vary((tuple(operands), state, ids), axes))
+    return _compiled(layer, pieces, vary(Given(tuple(operands), state, ids), axes))
 
 
 def _nothing(layer: Layer, operands: Sequence[Array | None], state: Array | None, sizes: dict[str, int]) -> tuple[Array, Array]:
@@ -221,23 +221,20 @@ def _ids(pieces: Pieces, ends: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(layer: Layer, pieces: Pieces, operands: Arrays, state: Array | None, ids: Array | None) -> tuple[Array, Array]:
-    y, last, _ = layer.forward(pieces, operands, state, ids)
+def _differentiable(layer: Layer, pieces: Pieces, given: Given) -> tuple[Array, Array]:
+    y, last, _ = layer.forward(pieces, given)
     return y, last
 
 
-def _forward(
-    layer: Layer, pieces: Pieces, operands: Arrays, state: Array | None, ids: Array | None
-) -> tuple[tuple[Array, Array], _Residuals]:
-    y, last, residuals = layer.forward(pieces, operands, state, ids)
-    return (y, last), (operands, state, ids, residuals)
+def _forward(layer: Layer, pieces: Pieces, given: Given) -> tuple[tuple[Array, Array], _Residuals]:
+    y, last, kept = layer.forward(pieces, given)
+    return (y, last), (given, kept)
 
 
-def _backward(
-    layer: Layer, pieces: Pieces, residuals: _Residuals, cotangents: tuple[Array, Array]
-) -> tuple[Arrays, Array | None, None]:
-    gradients, dstate = layer.backward(pieces, *residuals, *cotangents)
-    return tuple(gradients), None if residuals[1] is None else dstate, None
+def _backward(layer: Layer, pieces: Pieces, residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Given]:
+    given, kept = residuals
+    gradients, dstate = layer.backward(pieces, given, kept, Cotangents(*cotangents))
+    return (Given(tuple(gradients), None if given.state is None else dstate, None),)
 
 
 _differentiable.defvjp(_forward, _backward)

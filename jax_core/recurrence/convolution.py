@@ -1,6 +1,5 @@
 """A short causal convolution of each channel, which needs a halo alone."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_core.masks.layout import Layout
 from jax_core.recurrence.halo import halo, halo_back
-from jax_core.recurrence.layer import Layer, Operand, Results, accumulation
+from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand, Results, accumulation
 from jax_core.recurrence.pieces import Pieces, pieces_of_a_rank
 
 
@@ -34,8 +33,8 @@ class Convolution(Layer):
     def kept_shape(self, sizes: dict[str, int], layout: Layout, size: int) -> tuple[int, ...]:
         return pieces_of_a_rank(layout, size), sizes["b"], sizes["s"], sizes["c"]
 
-    def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
-        x, weight, bias = operands
+    def forward(self, pieces: Pieces, given: Given) -> Results:
+        (x, weight, bias), state, ids = given
         assert x is not None and weight is not None
         x, width = pieces.split(x), weight.shape[1] - 1
         state = jnp.zeros((x.shape[1], width, x.shape[3]), x.dtype) if state is None else state.astype(x.dtype)
@@ -48,30 +47,21 @@ class Convolution(Layer):
             last = _end(_ids_of_ends(seen, width, pieces, ends), state, ends)
         return Results(pieces.join(self._convolved(seen, x, before, weight, bias)), last, before)
 
-    def backward(
-        self,
-        pieces: Pieces,
-        operands: Sequence[Array | None],
-        state: Array | None,
-        ids: Array | None,
-        residuals: Array,
-        dy: Array,
-        dlast: Array | None,
-    ) -> tuple[list[Array | None], Array]:
-        x, *others = operands
+    def backward(self, pieces: Pieces, given: Given, kept: Array, d: Cotangents) -> tuple[list[Array | None], Array]:
+        (x, *others), state, ids = given
         assert x is not None
-        x, width = pieces.split(x), residuals.shape[2]
+        x, width = pieces.split(x), kept.shape[2]
         seen = None if ids is None else _seen(pieces.split(ids), width, pieces)
-        _, pull = jax.vjp(partial(self._convolved, seen), x, residuals, *others)
-        dx, dbefore, *dothers = pull(pieces.split(dy).astype(x.dtype))
-        dbefore, dstate = jax.vjp(partial(_with_state, pieces), residuals, residuals[0])[1](dbefore)
+        _, pull = jax.vjp(partial(self._convolved, seen), x, kept, *others)
+        dx, dbefore, *dothers = pull(pieces.split(d.y).astype(x.dtype))
+        dbefore, dstate = jax.vjp(partial(_with_state, pieces), kept, kept[0])[1](dbefore)
         back = halo_back(dbefore, pieces, after=dbefore)
         dx = dx + back
-        if self.final_state and dlast is not None:
-            total = pieces.sum(dlast.astype(x.dtype), after=back)
+        if self.final_state and d.last is not None:
+            total = pieces.sum(d.last.astype(x.dtype), after=back)
             of_ids = _ids_of_ends(seen, width, pieces, total)
             ends = jnp.zeros((pieces.count, *_tail(x, width).shape[1:]), x.dtype)
-            more, dends = jax.vjp(partial(_end, of_ids), residuals[0], ends)[1](total)
+            more, dends = jax.vjp(partial(_end, of_ids), kept[0], ends)[1](total)
             dends = dends[pieces.numbers]
             dx, dstate = dx.at[:, :, -dends.shape[2] :].add(dends), dstate + jnp.where(pieces.numbers[0] == 0, more, 0)
         return [pieces.join(dx), *dothers], dstate if state is None else dstate.astype(state.dtype)

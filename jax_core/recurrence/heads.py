@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.recurrence.layer import Layer, Operand, Results, Shaped, accumulation, dims_of
+from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand, Results, Shaped, accumulation, dims_of
 from jax_core.recurrence.pieces import Pieces, ordered, sent
 from jax_core.strategies.transfers.exchange import in_sequence_order, in_shards
 from jax_core.strategies.transfers.transfer import pack, unpack, wire_dtype
@@ -22,11 +22,11 @@ from jax_core.strategies.transfers.transfer import pack, unpack, wire_dtype
 Arrays = Sequence[Array | None]
 
 
-def forward(alone: Layer, pieces: Pieces, operands: Arrays, state: Array | None, ids: Array | None) -> Results:
+def forward(alone: Layer, pieces: Pieces, given: Given) -> Results:
     """As of the layer's contract. ``alone``: the layer as one rank computes it. What is kept is of this rank's heads."""
-    exchange = Exchange(alone, pieces, operands, state)
-    arrived = exchange.there(_Message(operands, ids))
-    y, last, kept = alone.forward(exchange.whole, *exchange.inputs(arrived))
+    exchange = Exchange(alone, pieces, given)
+    arrived = exchange.there(_Message(given.operands, given.ids))
+    y, last, kept = alone.forward(exchange.whole, exchange.given(arrived))
     blocks = in_shards(y, pieces.layout, pieces.size), exchange.to_all(last) if alone.final_state else None
     y, last_of_ranks = exchange.swapped(blocks)
     y, last = _merged(y, 2), _zeros_of_all(last, pieces.size) if last_of_ranks is None else _merged(last_of_ranks, 1)
@@ -34,21 +34,12 @@ def forward(alone: Layer, pieces: Pieces, operands: Arrays, state: Array | None,
     return Results(y, last, ordered(kept, y))
 
 
-def backward(
-    alone: Layer,
-    pieces: Pieces,
-    operands: Arrays,
-    state: Array | None,
-    ids: Array | None,
-    kept: Array,
-    dy: Array,
-    dlast: Array | None,
-) -> tuple[list[Array | None], Array]:
-    exchange = Exchange(alone, pieces, operands, state)
-    dlast = dlast if alone.final_state else None
-    arrived = exchange.there(_Message(operands, ids, dy, dlast), after=kept)
+def backward(alone: Layer, pieces: Pieces, given: Given, kept: Array, d: Cotangents) -> tuple[list[Array | None], Array]:
+    exchange = Exchange(alone, pieces, given)
+    dlast = d.last if alone.final_state else None
+    arrived = exchange.there(_Message(given.operands, given.ids, d.y, dlast), after=kept)
     assert arrived.dy is not None
-    gradients, dstate = alone.backward(exchange.whole, *exchange.inputs(arrived), kept, arrived.dy, arrived.dlast)
+    gradients, dstate = alone.backward(exchange.whole, exchange.given(arrived), kept, Cotangents(arrived.dy, arrived.dlast))
     return exchange.gradients(gradients), exchange.of_all(dstate, 1)
 
 
@@ -69,10 +60,10 @@ class _Message(NamedTuple):
 class Exchange:
     """Of a layer's arrays over the ranks of ``pieces``. ``whole``: the sequence as a rank has it after the exchange."""
 
-    def __init__(self, layer: Layer, pieces: Pieces, operands: Arrays, state: Array | None) -> None:
-        self.pieces, self.size, self.state = pieces, pieces.size, state
+    def __init__(self, layer: Layer, pieces: Pieces, given: Given) -> None:
+        self.pieces, self.size, self.state = pieces, pieces.size, given.state
         self.whole = Pieces(None, 1, "contiguous", pieces.length * pieces.size)
-        self.operands = [_Given(of, x) for of, x in zip(layer.signature, operands, strict=True)]
+        self.operands = [_Given(of, x) for of, x in zip(layer.signature, given.operands, strict=True)]
 
     def there(self, message: _Message, after: Array | None = None) -> _Message:
         """From a message of this rank's tokens to one of all tokens and this rank's heads; nothing is sent before ``after``."""
@@ -87,9 +78,9 @@ class Exchange:
         operands = [self._own(each) if x is None else x for each, x in zip(self.operands, operands, strict=True)]
         return _Message(operands, ids, dy, None if came.dlast is None else came.dlast.sum(0))
 
-    def inputs(self, arrived: _Message) -> tuple[Arrays, Array | None, Array | None]:
-        """Operands, state and ids as the layer takes them."""
-        return arrived.operands, None if self.state is None else self._own_heads(self.state, 1), arrived.ids
+    def given(self, arrived: _Message) -> Given:
+        """What the layer is given of this rank's heads."""
+        return Given(arrived.operands, None if self.state is None else self._own_heads(self.state, 1), arrived.ids)
 
     def gradients(self, gradients: Arrays) -> list[Array | None]:
         """Those of this rank's operands; of those that all ranks hold, this rank's part: 0 for others' heads."""

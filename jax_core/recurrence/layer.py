@@ -47,6 +47,22 @@ class Operand(NamedTuple):
     optional: bool = False
 
 
+class Given(NamedTuple):
+    """``operands`` in the order of the layer's signature, None for an absent one; ``state``, or None, is what enters the sequence,
+    the same on all ranks; ``ids`` int32 ``[batch | 1, length]`` are those of documents, negative for padding, or None."""
+
+    operands: Sequence[Array | None]
+    state: Array | None
+    ids: Array | None
+
+
+class Cotangents(NamedTuple):
+    """Of the results; None where the state that leaves the sequence has none."""
+
+    y: Array
+    last: Array | None
+
+
 class Results(NamedTuple):
     """``y``, of the form of an operand; the state that leaves the sequence, the same on all ranks; and what the backward ``keeps``
     of the exchange, with a first dimension of this rank's pieces."""
@@ -59,8 +75,7 @@ class Results(NamedTuple):
 @dataclass(frozen=True)
 class Layer:
     """A layer without its arrays. Equal ones share programs. Its methods take local shards, inside ``shard_map`` where the ring has
-    several devices: ``operands`` in the order of ``signature``, None for an absent one; ``state``, or None, is what enters the
-    sequence, the same on all ranks; ``ids`` int32 ``[batch | 1, length]`` are those of documents, negative for padding, or None.
+    several devices.
 
     ``final_state``: whether the state that leaves the sequence has a cotangent.
     """
@@ -103,20 +118,11 @@ class Layer:
         """Of a layer that is decided."""
         raise NotImplementedError
 
-    def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
+    def forward(self, pieces: Pieces, given: Given) -> Results:
         raise NotImplementedError
 
-    def backward(
-        self,
-        pieces: Pieces,
-        operands: Sequence[Array | None],
-        state: Array | None,
-        ids: Array | None,
-        residuals: Array,
-        dy: Array,
-        dlast: Array | None,
-    ) -> tuple[list[Array | None], Array]:
-        """The cotangents of operands and state; of those that all ranks hold, this rank's part. ``dlast``: this rank's."""
+    def backward(self, pieces: Pieces, given: Given, kept: Array, d: Cotangents) -> tuple[list[Array | None], Array]:
+        """The cotangents of operands and state; of those that all ranks hold, this rank's part. ``kept``: by the forward."""
         raise NotImplementedError
 
     def sizes(self, operands: Sequence[Shaped | None], state: Shaped | None, ids: Shaped | None) -> dict[str, int]:
@@ -138,6 +144,12 @@ class Layer:
         if ids is not None and tuple(ids.shape) not in ((sizes["b"], sizes["t"]), (1, sizes["t"])):
             raise ValueError(f"segment_ids must be [batch, seq], here [{sizes['b']}, {sizes['t']}]; got {list(ids.shape)}")
         return sizes
+
+
+def part_of_state(pieces: Pieces, dstate: Array, state: Array | None) -> Array:
+    """Of the cotangent of the state that enters the sequence, the part of this rank: all of it on the one with the first piece."""
+    part = jnp.where(pieces.numbers[0] == 0, dstate, 0)
+    return part if state is None else part.astype(state.dtype)
 
 
 def check_pieces(layout: Layout, size: int) -> None:

@@ -10,7 +10,7 @@ from jax import Array
 
 from jax_core.masks.layout import Layout
 from jax_core.recurrence.documents import resets
-from jax_core.recurrence.layer import Layer, Operand, Results
+from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand, Results, part_of_state
 from jax_core.recurrence.passes import along, back_along
 from jax_core.recurrence.pieces import Pieces, pieces_of_a_rank
 from jax_core.recurrence.prefix import Affine, states
@@ -50,30 +50,20 @@ class Maps(Layer):
         """The states that enter this rank's pieces."""
         return pieces_of_a_rank(layout, size), sizes["b"], sizes["h"], sizes["k"], sizes["v"]
 
-    def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
-        maps = _along_pieces(pieces, ids, operands)
-        first = jnp.zeros_like(maps.e[0, 0]) if state is None else state.astype(maps.e.dtype)
+    def forward(self, pieces: Pieces, given: Given) -> Results:
+        maps = _along_pieces(pieces, given.ids, given.operands)
+        first = jnp.zeros_like(maps.e[0, 0]) if given.state is None else given.state.astype(maps.e.dtype)
         starts, last, entering = along(maps, first, pieces)
         return Results(pieces.join(jnp.moveaxis(starts, 0, 2)), last, entering)
 
-    def backward(
-        self,
-        pieces: Pieces,
-        operands: Sequence[Array | None],
-        state: Array | None,
-        ids: Array | None,
-        residuals: Array,
-        dy: Array,
-        dlast: Array | None,
-    ) -> tuple[list[Array | None], Array]:
-        maps, pull = jax.vjp(partial(_along_pieces, pieces, ids), operands)
-        total = jnp.zeros_like(residuals[0])
-        if self.final_state and dlast is not None:
-            total = pieces.sum(dlast.astype(residuals.dtype), after=residuals)
-        starts, _ = states(maps, residuals)
-        dmaps, dstate = back_along(maps, starts, jnp.moveaxis(pieces.split(dy), 2, 0), total, pieces)
-        dstate = jnp.where(pieces.numbers[0] == 0, dstate, 0)
-        return pull(dmaps)[0], dstate if state is None else dstate.astype(state.dtype)
+    def backward(self, pieces: Pieces, given: Given, kept: Array, d: Cotangents) -> tuple[list[Array | None], Array]:
+        maps, pull = jax.vjp(partial(_along_pieces, pieces, given.ids), given.operands)
+        total = jnp.zeros_like(kept[0])
+        if self.final_state and d.last is not None:
+            total = pieces.sum(d.last.astype(kept.dtype), after=kept)
+        starts, _ = states(maps, kept)
+        dmaps, dstate = back_along(maps, starts, jnp.moveaxis(pieces.split(d.y), 2, 0), total, pieces)
+        return pull(dmaps)[0], part_of_state(pieces, dstate, given.state)
 
 
 def _along_pieces(pieces: Pieces, ids: Array | None, operands: Sequence[Array | None]) -> Affine:

@@ -14,7 +14,18 @@ from jax_core.recurrence import heads
 from jax_core.recurrence.choice import STRATEGIES, prefix_bytes, ulysses_bytes
 from jax_core.recurrence.chunks import Chunks, Inputs, chunked
 from jax_core.recurrence.documents import resets
-from jax_core.recurrence.layer import Layer, Operand, Results, S, Shaped, accumulation, check_pieces
+from jax_core.recurrence.layer import (
+    Cotangents,
+    Given,
+    Layer,
+    Operand,
+    Results,
+    S,
+    Shaped,
+    accumulation,
+    check_pieces,
+    part_of_state,
+)
 from jax_core.recurrence.passes import backward, forward
 from jax_core.recurrence.pieces import Pieces, pieces_of_a_rank
 from jax_core.recurrence.prefix import transposed
@@ -89,34 +100,25 @@ class Recurrence(Layer):
         pieces, heads = (1, sizes["h"] // size) if one else (pieces_of_a_rank(layout, size), sizes["h"])
         return pieces, sizes["b"], heads, sizes["k"], sizes["v"]
 
-    def forward(self, pieces: Pieces, operands: Sequence[Array | None], state: Array | None, ids: Array | None) -> Results:
+    def forward(self, pieces: Pieces, given: Given) -> Results:
         if self.strategy == "ulysses":
-            return heads.forward(self._alone, pieces, operands, state, ids)
-        chunks, like = self._chunks(pieces, ids, operands), self._like(operands)
+            return heads.forward(self._alone, pieces, given)
+        chunks, like = self._chunks(pieces, given.ids, given.operands), self._like(given.operands)
+        state = given.state
         first = jnp.zeros_like(chunks.maps.e[0, 0]) if state is None else self._turned(state).astype(chunks.own.dtype)
         y, last, entering = forward(chunks, first, pieces)
         return Results(pieces.join(y).astype(like.dtype), self._turned(last), entering)
 
-    def backward(
-        self,
-        pieces: Pieces,
-        operands: Sequence[Array | None],
-        state: Array | None,
-        ids: Array | None,
-        residuals: Array,
-        dy: Array,
-        dlast: Array | None,
-    ) -> tuple[list[Array | None], Array]:
+    def backward(self, pieces: Pieces, given: Given, kept: Array, d: Cotangents) -> tuple[list[Array | None], Array]:
         if self.strategy == "ulysses":
-            return heads.backward(self._alone, pieces, operands, state, ids, residuals, dy, dlast)
-        chunks, pull = jax.vjp(partial(self._chunks, pieces, ids), operands)
-        dy = dy if ids is None else _cleared(dy, ids)
-        total = jnp.zeros_like(residuals[0])
-        if self.final_state and dlast is not None:
-            total = pieces.sum(self._turned(dlast).astype(residuals.dtype), after=chunks.own)
-        dchunks, dstate = backward(chunks, residuals, pieces.split(dy.astype(residuals.dtype)), total, pieces)
-        dstate = self._turned(jnp.where(pieces.numbers[0] == 0, dstate, 0))
-        return pull(dchunks)[0], dstate if state is None else dstate.astype(state.dtype)
+            return heads.backward(self._alone, pieces, given, kept, d)
+        chunks, pull = jax.vjp(partial(self._chunks, pieces, given.ids), given.operands)
+        dy = d.y if given.ids is None else _cleared(d.y, given.ids)
+        total = jnp.zeros_like(kept[0])
+        if self.final_state and d.last is not None:
+            total = pieces.sum(self._turned(d.last).astype(kept.dtype), after=chunks.own)
+        dchunks, dstate = backward(chunks, kept, pieces.split(dy.astype(kept.dtype)), total, pieces)
+        return pull(dchunks)[0], part_of_state(pieces, self._turned(dstate), given.state)
 
     def _chunks(self, pieces: Pieces, ids: Array | None, operands: Sequence[Array | None]) -> Chunks:
         operator, dtype = OPERATORS[self.operator], accumulation(self._like(operands).dtype)

@@ -10,7 +10,7 @@ import torch
 
 from jax_core.masks.layout import Layout
 from jax_core.options import Placement
-from jax_core.recurrence.layer import Layer, Operand
+from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand
 from jax_core.recurrence.pieces import Pieces, pieces_of
 from torch_bridge.backends.operation import Operation, Program, Request, Results, TensorLike, TensorSpec
 from torch_bridge.call.sanity_checks import check_shards, check_shared
@@ -111,24 +111,24 @@ class LocalLayer:
         return f"{self.layer.name}: plain JAX" + ("" if self.layer.name == "state_maps" else ", in chunks of tokens")
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
-        *inputs, state, ids = operands
-        return tuple(self.layer.forward(self.pieces, tuple(inputs), state, _of_batch(inputs, ids)))
+        return tuple(self.layer.forward(self.pieces, _given(operands)))
 
     def backward(self, wanted: Sequence[int], *arrays: jax.Array | None) -> list[jax.Array | None]:
         *operands, _, last, residuals, dy, dlast, _ = arrays
         assert last is not None and residuals is not None and dy is not None
-        *inputs, state, ids = operands
+        given = _given(operands)
         if dlast is None and self.layer.final_state:  # on another rank it may be there, and what is sent must not depend on that
             dlast = jnp.zeros_like(last)
-        gradients, dstate = self.layer.backward(self.pieces, tuple(inputs), state, _of_batch(inputs, ids), residuals, dy, dlast)
-        every = [*gradients, None if state is None else dstate, None]
+        gradients, dstate = self.layer.backward(self.pieces, given, residuals, Cotangents(dy, dlast))
+        every = [*gradients, None if given.state is None else dstate, None]
         return [every[number] for number in wanted]
 
 
-def _of_batch(operands: Sequence[jax.Array | None], ids: jax.Array | None) -> jax.Array | None:
-    first = operands[0]
-    assert first is not None
-    return None if ids is None else jnp.broadcast_to(ids, first.shape[:2])
+def _given(operands: Sequence[jax.Array | None]) -> Given:
+    """With ids of each batch entry."""
+    *inputs, state, ids = operands
+    assert inputs[0] is not None
+    return Given(tuple(inputs), state, None if ids is None else jnp.broadcast_to(ids, inputs[0].shape[:2]))
 
 
 @dataclass(frozen=True, eq=False)
