@@ -59,7 +59,7 @@ def generated(model: torch.nn.Module, **options: bool) -> torch.Tensor:
 
 def captured() -> None:
     """The same tokens by JAX's programs, by torch's launches, and by a graph; logits of the last two bit for bit; flat memory."""
-    model = SmallModel(dtype=torch.float32).cuda()
+    model = SmallModel(positions=11_000, dtype=torch.float32).cuda()
     way(in_torch=False)
     by_jax = generated(model)
     way(in_torch=True)
@@ -67,13 +67,13 @@ def captured() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that it cannot be captured is one
         assert torch.equal(generated(model), by_jax)
-    caches = [KVCache(Ring(layout="zigzag"), max_length=2000) for _ in range(2)]
+    caches = [KVCache(Ring(layout="zigzag"), max_length=11_000) for _ in range(2)]
     steps = [DecodingStep(model, cache, cuda_graph=graph) for cache, graph in zip(caches, (True, False), strict=True)]
     with torch.no_grad():
         for cache in caches:
             generate(model, prompts().cuda(), cache, 0, lengths=LENGTHS)
         token, memory = torch.tensor([1, 2, 3], device="cuda"), 0
-        for number in range(1000):
+        for number in range(10_000):
             if number == 7:
                 for cache in caches:
                     cache.reorder(torch.tensor([2, 0, 0], device="cuda"))
