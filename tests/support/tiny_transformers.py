@@ -87,6 +87,7 @@ CAUSAL: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    "cohere": _causal("Cohere", "Cohere", **_NO_HEAD_DIM, use_qk_norm=True),
     "cohere 2": _causal("Cohere2", "Cohere2", **SIZES, **_LAYERS),
     "phi": _causal("Phi", "Phi", **_NO_HEAD_DIM),
     "phi 3": _causal(
@@ -95,6 +96,8 @@ CAUSAL: dict[str, Callable[[], Any]] = {
         **{**_NO_HEAD_DIM, "original_max_position_embeddings": 16},
         rope_scaling={"rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]},
     ),
+    "granite": _causal("Granite", "Granite", **_NO_HEAD_DIM, attention_multiplier=0.4, residual_multiplier=0.5),
+    "starcoder 2": _causal("Starcoder2", "Starcoder2", **_NO_HEAD_DIM, sliding_window=WINDOW),
     "olmo 2": _causal("Olmo2", "Olmo2", **_NO_HEAD_DIM),
     "olmo 3": _causal("Olmo3", "Olmo3", **_NO_HEAD_DIM, **_LAYERS),
 }
