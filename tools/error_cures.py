@@ -69,7 +69,7 @@ CURES: Mapping[str, str] = {
     "batch entries are chosen by int64 [entries], in a cache with layers; got …": "Give .long(), after the prompt.",
     "k and v come both, as those of new tokens, or neither, for cross attention; got one of them": "Give both or none.",
     "layer … has had the prompt: the model runs on it once": "Run new tokens after the prompt, or make another KVCache.",
-    "layer … holds keys and values of (batch, heads, dim, dtype) …, but new ones of … came": "Make another KVCache for them.",
+    "layer … holds keys and values of (batch, heads, dim, dtype, device) …, but new ones of … came": "Make another KVCache.",
     "layer … keeps … tokens before a query, but this call looks … back (None: all)": "Give a layer the same window in every call.",
     "no prompt is longer than the … tokens that came; got lengths …": "Count lengths without the padding.",
     "the prompts have … tokens, more than the cache's max_length=…": "Make the KVCache with a larger max_length.",

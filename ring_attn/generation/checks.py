@@ -35,9 +35,13 @@ def check_operands(*operands: Tensor | None) -> None:
 def check_appended(number: int, layer: Layer, new: CacheSlots, longest: int, max_length: int) -> None:
     if layer.written:
         raise ValueError(f"the keys of layer {number} were written once, for cross attention: call attend without k and v")
-    now, old = ([(x.shape[0], *x.shape[2:], x.dtype) for x in tensors[:2]] for tensors in (new, layer.held))
+    now, old = ([(x.shape[0], *x.shape[2:], x.dtype, x.device) for x in tensors[:2]] for tensors in (new, layer.held))
     if now != old:
-        raise ValueError(f"layer {number} holds keys and values of (batch, heads, dim, dtype) {old}, but new ones of {now} came")
+        raise ValueError(
+            f"layer {number} holds keys and values of (batch, heads, dim, dtype, device) {old}, but new ones of {now} came"
+        )
+    if len(counts := {x.shape[1] for x in new}) > 1:
+        raise ValueError(f"q, k and v are of the same new tokens; of {sorted(counts)} tokens came")
     check_room(layer.appended, new.slots, longest, max_length)
     _check_at_once(number, layer, new.slots)
 

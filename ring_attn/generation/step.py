@@ -78,7 +78,7 @@ class DecodingStep:
     def _replayed(self, graph: "Graph", token: Tensor) -> Tensor | None:
         ring, counts = self._cache.ring.processes, self._cache.counts()
         check_room(self._cache.appended, 1, self._cache.longest, self._cache.max_length)
-        follow_the_last(ring, token.device)
+        follow_the_last(token.device)
         with watch(ring, "forward", "a captured step of decoding") as watched:
             logits = graph.replay(token)
             watched.event = recorded(token.device)

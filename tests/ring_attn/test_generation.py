@@ -342,6 +342,12 @@ REFUSED = {
         "at most 2 new tokens in one call, got 6",
     ),
     "other heads": (lambda: filled().attend(0, *torch.zeros(3, 1, 1, 4, 8), sliding_window=(3, 0)), "but new ones of"),
+    "other tokens": (
+        lambda: filled().attend(0, NEW[0], NEW[1], torch.zeros(1, 2, 2, 8), sliding_window=(3, 0)),
+        "of \\[1, 2\\] tokens",
+    ),
+    "fewer keys": (lambda: filled().attend(0, torch.zeros(1, 2, 2, 8), *NEW[1:], sliding_window=(3, 0)), "of \\[1, 2\\] tokens"),
+    "another device": (lambda: filled().attend(0, *NEW.to("meta"), sliding_window=(3, 0)), "meta"),
     "other window": (lambda: filled().attend(0, *NEW), "keeps 3 tokens before a query, but this call looks None back"),
     "one of two": (lambda: filled().attend(0, NEW[0], NEW[1]), "k and v come both"),
     "no keys": (lambda: filled().attend(0, NEW[0], sliding_window=(3, 0)), "needs k and v of the new tokens"),

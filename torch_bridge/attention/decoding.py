@@ -84,7 +84,7 @@ class Decoding:
             return self._attend(ring, operands)
         self.program.check(operands)
         _ = self._peers  # which waits for all ranks the first time, and so comes before the call
-        follow_the_last(ring, device)
+        follow_the_last(device)
         with watch(ring, "forward", self.program.call) as call:
             results = self._attend(ring, operands)
             call.event = recorded(device)

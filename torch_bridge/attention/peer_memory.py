@@ -19,6 +19,7 @@ from torch_bridge.mesh.rings import ProcessRing
 _MOST_RANKS, _NUMBERS = 8, 1 << 18  # a rank reads all of this of each other; beyond it NCCL is as fast
 _LOG = logging.getLogger("ring_attn")
 _WHAT = "whether GPUs read each other's memory"
+_last: dict[torch.device, torch.cuda.Stream] = {}
 _made: "WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None]" = WeakKeyDictionary()
 
 
@@ -26,15 +27,8 @@ class PeerMemory:
     """Memory of all ranks of a ring, for one gathering after another."""
 
     def __init__(self, memory: Tensor, ring: ProcessRing) -> None:
-        self._stream: torch.cuda.Stream | None = None  # that used it last
         # Not the ring, which holds the group by which this is kept.
         self._memory, self._ranks, self._group = memory, ring.size, ring.groups[0].group_name
-
-    def follow(self, stream: torch.cuda.Stream) -> None:
-        """What ``stream`` is given from here on comes after what another was given before."""
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
 
     def gathered(self, shape: torch.Size) -> Tensor:
         """``[ranks, *shape]``, in memory of the call's: what each has written. All ranks call it, in one order."""
@@ -56,11 +50,16 @@ def peer_memory(ring: ProcessRing, numbers: int, device: torch.device) -> PeerMe
     return _made[group]
 
 
-def follow_the_last(ring: ProcessRing, device: torch.device) -> None:
-    """Two streams that decode over one ring would write the same memory: the current one waits for the one before it."""
-    peers = _made.get(ring.groups[0]) if device.type == "cuda" and len(ring.groups) == 1 else None
-    if peers is not None:
-        peers.follow(torch.cuda.current_stream(device))
+def follow_the_last(device: torch.device) -> None:
+    """Of a device one stream decodes at a time: the memory that GPUs read of each other, and cuBLAS's of captured steps, are there
+    once. The current stream waits for the one that decoded before it."""
+    if device.type != "cuda":
+        return
+    stream = torch.cuda.current_stream(device)
+    last = _last.get(stream.device)
+    if last is not None and last != stream:
+        stream.wait_stream(last)
+    _last[stream.device] = stream
 
 
 def _make(ring: ProcessRing, device: torch.device) -> PeerMemory | None:

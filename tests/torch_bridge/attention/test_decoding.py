@@ -85,7 +85,9 @@ def test_new_tokens_are_kept_where_they_belong(tokens: int, dims: tuple[int, int
     places = torch.randperm(slots)[:tokens]
     wide = torch.randn(2, tokens, heads * sum(dims))
     new = tuple(x.unflatten(-1, (heads, -1)) for x in wide.split([heads * dim for dim in dims], -1))
-    for given in (new, tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in new)):
+    apart = tuple(torch.stack([x, -x], -1).flatten(-2)[..., ::2] for x in new)  # in memory of twice the stride
+    turned = tuple(x.flatten(2).mT.contiguous().mT.unflatten(-1, (heads, -1)) for x in new)
+    for given in (new, apart, turned, tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in new)):
         found, wanted = ([x.clone() for x in held] for _ in range(2))
         append_at_once(tuple(found), given, places)
         append(tuple(wanted), given, places)

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -26,27 +25,20 @@ def test_it_does_not_keep_its_group():
     assert group() is None
 
 
-class Group:
-    group_name = "0"
-
-
 class Stream:
-    def __init__(self) -> None:
-        self.waited_for: list[Stream] = []
+    def __init__(self, number: int) -> None:
+        self.device, self.waited_for = torch.device("cuda", number), list[Stream]()
 
     def wait_stream(self, other: "Stream") -> None:
         self.waited_for.append(other)
 
 
 def test_a_stream_waits_for_the_one_that_decoded_before(monkeypatch):
-    group, first, second = Group(), Stream(), Stream()
-    ring = SimpleNamespace(groups=(group,), size=2)
-    monkeypatch.setattr(module, "_made", made := {})
-    made[group] = PeerMemory(torch.zeros(4), ring)
-    for stream in (first, first, second, second, first):
+    """On its device, whatever the ring."""
+    first, second, elsewhere = Stream(0), Stream(0), Stream(1)
+    monkeypatch.setattr(module, "_last", {})
+    for stream in (first, first, second, elsewhere, second, first):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _, stream=stream: stream)
-        follow_the_last(ring, torch.device("cuda", 0))
-    assert first.waited_for == [second] and second.waited_for == [first]
-    follow_the_last(ring, torch.device("cpu"))
-    made[group] = None  # NCCL gathers
-    follow_the_last(ring, torch.device("cuda", 0))
+        follow_the_last(torch.device("cuda"))
+    follow_the_last(torch.device("cpu"))
+    assert first.waited_for == [second] and second.waited_for == [first] and not elsewhere.waited_for
