@@ -69,6 +69,7 @@ CURES: Mapping[str, str] = {
     "batch entries are chosen by int64 [entries], in a cache with layers; got …": "Give .long(), after the prompt.",
     "k and v come both, as those of new tokens, or neither, for cross attention; got one of them": "Give both or none.",
     "layer … has had the prompt: the model runs on it once": "Run new tokens after the prompt, or make another KVCache.",
+    "q, k and v are of the same new tokens; of … tokens came": "Give the keys and values of the tokens whose queries come.",
     "layer … holds keys and values of (batch, heads, dim, dtype, device) …, but new ones of … came": "Make another KVCache.",
     "layer … keeps … tokens before a query, but this call looks … back (None: all)": "Give a layer the same window in every call.",
     "no prompt is longer than the … tokens that came; got lengths …": "Count lengths without the padding.",
