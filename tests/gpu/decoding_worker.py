@@ -123,28 +123,30 @@ def not_captured() -> None:
 
 @torch.no_grad()
 def two_streams() -> None:
-    """Two models take turns on streams of their own, without a wait of the host's: the logits that each has alone."""
+    """Two models take turns on streams of their own, without a wait of the host's: the logits that each has alone. Captured, and as
+    they are."""
     models = [SmallModel(dtype=torch.float32).cuda() for _ in range(2)]
     models[1].load_state_dict({name: -x for name, x in models[1].state_dict().items()})
     token = torch.tensor([1, 2, 3], device="cuda")
 
-    def steps() -> list[DecodingStep]:
+    def steps(cuda_graph: bool = True) -> list[DecodingStep]:
         caches = [KVCache(Ring(layout="zigzag"), max_length=400) for _ in models]
         for model, cache in zip(models, caches, strict=True):
             generate(model, prompts().cuda(), cache, 0, lengths=LENGTHS)
-        return [DecodingStep(model, cache) for model, cache in zip(models, caches, strict=True)]
+        return [DecodingStep(model, cache, cuda_graph) for model, cache in zip(models, caches, strict=True)]
 
     alone = [[step(token).clone() for _ in range(200)] for step in steps()]
-    together, streams = [[], []], [torch.cuda.Stream() for _ in models]
-    made = steps()
-    torch.cuda.synchronize()
-    for _ in range(200):
-        for step, stream, said in zip(made, streams, together, strict=True):
-            with torch.cuda.stream(stream):
-                said.append(step(token).clone())
-    torch.cuda.synchronize()
-    for one, other in zip(alone, together, strict=True):
-        assert all(map(torch.equal, one, other))
+    for cuda_graph in (True, False):
+        together, streams = [[], []], [torch.cuda.Stream() for _ in models]
+        made = steps(cuda_graph)
+        torch.cuda.synchronize()
+        for _ in range(200):
+            for step, stream, said in zip(made, streams, together, strict=True):
+                with torch.cuda.stream(stream):
+                    said.append(step(token).clone())
+        torch.cuda.synchronize()
+        for one, other in zip(alone, together, strict=True):
+            assert all(map(torch.equal, one, other))
 
 
 def refused() -> None:
