@@ -4,16 +4,19 @@
     for job in 1 2; do RING_ATTN_CACHE=/tmp/first torchrun --standalone --nproc-per-node 4 -m benchmarks.host.first_call; done
 
 The indented parts of a call are JAX's own: what it takes to trace the Python, to lower it (Triton's and CuTe's kernels are compiled
-there), and to compile the program or to read it from disk. The figures are rank 0's; the last line is the same as JSON.
+there), and to compile the program or to read it from disk. --profile lists the functions in which the first forward's time goes,
+which it makes longer. The figures are rank 0's; the last line is the same as JSON.
 """
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 PARTS = {
@@ -77,14 +80,18 @@ def first_calls(clock: Clock, options: argparse.Namespace) -> int:
         jax.local_devices()
     call = calls(options, device)
     wait: Callable[[], Any] = torch.cuda.synchronize if on_gpu else tuple
+    profile = cProfile.Profile()
     for name in ("first", "second"):
-        with clock.timed(f"{name} forward"):
+        with clock.timed(f"{name} forward"), profile if options.profile and name == "first" else nullcontext():
             out, leaves = call()
             wait()
         with clock.timed(f"{name} backward"):
             torch.autograd.grad(out.sum(), leaves)
             wait()
-    return dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if options.profile and rank == 0:
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(60).sort_stats("tottime").print_stats(25)
+    return rank
 
 
 def calls(options: argparse.Namespace, device: Any) -> Callable[[], Any]:
@@ -120,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", default="auto")
     parser.add_argument("--tokens", type=int, default=2048, help="of each process")
+    parser.add_argument("--profile", action="store_true", help="the first forward's functions by their time")
     options = parser.parse_args()
     clock = Clock()
     if first_calls(clock, options) == 0:

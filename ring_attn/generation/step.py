@@ -1,10 +1,10 @@
 """A model's step of decoding: on a GPU it is captured in a CUDA graph, so that a token costs the host next to nothing."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -86,12 +86,19 @@ class DecodingStep:
         return logits
 
 
+# Where steps were captured whose graphs are gone. cuBLAS keeps memory for each stream that it has met, so streams are used again;
+# and newer versions of torch clear that memory when a graph of the stream is reset, so no two graphs share one.
+_FREE_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
 class Graph:
     """A function of ``token``, captured."""
 
     def __init__(self, token: Tensor) -> None:
         self._token = token.clone()
         self._graph = torch.cuda.CUDAGraph()
+        free = _FREE_STREAMS[token.device]
+        self._stream = free.pop() if free else torch.cuda.Stream(token.device)
         self._result: Tensor | None = None
 
     def capture(self, function: Callable[[Tensor], Tensor | None]) -> None:
@@ -100,7 +107,7 @@ class Graph:
             before, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
             try:
                 # Threads of NCCL and the watchdog look at events meanwhile, which "global" forbids.
-                with torch.cuda.graph(self._graph, pool, _stream_of(device), capture_error_mode="thread_local"):
+                with torch.cuda.graph(self._graph, pool, self._stream, capture_error_mode="thread_local"):
                     self._result = function(self._token)
             except BaseException:
                 _leave_capture(before, pool)
@@ -112,8 +119,10 @@ class Graph:
         return self._result
 
     def reset(self) -> None:
+        """Once."""
         self._result = None
         self._graph.reset()
+        _FREE_STREAMS[self._token.device].append(self._stream)
 
 
 def _leave_capture(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
@@ -125,12 +134,6 @@ def _leave_capture(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
         torch._C._cuda_releasePool(stream.device_index, pool)
         generator = torch.cuda.default_generators[stream.device_index]
         generator.graphsafe_set_state(generator.clone_state())
-
-
-@cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps memory for each stream that it has met."""
-    return torch.cuda.Stream(device)
 
 
 def capturable(token: Tensor) -> bool:

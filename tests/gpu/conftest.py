@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.gpu.jobs import GPUS, need
+from tests.gpu.jobs import GPUS, VISIBLE, need
 
 PARTS = (
     ("test_kernels.py",),
@@ -16,7 +16,8 @@ PARTS = (
 # xdist's workers take turns with the GPUs, in what they compute themselves; the jobs that they start see all GPUs (jobs.py).
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 if worker and GPUS > 1:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % GPUS)
+    names = VISIBLE.split(",") if VISIBLE else [str(number) for number in range(GPUS)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[int(worker.removeprefix("gw")) % GPUS]
 
 
 def pytest_addoption(parser):

@@ -149,6 +149,25 @@ def two_streams() -> None:
             assert all(map(torch.equal, one, other))
 
 
+@torch.no_grad()
+def two_graphs() -> None:
+    """Of two that live, one ends: the other's next logits are those of no graph."""
+    model, token = SmallModel(dtype=torch.float32).cuda(), torch.tensor([1, 2, 3], device="cuda")
+    caches = [KVCache(Ring(layout="zigzag"), max_length=400) for _ in range(3)]
+    for cache in caches:
+        generate(model, prompts().cuda(), cache, 0, lengths=LENGTHS)
+    first, second, plain = (DecodingStep(model, cache, graph) for cache, graph in zip(caches, (True, True, False), strict=True))
+    for number in range(40):
+        if number == 20:
+            first.close()
+            taken = [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]  # what it has given back
+        if number < 20:
+            first(token)
+        assert torch.equal(second(token), plain(token)), number
+    assert second._graph is not None and len(taken) == 64
+    second.close()
+
+
 def refused() -> None:
     """What JAX computes is not captured in silence."""
     q = torch.randn(1, 256, 2, 64, device="cuda")
@@ -177,7 +196,7 @@ def main() -> None:
     print("cases", flush=True)
     captured()
     print("captured", flush=True)
-    for check_one in (short, not_captured, two_streams, refused):
+    for check_one in (short, not_captured, two_streams, two_graphs, refused):
         check_one()
         print(check_one.__name__, flush=True)
     dist.destroy_process_group()

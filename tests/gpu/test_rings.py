@@ -10,6 +10,7 @@ from benchmarks.ring.systems import OF_TWO_AXES, STRATEGIES
 from jax_core.kernels.cute import calls as cute
 from jax_core.request.hardware import capability
 from tests.gpu.jobs import GPUS, need, run, torchrun
+from tests.gpu.sixteen_bits_worker import CASES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -97,12 +98,14 @@ def test_a_device_that_does_not_finish_a_call_is_told():
     print(said)
 
 
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_kernels_for_16_bits(strategy):
+def test_kernels_for_16_bits(strategy, half):
     """cuDNN's is not among them: it has no gradient of the LSE, which is compared."""
     need(4 if strategy in OF_TWO_AXES else 2)
     if reason := cute.missing("gpu", capability("gpu")):
         pytest.skip(f"flash-attn-4: {reason}")
-    fine, said = torchrun(EVEN, "tests/gpu/sixteen_bits_worker.py", "--strategies", strategy, timeout=880)
+    arguments = ("--strategies", strategy, "--cases", *list(CASES)[half::2])
+    fine, said = torchrun(EVEN, "tests/gpu/sixteen_bits_worker.py", *arguments, timeout=880)
     assert fine and "out " in said, said
     print(said)

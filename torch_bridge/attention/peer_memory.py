@@ -51,8 +51,8 @@ def peer_memory(ring: ProcessRing, numbers: int, device: torch.device) -> PeerMe
 
 
 def follow_the_last(device: torch.device) -> None:
-    """Of a device one stream decodes at a time: the memory that GPUs read of each other, and cuBLAS's of captured steps, are there
-    once. The current stream waits for the one that decoded before it."""
+    """Of a device one stream decodes at a time, as the memory that GPUs read of each other is there once: the current stream waits
+    for the one that decoded before it."""
     if device.type != "cuda":
         return
     stream = torch.cuda.current_stream(device)
