@@ -1,6 +1,6 @@
 """Layers with a state over a ring, beside one GPU and beside fla's own context parallelism, in one run.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.ring.states [--tokens 32768] [--output FOLDER]
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.ring.states [--systems ...] [--tokens 32768] [--output FOLDER]
 
 The gated delta rule and SSD, bfloat16, 64 heads of 128 (SSD: a state of 128), called from torch, forward and forward with backward.
 The systems take turns; a time is the median of the slowest rank's. "rate" is tokens a second and GPU, as a part of what one GPU
@@ -39,6 +39,8 @@ Layer = Callable[..., Tensor]
 ALONE = "one GPU"
 SLOW = 0.01  # of decays, so that what a shard leaves reaches far into the next
 KINDS = (("ring", "contiguous", "auto"), ("zigzag", "zigzag", "prefix"), ("ulysses", "contiguous", "ulysses"))
+OF_FLA = ("fla, one GPU", "ring, by fla", "fla, cp")
+SYSTEMS = (ALONE, *(kind[0] for kind in KINDS), *OF_FLA)
 
 
 def delta_rule(make: Callable[..., Tensor], tokens: int, heads: int, dim: int) -> Operands:
@@ -98,11 +100,12 @@ def systems(case: str, team: Team) -> Iterator[tuple[str, Layer, Ring | None]]:
             ring = Ring(layout=layout)
             yield name, partial(layer, ring=ring, strategy=strategy), ring
     if case == "gated delta rule" and ON_GPU:
-        yield "fla, one GPU", of_fla, None
+        alone, by_ring, by_itself = OF_FLA
+        yield alone, of_fla, None
         if team.size > 1:
             ring = Ring(layout="contiguous")
-            yield "ring, by fla", partial(by_fla, ring=ring), ring
-            yield "fla, cp", of_fla_over_ranks, Ring(layout="contiguous")
+            yield by_ring, partial(by_fla, ring=ring), ring
+            yield by_itself, of_fla_over_ranks, Ring(layout="contiguous")
 
 
 def of_fla(**operands: Any) -> Tensor:
@@ -138,13 +141,15 @@ def compare(team: Team, options: argparse.Namespace, case: str, report: Report) 
     ready: dict[str, System] = {}
     truth: list[Tensor] = []
     for name, layer, ring in systems(case, team):
+        if name not in options.systems:
+            continue
         made = checked(team, report, case, name, partial(prepared, layer, operands, ring), truth)
         if made is not None:
             ready[name] = made
     for phase in ("forward", "both"):
         measure(team, options, case, phase, ready, report)
-    if team.size > 1:
-        rate = report.find(case, "ring", "both", "rate")
+    rate = report.find(case, "ring", "both", "rate")
+    if team.size > 1 and rate is not None:
         report.ratio(f"{case}, both: a GPU of the ring / one alone", rate, at_least=0.8)
 
 
@@ -157,7 +162,7 @@ def measure(team: Team, options: argparse.Namespace, case: str, phase: str, read
     times, failed = take_turns(team, {name: Timed(getattr(made, phase)) for name, made in ready.items()}, options.rounds, 60.0)
     medians = {name: team.slowest(taken.median) for name, taken in times.items()}
     for name, taken in times.items():
-        alone = medians.get("fla, one GPU" if "fla" in name else ALONE)
+        alone = medians.get(OF_FLA[0] if name in OF_FLA else ALONE)
         ranks = 1 if ready[name].ring is None else team.size
         rate = {} if alone is None else {"rate": alone / medians[name] / ranks}
         report.add(case=case, system=name, phase=phase, **taken.figures() | {"ms": medians[name]} | rate)
@@ -168,6 +173,7 @@ def measure(team: Team, options: argparse.Namespace, case: str, phase: str, read
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--dim", type=int, default=128)

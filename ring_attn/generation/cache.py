@@ -79,6 +79,13 @@ class KVCache:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive int, got {getattr(self, name)!r}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Between two steps. Modules ask for their numbers anew, in the same order."""
+        return {**vars(self), "_numbers": None, "_new": None, "_count": None, "_first": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _numbers=WeakKeyDictionary())
+
     @property
     def prefilling(self) -> bool:
         """Whether the model now runs on the prompts."""
@@ -115,7 +122,7 @@ class KVCache:
         whole = torch.zeros(batch, length, dtype=torch.int32, device=device) if segment_ids is None else segment_ids.to(torch.int32)
         self.segments = _last(whole, self.lengths)
         whole = whole.masked_fill(torch.arange(length, device=device) >= self.lengths[:, None], EMPTY)
-        positions = self.ring.positions(length, device=device).expand(batch, -1)
+        positions = self.ring.positions(length, device=device).clamp_max(max(0, length - 1)).expand(batch, -1)
         self._prompt = Prompt(self._shard(input_ids, 0), positions, self._shard(whole, EMPTY))
         try:
             yield self._prompt

@@ -1,5 +1,7 @@
 """Generation from a KVCache: every step against the oracle, what is generated against recomputing it, and what is refused."""
 
+import pickle
+
 import pytest
 import torch
 from generation_cases import BATCH, DIM, HEADS, KV_HEADS, SEQUENCES, SmallModel, check, make_arrays, prompts, run
@@ -35,6 +37,29 @@ def test_forked_entries_go_on_by_themselves():
     values = torch.cat([arrays["v"][2, : case.lengths[2] + sum(case.steps)], new[2][0]])[None]
     alone = ring_attention(new[0][:1], own, values, softcap=3.0, sinks=arrays["sinks"])
     torch.testing.assert_close(forked[:1], alone, atol=1e-12, rtol=0)
+
+
+def test_a_cache_is_loaded_as_it_was_saved():
+    model, tokens = SmallModel(), prompts()
+    cache = KVCache(Ring(), max_length=60)
+    said = generate(model, tokens, cache, 4, lengths=LENGTHS)
+    loaded = pickle.loads(pickle.dumps(cache))
+    more = [decode(model, said[:, -1], each, 6) for each in (loaded, cache)]
+    assert torch.equal(*more)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_says_the_same():
+    model, tokens = SmallModel(), prompts()
+    said = generate(model, tokens, KVCache(Ring(), max_length=60), 12, lengths=LENGTHS)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert torch.equal(generate(compiled, tokens, KVCache(Ring(), max_length=60), 12, lengths=LENGTHS), said)
+
+
+def test_positions_of_padded_prompts_are_in_a_learned_table():
+    tokens = torch.ones(1, 1100, dtype=torch.int64)
+    with KVCache(Ring(), max_length=1200).prompt(tokens) as part:
+        assert part.position_ids.shape[1] == 1152 and int(part.position_ids.max()) == 1099
 
 
 @pytest.mark.slow

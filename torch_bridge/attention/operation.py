@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jax.sharding import AbstractMesh
 
+from jax_core.config import FwdParams, RingAttentionConfig
 from jax_core.operands import GIVEN, Operands
 from jax_core.options import Options, Placement
 from jax_core.request.checks import check_operands
@@ -80,10 +81,11 @@ class Attention(Operation):
         return whole_attention(self.options, request.specs, mesh, dim, platform)
 
     def in_torch(self, request: Request, program: Program) -> Empty | Decoding | None:
-        """A batch or a sequence of length 0 has no query-key pair; a GPU decodes on torch's stream."""
+        """A batch or a sequence of length 0 has no query-key pair; a GPU decodes on torch's stream, but by tiles of the user's."""
         if any(spec is not None and 0 in spec.shape[:2] for spec in request.specs[: len(QKV)]):
             return Empty(request.results, request.device, SINKS)
-        return decoding_of(program)
+        cfg = self.options.cfg or RingAttentionConfig()
+        return None if cfg.autotune or cfg.fwd_params != FwdParams() else decoding_of(program)
 
     @property
     def has_one_cotangent(self) -> bool:

@@ -9,6 +9,7 @@ from decoding_cases import BATCH, CASES, arrays, check
 from launch import torchrun
 
 import ring_attn
+from jax_core.config import FwdParams, RingAttentionConfig
 from torch_bridge.attention import decoding
 from torch_bridge.attention.append import append, append_at_once
 from torch_bridge.call import call_cache, programs
@@ -66,13 +67,14 @@ def seen_at_even_places(batch, head, q_pos, k_pos):
 
 @pytest.mark.parametrize(
     "different",
-    [{"mask_mod": seen_at_even_places}, {"dtype": torch.float64}],
-    ids=["mask function", "float64"],
+    [{"mask_mod": seen_at_even_places}, {"dtype": torch.float64}, {"cfg": RingAttentionConfig(FwdParams(kv_blocksize=32))}],
+    ids=["mask function", "float64", "tiles"],
 )
 def test_what_is_left_to_jax(different: dict[str, Any]):
     given = arrays(CASES["several, in order"])
     given |= {name: given[name].to(different.get("dtype", torch.float32)) for name in "qkv"}
-    ring_attn.ring_attention(**given, mask_mod=different.get("mask_mod"), causal=True, strategy="decode")
+    options = {name: value for name, value in different.items() if name != "dtype"}
+    ring_attn.ring_attention(**given, **options, causal=True, strategy="decode")
     (made,) = programs._PROGRAMS.values()
     assert not isinstance(made.program, decoding.Decoding)
 
