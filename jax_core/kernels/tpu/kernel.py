@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import BlockSparsity, out_of_blocks
-from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals
+from jax_core.kernels.contract import ANY_SCORE, Grads, KernelConfig, Pair, Partial, Problem, Residuals
 from jax_core.kernels.tpu import costs, launch, limits, params
 from jax_core.kernels.tpu.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from jax_core.kernels.tpu.constants import (
@@ -36,11 +36,7 @@ from jax_core.masks.layout import runs
 _LISTED = 250_000  # words of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 CONTINUES = True
-CAPABILITIES = frozenset(
-    "causal left right chunk keys apart any_position softcap dropout_prob predicates precision logits_dtype "
-    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids alibi_slopes dropout_seed origin plan "
-    "lse_gradient fused_backward deterministic bfloat16 float32".split()
-)
+CAPABILITIES = ANY_SCORE | frozenset("keys apart fused_backward deterministic bfloat16 float32".split())
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
