@@ -60,10 +60,6 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     return params.default_params(problem)
 
 
-def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
-    return params.configs(problem)
-
-
 def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
     from jax_core.kernels.triton.forward_kernel import forward_kernel  # loads Triton
 
