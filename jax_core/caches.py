@@ -46,7 +46,7 @@ def _is_ours(folder: Path) -> bool:
     Otherwise one warning."""
     problem = _problem(folder)
     if problem:
-        _warn_once(f"the cache folder {problem}. Nothing is kept there; {VARIABLE} names another folder or turns caches off")
+        warn_once(f"the cache folder {problem}. Nothing is kept there; {VARIABLE} names another folder or turns caches off")
     return not problem
 
 
@@ -66,7 +66,7 @@ def _problem(folder: Path) -> str:
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 

@@ -30,7 +30,11 @@ SAME = tuple(
         "mesh_dim axis_name",
     )
 )
+# Explanations that more than one table of other names has.
 BOTH_SIDES = "of which each side has its own here: q_{0} and kv_{0}; one is enough where queries and keys have equal length"
+ATTN_MASK = "which is called mask here where it is bool, and bias where it is float"
+ENABLE_GQA = "which is not needed: fewer heads of keys and values are seen from the shapes"
+PLATFORM = 'which is called platform here: "xla", "triton", "cudnn", "pallas" or "auto"'
 
 
 def explains(others: Others) -> Callable[[Callable[P, R]], Callable[P, R]]:

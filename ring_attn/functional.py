@@ -12,7 +12,7 @@ from jax_core.operands import Operands
 from jax_core.options import MaskBuilder, MaskMod, Options
 from ring_attn.arguments.checks import check_options, check_tensors, plain, plain_options
 from ring_attn.arguments.documents import Packing, as_documents, with_documents, with_positions
-from ring_attn.arguments.formats import as_given, batch_first, check_format, dims_of
+from ring_attn.arguments.formats import as_given, batch_first, check_format
 from ring_attn.arguments.head_groups import grouped, joined
 from ring_attn.arguments.names import OF_FUNCTION
 from ring_attn.arguments.shards import check_shards
@@ -299,7 +299,7 @@ def _first(
 ) -> tuple[Tensor, Tensor]:
     """The call with all its checks, remembered by its ``key``, if it has one."""
     check_format(qkv_format)
-    check_tensors(operands, names, dims_of(qkv_format))
+    check_tensors(operands, names, len(qkv_format))
     options = plain_options(options, deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled())
     check_options(options, names)
     operands = batch_first(operands, qkv_format)

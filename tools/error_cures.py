@@ -10,6 +10,9 @@ CURES: Mapping[str, str] = {
     "it is nested too deeply": _ASIDE,
     "JAX cannot start on …": "Each rank's reason follows, with what to do.",
     "module … has no attribute …": "[JAX](jax.md) has the names.",
+    "the cache folder …. Nothing is kept there; RING_ATTN_CACHE names another folder or turns caches off": (
+        "Name a folder that is yours alone."
+    ),
     "rank 0 could not start JAX's coordinator: …": "The reason follows; [several hosts](parallelism.md#several-hosts) need ports.",
     # meshes
     "HeadParallel splits the heads of a ring_attn.RingAttention, got …": "Name such modules in the plan of parallelize_module.",
@@ -84,6 +87,9 @@ CURES: Mapping[str, str] = {
     "… ids of one side serve both only when the lengths are equal; got … queries and … keys": "Give those of both sides.",
     # tuning
     "a later release wrote it, in schema …; this one reads …": "Install that release, or name another folder in RING_ATTN_CACHE.",
+    "the configuration kept for … cannot run here (…); the kernel's own is used": "Results are right; `--again` searches anew.",
+    "the search for … failed (…: …); the kernel's own configuration is used": "Results are right; leave autotune out.",
+    "the shipped configurations in … are not used: …": "Results are right; `python -m tools.tune`, in a checkout, finds others.",
     "a search makes its own arrays, and cannot make those of a mask function": "Search for the call without that.",
     "complete is true or false, got …": _ASIDE,
     "it has schema …, and this release reads …": _ASIDE,

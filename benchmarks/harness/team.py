@@ -53,6 +53,13 @@ class Team:
     def total(self, count: int) -> int:
         return int(self._reduce(float(count), dist.ReduceOp.SUM))
 
+    def group(self, size: int) -> dist.ProcessGroup | str:
+        """This rank's group among several disjoint ones; every rank makes all of them. "local": a ring of one."""
+        if size == 1:
+            return "local"
+        groups = [dist.new_group(range(first, first + size)) for first in range(0, self.size, size)]
+        return groups[self.rank // size]
+
     def say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)

@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.harness.report import default_folder, short
 from benchmarks.harness.systems import Prepared
@@ -30,7 +29,7 @@ from benchmarks.ring.memory import memory
 from benchmarks.ring.overlap import overlap
 from benchmarks.ring.profile import profile
 from benchmarks.ring.run import Run
-from benchmarks.ring.systems import CONTEXT_PARALLEL, PEERS, RING_FLASH, STRATEGIES, SYSTEMS, Group
+from benchmarks.ring.systems import CONTEXT_PARALLEL, PEERS, RING_FLASH, STRATEGIES, SYSTEMS
 from torch_bridge.start import runtime
 
 PHASES = ("forward", "both")
@@ -130,7 +129,7 @@ def scaling(run: Run) -> None:
     sizes = [2**power for power in range(run.team.size.bit_length()) if run.team.size % 2**power == 0]
     shards = run.shards(length)
     cases = {size: run.case(f"{short(length)} tokens a GPU, ring of {size}", length * size) for size in sizes}
-    prepared = {size: run.prepare(cases[size], platform, shards, group_of(run, size)) for size in sizes}
+    prepared = {size: run.prepare(cases[size], platform, shards, run.team.group(size)) for size in sizes}
     for phase in PHASES:
         timed = {str(size): made.passes[phase] for size, made in prepared.items() if made is not None}
         times, _ = run.take_turns(timed, rounds=6, sample_ms=SCALING_SAMPLE_MS)
@@ -139,14 +138,6 @@ def scaling(run: Run) -> None:
         alone, together = (run.report.find(cases[size].name, platform, phase, "tflops") for size in (1, sizes[-1]))
         efficiency = together / alone if alone and together else None
         run.report.ratio(f"scaling, {phase}: rate of a GPU in a ring of {sizes[-1]} / alone", efficiency, at_least=0.95)
-
-
-def group_of(run: Run, size: int) -> Group:
-    """This rank's group among several disjoint ones; every rank creates all of them."""
-    if size == 1:
-        return "local"
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, run.team.size, size)]
-    return groups[run.team.rank // size]
 
 
 PARTS = {"compare": compare, "window": window, "memory": memory, "scaling": scaling, "overlap": overlap, "profile": profile}

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness.report import Report, default_folder, short
@@ -57,17 +56,10 @@ class Run:
         with self.team.device:
             stack = Stack(options.layers, tuple(options.heads), options.mlp, options.vocabulary)
             self.stack = stack.to(torch.bfloat16).requires_grad_(False)
-        self.groups = {size: self._group(size) for size in options.rings or self._sizes()}
+        self.groups = {size: self.team.group(size) for size in options.rings or self._sizes()}
 
     def _sizes(self) -> list[int]:
         return [2**power for power in range(self.team.size.bit_length()) if self.team.size % 2**power == 0]
-
-    def _group(self, size: int) -> Any:
-        """This rank's group among several disjoint ones; every rank makes all of them."""
-        if size == 1:
-            return "local"
-        groups = [dist.new_group(range(first, first + size)) for first in range(0, self.team.size, size)]
-        return groups[self.team.rank // size]
 
     def random(self, seed: int, *shape: int) -> Tensor:
         generator = torch.Generator(self.team.device).manual_seed(seed)

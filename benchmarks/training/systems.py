@@ -130,6 +130,15 @@ def _summing(model: Any, loss_chunk: int | None) -> None:
     model.forward = forward
 
 
+def _for_torch(setting: Setting, mesh: DeviceMesh, loss_chunk: int | None = None) -> Any:
+    _causal_alone(setting)
+    model = setting.model(mesh)
+    _summing(model, loss_chunk)
+    if setting.sharded:
+        _shard(model, mesh)
+    return model
+
+
 def _in_torch(
     model: Any, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, enter: Any, backward: Callable[[torch.Tensor], None]
 ) -> Step:
@@ -154,12 +163,8 @@ def context_parallel_of_torch(method: str, setting: Setting, mesh: DeviceMesh, l
     from torch.distributed.tensor.experimental import context_parallel as enter
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    _causal_alone(setting)
     set_rotate_method(method)
-    model = setting.model(mesh)
-    _summing(model, loss_chunk)
-    if setting.sharded:
-        _shard(model, mesh)
+    model = _for_torch(setting, mesh, loss_chunk)
 
     def backward(loss: torch.Tensor) -> None:
         (loss * mesh.size() if setting.sharded else loss).backward()
@@ -176,11 +181,7 @@ def sdpa(setting: Setting, mesh: DeviceMesh) -> Step:
     """The whole sequence on one GPU, by the backend of SDPA that torch's context parallelism has."""
     if mesh.size() > 1:
         raise NotImplementedError("one GPU alone")
-    _causal_alone(setting)
-    model = setting.model(mesh)
-    _summing(model, None)
-    if setting.sharded:
-        _shard(model, mesh)
+    model = _for_torch(setting, mesh)
 
     def backward(loss: torch.Tensor) -> None:
         loss.backward()

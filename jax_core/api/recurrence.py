@@ -206,7 +206,7 @@ def _local(layer: Layer, layout: Layout, axis_name: AxisName, *arrays: Array | N
 
 
 def _nothing(layer: Layer, operands: Sequence[Array | None], state: Array | None, sizes: dict[str, int]) -> tuple[Array, Array]:
-    like = next(x for operand, x in zip(layer.signature, operands, strict=True) if x is not None and operand.name == layer.like)
+    like = layer.like_of(operands)
     shape = [sizes[letter] for letter in layer.state_dims]
     return jnp.zeros_like(like), jnp.zeros(shape, layer.state_dtype(like.dtype)) if state is None else state
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jax_core.kernels.contract import Pair, Runs
+from jax_core.kernels.contract import Pair, Runs, Scores
 from jax_core.masks.functions import Predicate, depends_on
 from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask, empty, full
@@ -174,6 +174,15 @@ def positions(ids: Array | None, runs: Runs) -> Array:
     return index(runs)[None] if ids is None else ids
 
 
+def scaled(scores: Scores, x: Array) -> tuple[Array, Array | None]:
+    """The logits from the products ``x = q . k``, scaled and soft-capped, and the soft cap's tanh (or None) for the gradient."""
+    x, tanh = x * scores.scale, None
+    if scores.softcap is not None:
+        tanh = jnp.tanh(x / scores.softcap)
+        x = tanh * scores.softcap
+    return x, tanh
+
+
 def distance(mask: Mask, q_pos: Array, k_pos: Array, dtype: DTypeLike) -> Array:
     """``|q - k|`` of positions, which broadcast, in a floating ``dtype``."""
     if not mask.any_position:
@@ -227,6 +236,12 @@ def dense_mask(pair: Pair, predicates: list[tuple[Predicate, tuple[Array | np.nd
 
 
 WORD = 32
+
+
+def mask_in_blocks(seen: Array, q: BlockLayout, k: BlockLayout) -> Array:
+    """Bool ``[..., rows|1, keys]`` in whole blocks of both sides, padding hidden."""
+    seen = jnp.broadcast_to(seen, (*seen.shape[:2], q.runs * q.length, seen.shape[3]))
+    return in_blocks(in_blocks(seen, 3, k, False), 2, q, False)
 
 
 def packed_bits(seen: Array) -> Array:

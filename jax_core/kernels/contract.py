@@ -43,6 +43,11 @@ Runs = tuple[Run, ...]
 Precision = lax.Precision | str | None
 Params = TypeVar("Params", bound=FwdParams)
 Sum = TypeVar("Sum")  # a gradient on its way: an array like its operand, or a form of the kernel's own, a tree of arrays
+# The features that are in the capabilities of each kernel whose scores are computed here, not by another library.
+ANY_SCORE = frozenset(
+    "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype bias mask q_segment_ids "
+    "kv_segment_ids q_position_ids kv_position_ids alibi_slopes dropout_seed origin plan lse_gradient".split()
+)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def _on_tile(mask_mod: Callable) -> Callable[..., Array] | None:
     return on_tile
 
 
-def depends_on(predicate: Predicate, arrays: Sequence[Array | np.ndarray], axes: frozenset[str] = frozenset()) -> tuple[bool, bool]:
+def depends_on(predicate: Predicate, arrays: Sequence[Array | np.ndarray], axes: frozenset[str]) -> tuple[bool, bool]:
     """Whether the predicate's result can depend on the batch entry, and on the head; True if that is not known. ``axes``: the mesh
     axes that its arguments vary over."""
     scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4

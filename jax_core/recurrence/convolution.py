@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jax_core.kernels.contract import accumulation_dtype
 from jax_core.masks.layout import Layout
 from jax_core.recurrence.halo import halo, halo_back
-from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand, Results, accumulation
+from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand, Results
 from jax_core.recurrence.pieces import Pieces, pieces_of_a_rank
 
 
@@ -55,7 +56,7 @@ class Convolution(Layer):
         _, pull = jax.vjp(partial(self._convolved, seen), x, kept, *others)
         dx, dbefore, *dothers = pull(pieces.split(d.y).astype(x.dtype))
         dbefore, dstate = jax.vjp(partial(_with_state, pieces), kept, kept[0])[1](dbefore)
-        back = halo_back(dbefore, pieces, after=dbefore)
+        back = halo_back(dbefore, pieces)
         dx = dx + back
         if self.final_state and d.last is not None:
             total = pieces.sum(d.last.astype(x.dtype), after=back)
@@ -67,7 +68,7 @@ class Convolution(Layer):
         return [pieces.join(dx), *dothers], dstate if state is None else dstate.astype(state.dtype)
 
     def _convolved(self, seen: "_Seen | None", x: Array, before: Array, weight: Array, bias: Array | None) -> Array:
-        dtype, length = accumulation(x.dtype), x.shape[2]
+        dtype, length = accumulation_dtype(x.dtype), x.shape[2]
         both, taps = jnp.concatenate([before, x], axis=2), []
         for tap in range(weight.shape[1]):
             inputs = both[:, :, tap : tap + length]

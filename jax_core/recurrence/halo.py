@@ -37,11 +37,11 @@ def halo(x: Array, width: int, pieces: Pieces, after: Array | None = None) -> Ar
     return jnp.concatenate(parts, axis=2)
 
 
-def halo_back(cotangent: Array, pieces: Pieces, after: Array | None = None) -> Array:
+def halo_back(cotangent: Array, pieces: Pieces) -> Array:
     """The transpose of :func:`halo`: the cotangent of ``x``, for that of the halo. As much is sent as there."""
     width = end = cotangent.shape[2]
     total = jnp.zeros((*cotangent.shape[:2], pieces.piece, *cotangent.shape[3:]), cotangent.dtype)
-    done = after
+    done: Array | None = cotangent
     for hop, rows in _hops(width, pieces):
         back = [each.back for each in rounds(pieces, hop)]
         arrived, done = _moved(cotangent[:, :, end - rows : end], back, pieces, done)

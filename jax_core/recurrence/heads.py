@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand, Results, Shaped, accumulation, dims_of
+from jax_core.kernels.contract import accumulation_dtype
+from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand, Results, Shaped, dims_of
 from jax_core.recurrence.pieces import Pieces, ordered, sent
 from jax_core.strategies.transfers.exchange import in_sequence_order, in_shards
 from jax_core.strategies.transfers.transfer import pack, unpack, wire_dtype
@@ -130,7 +131,7 @@ class Exchange:
         assert of.x is not None
         if gradient.shape == of.x.shape:
             return gradient
-        times = gradient.reshape(*of.x.shape[:3], -1, *of.x.shape[3:]).astype(accumulation(gradient.dtype))
+        times = gradient.reshape(*of.x.shape[:3], -1, *of.x.shape[3:]).astype(accumulation_dtype(gradient.dtype))
         return times.sum(3).astype(of.x.dtype)
 
 

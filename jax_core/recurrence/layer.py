@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jax_core.kernels.contract import accumulation_dtype
 from jax_core.masks.layout import Layout
 from jax_core.recurrence.pieces import Pieces
 
@@ -106,7 +107,7 @@ class Layer:
 
     def state_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """Of the state that leaves the sequence, for a ``y`` of this dtype."""
-        return accumulation(dtype)
+        return accumulation_dtype(dtype)
 
     def on_ring(self, operands: Sequence[Shaped | None], sizes: dict[str, int], layout: Layout, size: int) -> "Layer":
         """The layer with what it decides for a ring of ``size`` ranks and shards of these sizes, the same on all. Raises
@@ -124,6 +125,12 @@ class Layer:
     def backward(self, pieces: Pieces, given: Given, kept: Array, d: Cotangents) -> tuple[list[Array | None], Array]:
         """The cotangents of operands and state; of those that all ranks hold, this rank's part. ``kept``: by the forward."""
         raise NotImplementedError
+
+    def like_of(self, operands: Sequence[S | None]) -> S:
+        """The one that ``y`` is like, of operands in the order of the signature."""
+        like = operands[[operand.name for operand in self.signature].index(self.like)]
+        assert like is not None
+        return like
 
     def sizes(self, operands: Sequence[Shaped | None], state: Shaped | None, ids: Shaped | None) -> dict[str, int]:
         """The length of each dimension, by its letter. Raises ValueError for operands that do not fit together."""
@@ -180,8 +187,3 @@ def _bind(name: str, alternatives: tuple[str, ...], x: Shaped, sizes: dict[str, 
 
 def _words(dims: str) -> str:
     return ", ".join(WORDS[letter] for letter in dims)
-
-
-def accumulation(dtype: DTypeLike) -> DTypeLike:
-    """What is computed in: float32, and float64 for float64."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

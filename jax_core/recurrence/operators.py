@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_core.kernels.contract import accumulation_dtype
 from jax_core.masks.layout import Layout
 from jax_core.recurrence import heads
 from jax_core.recurrence.choice import STRATEGIES, prefix_bytes, ulysses_bytes
@@ -20,9 +21,7 @@ from jax_core.recurrence.layer import (
     Layer,
     Operand,
     Results,
-    S,
     Shaped,
-    accumulation,
     check_pieces,
     part_of_state,
 )
@@ -103,7 +102,7 @@ class Recurrence(Layer):
     def forward(self, pieces: Pieces, given: Given) -> Results:
         if self.strategy == "ulysses":
             return heads.forward(self._alone, pieces, given)
-        chunks, like = self._chunks(pieces, given.ids, given.operands), self._like(given.operands)
+        chunks, like = self._chunks(pieces, given.ids, given.operands), self.like_of(given.operands)
         state = given.state
         first = jnp.zeros_like(chunks.maps.e[0, 0]) if state is None else self._turned(state).astype(chunks.own.dtype)
         y, last, entering = forward(chunks, first, pieces)
@@ -121,7 +120,7 @@ class Recurrence(Layer):
         return pull(dchunks)[0], part_of_state(pieces, self._turned(dstate), given.state)
 
     def _chunks(self, pieces: Pieces, ids: Array | None, operands: Sequence[Array | None]) -> Chunks:
-        operator, dtype = OPERATORS[self.operator], accumulation(self._like(operands).dtype)
+        operator, dtype = OPERATORS[self.operator], accumulation_dtype(self.like_of(operands).dtype)
         named = {operand.name: x for operand, x in zip(operator.signature, operands, strict=True) if x is not None}
         if ids is not None:
             named = {name: _cleared(x, ids) if x.ndim >= 3 else x for name, x in named.items()}
@@ -137,7 +136,7 @@ class Recurrence(Layer):
         return replace(self, strategy="prefix")
 
     def _ulysses_sends_less(self, operands: Sequence[Shaped | None], sizes: dict[str, int], layout: Layout, size: int) -> bool:
-        itemsize = max(4, self._like(operands).dtype.itemsize)  # of the accumulation
+        itemsize = max(4, self.like_of(operands).dtype.itemsize)  # of the accumulation
         prefix = prefix_bytes(sizes, self._map_size(operands, sizes), itemsize, pieces_of_a_rank(layout, size), size)
         return ulysses_bytes(self.signature, operands, self.like, size) < prefix
 
@@ -148,12 +147,6 @@ class Recurrence(Layer):
             return sizes["k"] * sizes["k"]
         g = named.get("g")
         return 1 if g is None or len(g.shape) in (1, 3) else sizes["k"]
-
-    def _like(self, operands: Sequence[S | None]) -> S:
-        names = [operand.name for operand in self.signature]
-        like = operands[names.index(self.like)]
-        assert like is not None
-        return like
 
     def _turned(self, state: Array) -> Array:
         return transposed(state) if self.state_dims.endswith("vk") else state

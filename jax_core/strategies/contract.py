@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Extras, Kernel, KernelConfig, Problem, Residuals
+from jax_core.kernels.contract import ANY_SCORE, Extras, Kernel, KernelConfig, Problem, Residuals
 from jax_core.operands import Operands
 from jax_core.strategies.transfers.traffic import Traffic
 
 LAYOUTS_AND_SINKS = frozenset("softmax_aux contiguous zigzag striped".split())
-KERNEL_FEATURES = LAYOUTS_AND_SINKS | frozenset(
-    "causal left right chunk any_position softcap dropout_prob predicates precision logits_dtype "
-    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
-    "lse_gradient second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()
+KERNEL_FEATURES = (
+    LAYOUTS_AND_SINKS
+    | ANY_SCORE
+    | frozenset("wide_ids second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split())
 )
 
 

@@ -47,8 +47,5 @@ class Empty(Strategy):
         (dsinks,) = transpose((dout.astype(found_out.dtype), jnp.zeros_like(found_lse) if dlse is None else dlse))
         zeros = operands._replace(predicate_arrays=())
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, zeros)
-        return vary(zeros, varying_axes(operands))._replace(softmax_aux=dsinks, predicate_arrays=_none(operands))
-
-
-def _none(operands: Operands) -> tuple[tuple[None, ...], ...]:
-    return jax.tree.map(lambda _: None, operands.predicate_arrays)
+        none = jax.tree.map(lambda _: None, operands.predicate_arrays)
+        return vary(zeros, varying_axes(operands))._replace(softmax_aux=dsinks, predicate_arrays=none)

@@ -2,7 +2,6 @@
 where one was asked for, else the kernel's own choice."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_core.caches import cache_folder
+from jax_core.caches import cache_folder, warn_once
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Kernel, Problem
 from jax_core.tune import search, store
@@ -73,7 +72,7 @@ def shipped(device: str) -> Table:
     try:
         return from_json(path.read_text(encoding="utf-8"), device) if path.exists() else {}
     except ValueError as error:  # a device whose name differs in what a file's name does not show
-        _warn(f"the shipped configurations in {path.name} are not used: {error}")
+        warn_once(f"the shipped configurations in {path.name} are not used: {error}")
         return {}
 
 
@@ -114,7 +113,7 @@ def _searched(name: str, kernel: Kernel, problem: Problem, key: str, device: str
             with ThreadPoolExecutor(1) as thread:
                 results = thread.submit(search.search, kernel, problem).result()
         except Exception as error:  # the attention itself can still be computed
-            _warn(f"the search for {key} failed ({type(error).__name__}: {error}); the kernel's own configuration is used")
+            warn_once(f"the search for {key} failed ({type(error).__name__}: {error}); the kernel's own configuration is used")
             return {}
         remember(device, {key: {way: result.found for way, result in results.items() if result.found is not None}})
     return {way: found.params for way, found in _searched_here()[key].items()}
@@ -126,10 +125,5 @@ def _runs(kernel: Kernel, problem: Problem, key: str, params: FwdParams) -> bool
     reason = kernel.unsupported(problem, *pair)
     if reason is None or kernel.unsupported(problem, *kernel.default_params(problem)) is not None:
         return True  # or it is no fault of the parameters
-    _warn(f"the configuration kept for {key} cannot run here ({reason}); the kernel's own is used")
+    warn_once(f"the configuration kept for {key} cannot run here ({reason}); the kernel's own is used")
     return False
-
-
-@cache
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -38,7 +38,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, features: tuple[int,
         )
 
 
-def check_tensors(operands: Operands[Tensor], names: Mapping[str, str], dims: int = 4) -> None:
+def check_tensors(operands: Operands[Tensor], names: Mapping[str, str], dims: int) -> None:
     query = operands.query
     for argument, x in zip(Operands._fields, operands.given, strict=False):
         if x is None:

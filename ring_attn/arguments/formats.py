@@ -13,10 +13,6 @@ def check_format(qkv_format: str) -> None:
         raise ValueError(f"qkv_format must be one of {', '.join(_FORMATS)}; got {qkv_format!r}")
 
 
-def dims_of(qkv_format: str) -> int:
-    return len(qkv_format)
-
-
 def batch_first(operands: Operands[Tensor], qkv_format: str) -> Operands[Tensor]:
     """With queries, keys and values ``[batch, seq, heads, dim]``; packed tokens are a batch of one."""
     q, k, v = operands.qkv

@@ -10,7 +10,7 @@ from jax_core.masks.layout import Index
 from jax_core.operands import GIVEN, Operands
 from jax_core.options import MaskMod, Options, Visible
 from ring_attn.arguments.checks import check_tensors
-from ring_attn.arguments.formats import check_format, dims_of
+from ring_attn.arguments.formats import check_format
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def grouped(
     divide, NotImplementedError for what counts heads and cannot be told of the first."""
     check_head_groups(groups)
     check_format(qkv_format)
-    check_tensors(operands, names, dims_of(qkv_format))
+    check_tensors(operands, names, len(qkv_format))
     dim = qkv_format.index("h")
     heads, kv_heads = operands.query.shape[dim], operands.key.shape[dim]
     if kv_heads % groups or heads % kv_heads:

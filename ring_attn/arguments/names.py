@@ -1,32 +1,30 @@
 """What arguments of other attention functions and modules are in this library's, where the name differs; beside
 :data:`jax_core.keywords.SAME`."""
 
-from jax_core.keywords import BOTH_SIDES
+from jax_core.keywords import ATTN_MASK, BOTH_SIDES, ENABLE_GQA, PLATFORM
 
 _LENGTHS = (
     "which segment ids say here: negative ids are padding, as in "
     "q_segment_ids=torch.where(torch.arange(length) < lengths[:, None], 0, -1), and likewise kv_segment_ids"
 )
 _PACKED = "which segment ids say here: q_segment_ids and kv_segment_ids, [batch, seq], hold the number of each token's sequence"
-_MASK = "which is called mask here where it is bool, and bias where it is float"
 _PADDING = "which segment ids say here: q_segment_ids and kv_segment_ids, [batch, seq], are negative on padding"
 _NO_WEIGHTS = "which cannot be done: no process ever has the attention weights. The log-sum-exp comes with return_lse"
-_PLATFORM = 'which is called platform here: "xla", "triton", "cudnn", "pallas" or "auto"'
 _GROUP = "which is called mesh here: it takes a ProcessGroup too"
 
 
 # Other names for what both the function and the module take.
 _COMMON = {
-    "implementation": _PLATFORM,
-    "backend": _PLATFORM,
+    "implementation": PLATFORM,
+    "backend": PLATFORM,
     "group": _GROUP,
     "process_group": _GROUP,
 }
 
 OF_FUNCTION = _COMMON | {
     # scaled_dot_product_attention
-    "attn_mask": _MASK,
-    "enable_gqa": "which is not needed: fewer heads of keys and values are seen from the shapes",
+    "attn_mask": ATTN_MASK,
+    "enable_gqa": ENABLE_GQA,
     # flash-attn
     "return_attn_probs": _NO_WEIGHTS,
     "cu_seqlens": "of which each side has its own here: cu_seqlens_q and cu_seqlens_k",

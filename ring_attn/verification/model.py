@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ring_attn.ring import Ring
 from ring_attn.sharding.sequence import ShardedBatch
 from ring_attn.training.gradients import sync_gradients
 from ring_attn.training.loss import cross_entropy, total_loss
-from ring_attn.verification.modules import Seen, first_that_differs, trimmed, watched
+from ring_attn.verification.modules import Seen, first_that_differs, token_mask, trimmed, watched
 from ring_attn.verification.step import Comparison, compare
 from ring_attn.verification.verdict import Verdict
 
@@ -44,7 +43,7 @@ def verify_model(model: nn.Module, batch: Batch, ring: Ring, forward: Forward | 
     if comparison.reasons and comparison.comparable:
         length = _tokens(batch).shape[1]
         sharded, whole = _unsharded(runs[0], ring, length), trimmed(runs[1], length)
-        first = first_that_differs(sharded, whole, lambda x: _real(batch, x), comparison.allowed)
+        first = first_that_differs(sharded, whole, lambda x: token_mask(batch, x), comparison.allowed)
         comparison.reasons[:] = _reasons(comparison, first)
     tried = f"{type(model).__name__}, batch {list(_tokens(batch).shape)}, {ring.size} ranks, layout {ring.layout}{comparison.aside}"
     return Verdict(tried, comparison.errors, first, comparison.reasons)
@@ -76,13 +75,6 @@ def _tokens(batch: Batch) -> Tensor:
     if isinstance(tokens, Tensor):
         return tokens
     return next(x for x in batch.values() if isinstance(x, Tensor) and x.ndim > 1)
-
-
-def _real(batch: Batch, like: Tensor) -> Tensor:
-    mask = None if isinstance(batch, Tensor) else batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
-        return mask != 0
-    return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
 
 
 def _unsharded(seen: Seen, ring: Ring, length: int) -> Seen:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from ring_attn.verification.verdict import relative
@@ -70,3 +71,11 @@ def _why(name: str) -> str:
 def trimmed(seen: Mapping[str, Tensor], length: int) -> Seen:
     """Of tensors ``[batch, seq, ...]`` that are at least so long, the first ``length`` positions."""
     return {name: x[:, :length] for name, x in seen.items() if x.ndim > 1 and x.shape[1] >= length}
+
+
+def token_mask(batch: Tensor | Mapping[str, object], like: Tensor) -> Tensor:
+    """Where a token is, bool ``[batch, seq]``."""
+    mask = None if isinstance(batch, Tensor) else batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
+        return mask != 0
+    return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)

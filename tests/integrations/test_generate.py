@@ -6,7 +6,7 @@ import tiny_transformers as tiny
 import torch
 import transformers
 from cached_generation import LENGTH, ROOM, SETTINGS, compare, generated, model_of, prompt
-from launch import PYTHONPATH, ROOT, torchrun
+from launch import torchrun
 
 from ring_attn.integrations.transformers import context_parallel
 
@@ -61,8 +61,7 @@ def test_each_way_of_choosing_tokens():
     ids=str,
 )
 def test_over_a_ring(size, names):
-    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
-    told = torchrun("cached_generation_worker.py", size, *names, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=400)
+    told = torchrun("cached_generation_worker.py", size, *names, timeout=400)
     assert told.count("all right") == size
 
 

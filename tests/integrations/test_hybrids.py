@@ -11,7 +11,7 @@ import tiny_hybrids
 import tiny_transformers as tiny
 import torch
 import transformers
-from launch import PYTHONPATH, ROOT, torchrun
+from launch import torchrun
 
 from ring_attn import Ring
 from ring_attn.integrations.transformers import context_parallel
@@ -32,8 +32,7 @@ def hybrid(name):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [2, 4])
 def test_families_over_a_ring(size):
-    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
-    torchrun("hybrids_worker.py", size, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=880)
+    torchrun("hybrids_worker.py", size, timeout=880)
 
 
 def files_of(model):

@@ -14,7 +14,7 @@ import torch
 import transformers
 from document_cases import CASES as DOCUMENTS
 from document_cases import same
-from launch import PYTHONPATH, ROOT, torchrun
+from launch import torchrun
 from torch._dynamo.utils import counters
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -51,14 +51,12 @@ def local():
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("size", [2, 4])
 def test_families_over_a_ring(size):
-    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
-    torchrun("transformers_worker.py", size, PYTHONPATH=path, HF_HUB_OFFLINE="1", timeout=380)
+    torchrun("transformers_worker.py", size, timeout=380)
 
 
 @pytest.mark.slow
 def test_gradients_summed_in_the_backward():
-    path = f"{PYTHONPATH}:{ROOT / 'tests' / 'support'}"
-    assert torchrun("transformers_worker.py", 2, "overlap", PYTHONPATH=path, HF_HUB_OFFLINE="1").count("all right") == 2
+    assert torchrun("transformers_worker.py", 2, "overlap").count("all right") == 2
 
 
 def test_mask_functions_become_the_static_masks():

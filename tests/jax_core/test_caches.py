@@ -13,7 +13,7 @@ def no_settings(monkeypatch):
     for name in (VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
-    caches._warn_once.cache_clear()
+    caches.warn_once.cache_clear()
 
 
 def test_the_default_is_in_the_users_cache(monkeypatch):

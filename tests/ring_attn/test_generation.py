@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from generation_cases import BATCH, DIM, HEADS, KV_HEADS, SEQUENCES, SmallModel, check, make_arrays, prompts, run
-from launch import ROOT, torchrun
+from launch import torchrun
 
 from ring_attn import Ring, RingAttention, ring_attention
 from ring_attn.generation import KVCache, Sampler, cache, decode, generate, step
@@ -426,7 +426,7 @@ def test_layers_that_are_out_of_step_are_named():
 
 
 def processes(count: int, *arguments: str, **variables: str) -> str:
-    return torchrun("generation_worker.py", count, *arguments, PYTHONPATH=f"{ROOT}:{ROOT}/tests/support", **variables)
+    return torchrun("generation_worker.py", count, *arguments, **variables)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ implementation starts from the same numbers. `ring_results` converts them to the
 `jax_core.ring_attention`, differentiates, and converts everything back.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from zlib import crc32
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -81,6 +82,12 @@ class Case:
 
     def length(self, side: str) -> int:
         return self.whole_queries if side == "q" else self.whole_keys
+
+
+def over(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Runs a test with each case of a wide table."""
+    marks = {False: [pytest.mark.wide], True: [pytest.mark.wide, pytest.mark.slow]}
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks[case.slow]) for case in cases])
 
 
 # ---------------------------------------------------------------------------------------------------------------- inputs

@@ -22,10 +22,16 @@ from unittest.mock import patch
 ROOT = Path(__file__).parents[2]
 # What lies in front of the installed packages stays there: an older release under test.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-WORKERS = ROOT / "tests" / "support" / "workers"
+SUPPORT = ROOT / "tests" / "support"
+WORKERS = SUPPORT / "workers"
 # Unbuffered, as torchrun runs a script, Python writes each word of a print by itself, and those of processes that share a pipe mix.
 BUFFERED = ("--no-python", sys.executable)
-OF_EVERY_WORKER = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+OF_EVERY_WORKER = {
+    "PYTHONPATH": os.pathsep.join([PYTHONPATH, str(SUPPORT)]),
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "",
+    "HF_HUB_OFFLINE": "1",
+}
 # XLA's, for small programs that run once: a third less time. What runs long is compiled as by a user, with XLA_FLAGS="".
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 _numbers = count()  # of ports
@@ -142,8 +148,7 @@ def _server() -> ForkServerContext:
 @contextmanager
 def _environment_of_server() -> Iterator[None]:
     """What the server's imports read; it starts with the first process."""
-    path = os.pathsep.join([str(ROOT / "tests" / "support"), PYTHONPATH])
-    with patch.dict(os.environ, {**OF_EVERY_WORKER, "PYTHONPATH": path}):
+    with patch.dict(os.environ, OF_EVERY_WORKER):
         yield
 
 

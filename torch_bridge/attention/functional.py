@@ -20,7 +20,7 @@ Settings = tuple[tuple[str, Any], ...]  # the fields of Options
 
 
 def differentiable_attention(
-    where: MeshArg, operands: Operands[torch.Tensor], dropout_seed: int | torch.Tensor | None, options: Options, names: Names = ()
+    where: MeshArg, operands: Operands[torch.Tensor], dropout_seed: int | torch.Tensor | None, options: Options, names: Names
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` of this rank's shards, computed by the backend of the query's device.
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import NoReturn
 
 import torch
 from torch._C import DispatchKeySet, _are_functorch_transforms_active, _functorch
@@ -20,7 +19,7 @@ from torch_bridge.call.call_cache import PLAIN, CachedCall, observed
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
-from torch_bridge.call.refusal import Context, Refused, refuse, refuse_forward_mode
+from torch_bridge.call.refusal import Context, NoDerivative, NoForwardMode, Refused
 from torch_bridge.mesh.protocol import Tensors
 from torch_bridge.tracing import constant, untraced
 
@@ -116,15 +115,11 @@ class _Traced(torch.autograd.Function):
         return _gradients(ctx.key, ctx.needs_input_grad[2:], saved, cotangents, run)
 
 
-class _Call(_Traced):
+class _Call(_Traced, NoForwardMode):
     """The same where Dynamo, which takes no function with a forward mode, does not trace."""
 
-    @staticmethod
-    def jvp(ctx: Context, *tangents: object) -> NoReturn:
-        refuse_forward_mode(ctx.key)
 
-
-class _Transformable(torch.autograd.Function):
+class _Transformable(NoForwardMode):
     """The same for ``torch.func``, in the form that it asks for, which costs every call more."""
 
     generate_vmap_rule = True
@@ -146,12 +141,8 @@ class _Transformable(torch.autograd.Function):
 
         return None, *_gradients(ctx.key, ctx.needs_input_grad[1:], ctx.saved_tensors, cotangents, once)
 
-    @staticmethod
-    def jvp(ctx: Context, *tangents: object) -> NoReturn:
-        refuse_forward_mode(ctx.key)
 
-
-class _Once(torch.autograd.Function):
+class _Once(NoDerivative):
     """A backward that has none itself: ``once_differentiable`` would give zeros under nested transforms. ``counts``: of operands,
     results and cotangents."""
 
@@ -165,14 +156,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[str, *tuple[object, ...]], output: Results) -> None:
         ctx.key = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Context, *cotangents: object) -> NoReturn:
-        refuse(ctx.key)
-
-    @staticmethod
-    def jvp(ctx: Context, *tangents: object) -> NoReturn:
-        refuse_forward_mode(ctx.key)
 
 
 def _gradients(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import VmapInfo
 
 from torch_bridge.mesh.protocol import Tensors
 
@@ -12,12 +13,12 @@ Mapped = Sequence[int | None] | None  # for a list of tensors the mapped dimensi
 
 
 def of_each_entry(
-    op: Callable[..., list[Tensor]], size: int, in_dims: Sequence[Mapped], *arguments: Any
+    op: Callable[..., list[Tensor]], info: VmapInfo, in_dims: Sequence[Mapped], *arguments: Any
 ) -> tuple[list[Tensor], list[int]]:
     """The results of all entries, stacked: gradients are each entry's own, also of an operand that is not mapped."""
     entries = [
         [x if dims is None else _entry(x, dims, number) for x, dims in zip(arguments, in_dims, strict=True)]
-        for number in range(size)
+        for number in range(info.batch_size)
     ]
     results = [torch.stack(tensors) for tensors in zip(*(op(*entry) for entry in entries), strict=True)]
     return results, [0] * len(results)

@@ -6,11 +6,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import VmapInfo
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_bridge.backends.operation import Shapes
-from torch_bridge.call.batching import Mapped, of_each_entry
+from torch_bridge.call.batching import of_each_entry
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.call.refusal import refuse_in_compiled
@@ -47,14 +46,8 @@ def _(operands: Sequence[Tensor], results: Tensors, cotangents: Tensors, wanted:
     return [operands[number].new_empty(operands[number].shape) for number in wanted]
 
 
-@forward_op.register_vmap
-def _(info: VmapInfo, in_dims: Sequence[Mapped], *arguments: object) -> tuple[list[Tensor], list[int]]:
-    return of_each_entry(forward_op, info.batch_size, in_dims, *arguments)
-
-
-@backward_op.register_vmap
-def _(info: VmapInfo, in_dims: Sequence[Mapped], *arguments: object) -> tuple[list[Tensor], list[int]]:
-    return of_each_entry(backward_op, info.batch_size, in_dims, *arguments)
+forward_op.register_vmap(partial(of_each_entry, forward_op))
+backward_op.register_vmap(partial(of_each_entry, backward_op))
 
 
 @register_flop_formula(torch.ops.ring_attn.forward)

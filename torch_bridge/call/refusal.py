@@ -26,7 +26,26 @@ class Context(Protocol):
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
-class Refused(torch.autograd.Function):
+class NoForwardMode(torch.autograd.Function):
+    """Refuses the derivative in forward mode."""
+
+    @staticmethod
+    def jvp(ctx: Context, *tangents: object) -> NoReturn:
+        raise NotImplementedError(
+            f"{_name(ctx.key)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); JAX computes its "
+            "gradients, once and in reverse mode: use torch.func.grad, vjp or jacrev"
+        )
+
+
+class NoDerivative(NoForwardMode):
+    """Refuses every derivative."""
+
+    @staticmethod
+    def backward(ctx: Context, *cotangents: object) -> NoReturn:
+        refuse(ctx.key)
+
+
+class Refused(NoDerivative):
     """Gradients that cannot be differentiated, the first ``count`` of the tensors. The others are what they depend on: torch asks
     for the derivative by each of those that has one."""
 
@@ -35,24 +54,9 @@ class Refused(torch.autograd.Function):
         ctx.key = key
         return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
 
-    @staticmethod
-    def backward(ctx: Context, *cotangents: object) -> NoReturn:
-        refuse(ctx.key)
-
-    @staticmethod
-    def jvp(ctx: Context, *tangents: object) -> NoReturn:
-        refuse_forward_mode(ctx.key)
-
 
 def refuse(key: str) -> NoReturn:
     raise NotImplementedError(f"{_name(key)} can be differentiated once: JAX computes its gradients, and torch sees no further")
-
-
-def refuse_forward_mode(key: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{_name(key)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); JAX computes its gradients, "
-        "once and in reverse mode: use torch.func.grad, vjp or jacrev"
-    )
 
 
 def _name(key: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,6 @@ from torch_bridge.backends.operation import Operation, Program, Request, Results
 from torch_bridge.call.sanity_checks import check_shards, check_shared
 from torch_bridge.mesh.protocol import AnyRing, Tensors
 from torch_bridge.mesh.rings import ProcessRing
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class LayerWithState(Operation):
 
     def results(self, specs: Sequence[TensorLike | None]) -> tuple[TensorSpec, ...]:
         *inputs, state, ids = specs
-        sizes, like = self.layer.sizes(inputs, state, ids), self._like(specs)
+        sizes, like = self.layer.sizes(inputs, state, ids), self.layer.like_of(specs)
         dtype = like.dtype if self.layer.name == "causal_conv1d" else accumulation(like.dtype)
         state_shape = tuple(sizes[letter] for letter in self.layer.state_dims)
         layer = self.layer.on_ring(inputs, sizes, self.layout, self.size)
@@ -73,7 +70,7 @@ class LayerWithState(Operation):
         return LocalLayer(layer, pieces_of(place.axis_name, place.size, self.layout, sizes["t"]))
 
     def in_torch(self, request: Request, program: Program) -> "Empty | None":
-        nothing = 0 in self._like(request.specs).shape[:2]
+        nothing = 0 in self.layer.like_of(request.specs).shape[:2]
         return Empty(request.results, request.device, len(self.operands) - 2) if nothing else None
 
     def check_ranks(self, request: Request, ring: ProcessRing, operands: Tensors) -> None:
@@ -90,11 +87,6 @@ class LayerWithState(Operation):
 
     def fixed(self, specs: tuple[TensorSpec | None, ...]) -> Hashable:
         return tuple(None if spec is None else (spec.shape[2:], spec.dtype) for spec in specs)
-
-    def _like(self, operands: Sequence[T | None]) -> T:
-        like = operands[self.operands.index(self.layer.like)]
-        assert like is not None
-        return like
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from jax_core.kernels.blocks import (
     block_layout,
     block_sparsity,
     dense_mask,
-    in_blocks,
     index,
+    mask_in_blocks,
     packed_bits,
     same_rows,
 )
@@ -87,8 +87,7 @@ def _start(runs: Runs) -> Array:
 
 def _tiles(seen: Array, q: BlockLayout, k: BlockLayout) -> Array:
     """``[batch|1, heads|1, query blocks, block, key blocks, block]``, padding hidden."""
-    seen = jnp.broadcast_to(seen, (*seen.shape[:2], q.runs * q.length, seen.shape[3]))
-    seen = in_blocks(in_blocks(seen, 3, k, False), 2, q, False)
+    seen = mask_in_blocks(seen, q, k)
     return seen.reshape(*seen.shape[:2], q.blocks, q.block, k.blocks, k.block)
 
 

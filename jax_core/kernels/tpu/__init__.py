@@ -4,7 +4,8 @@ Experimental: run in Pallas' interpreter and compiled for four generations of TP
 """
 
 from jax_core.kernels.contract import finish, takes_documents
-from jax_core.kernels.tpu.kernel import CAPABILITIES, CONTINUES, backward, configs, default_params, forward, unsupported
+from jax_core.kernels.tpu.kernel import CAPABILITIES, CONTINUES, backward, default_params, forward, unsupported
+from jax_core.kernels.tpu.params import configs
 
 EXPERIMENTAL = "run in Pallas' interpreter and compiled for four generations of TPUs, never run on one"
 

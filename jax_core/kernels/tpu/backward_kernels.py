@@ -12,9 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.tpu.constants import BlockedExtras, Shards, TileConstants
-from jax_core.kernels.tpu.products import column, product
 from jax_core.kernels.tpu.schedule import FIRST, LAST, update_if_visible, visit
-from jax_core.kernels.tpu.scores import Tile, TileIndex, dropped, logit_gradient, make_tile
+from jax_core.kernels.tpu.scores import Tile, TileIndex, column, dropped, logit_gradient, make_tile, product
 from jax_core.kernels.tpu.specs import Place
 
 

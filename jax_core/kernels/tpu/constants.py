@@ -81,9 +81,9 @@ def make_constants(pair: Pair, blocks: tuple[int, int]) -> TileConstants:
     )
 
 
-def blocked_rows(x: Array, layout: BlockLayout, fill: float = 0) -> Array:
+def blocked_rows(x: Array, layout: BlockLayout) -> Array:
     """``[batch, length, heads, dim] -> [batch, heads, length in blocks, dim]``"""
-    return in_blocks(jnp.swapaxes(x, 1, 2), 2, layout, fill)
+    return in_blocks(jnp.swapaxes(x, 1, 2), 2, layout, 0)
 
 
 def blocked_statistics(x: Array, layout: BlockLayout, fill: float = 0) -> Array:

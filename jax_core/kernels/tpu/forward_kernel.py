@@ -5,9 +5,8 @@ from jax.experimental import pallas as pl
 
 from jax_core.kernels.tpu import softmax
 from jax_core.kernels.tpu.constants import BlockedExtras, Shards, TileConstants
-from jax_core.kernels.tpu.products import column, product, row
 from jax_core.kernels.tpu.schedule import FIRST, LAST, update_if_visible, visit
-from jax_core.kernels.tpu.scores import TileIndex, dropped, make_tile
+from jax_core.kernels.tpu.scores import TileIndex, column, dropped, make_tile, product, row
 from jax_core.kernels.tpu.softmax import SoftmaxState
 
 

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import BlockSparsity, out_of_blocks
-from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals
-from jax_core.kernels.tpu import costs, launch, limits, params
+from jax_core.kernels.contract import ANY_SCORE, Grads, KernelConfig, Pair, Partial, Problem, Residuals
+from jax_core.kernels.tpu import costs, launch, params
 from jax_core.kernels.tpu.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from jax_core.kernels.tpu.constants import (
     BlockedExtras,
@@ -36,18 +36,14 @@ from jax_core.masks.layout import runs
 _LISTED = 250_000  # words of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 CONTINUES = True
-CAPABILITIES = frozenset(
-    "causal left right chunk keys apart any_position softcap dropout_prob predicates precision logits_dtype "
-    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids alibi_slopes dropout_seed origin plan "
-    "lse_gradient fused_backward deterministic bfloat16 float32".split()
-)
+CAPABILITIES = ANY_SCORE | frozenset("keys apart fused_backward deterministic bfloat16 float32".split())
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
     if problem.scores.logits_dtype not in (None, *_DTYPES):
         return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
-    reason = limits.problem_reason(problem) or launch.missing(problem.backend)
-    reason = reason or limits.params_reason("fwd_params", forward) or limits.params_reason("bwd_params", backward)
+    reason = params.problem_reason(problem) or launch.missing(problem.backend)
+    reason = reason or params.params_reason("fwd_params", forward) or params.params_reason("bwd_params", backward)
     return reason or _list_reason(problem, forward, backward)
 
 
@@ -57,7 +53,7 @@ def _list_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> s
         lengths = problem.q_length, problem.k_length
         # A run may end within a block.
         more = len(runs(problem.layout, 0, problem.size, problem.q_length)) - 1
-        q, k = (-(-length // size) + more for length, size in zip(lengths, limits.block_sizes(part), strict=True))
+        q, k = (-(-length // size) + more for length, size in zip(lengths, params.block_sizes(part), strict=True))
         pairs = q * k * (problem.batch if per_entry else 1)
         if pairs > _LISTED:
             return f"{name}: a TPU's scalar memory lists {_LISTED} pairs of blocks, got {pairs}; give larger blocks"
@@ -66,12 +62,8 @@ def _list_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> s
 
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     if launch.missing(problem.backend):
-        return FwdParams(limits.LANES, limits.LANES), BwdParams(limits.LANES, limits.LANES)  # not used: unsupported() says why
+        return FwdParams(params.LANES, params.LANES), BwdParams(params.LANES, params.LANES)  # not used: unsupported() says why
     return params.default_params(problem)
-
-
-def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
-    return params.configs(problem)
 
 
 def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:
@@ -283,5 +275,5 @@ def _slope_gradient(dslopes: Array, slopes: Array) -> Array:
 
 def _fitting(config: KernelConfig, pair: Pair) -> tuple[int, int]:
     """The block sizes, no longer than the runs need."""
-    q, k = limits.block_sizes(config.params)
-    return limits.fitting(q, pair.q_runs[0].length), limits.fitting(k, pair.k_runs[0].length)
+    q, k = params.block_sizes(config.params)
+    return params.fitting(q, pair.q_runs[0].length), params.fitting(k, pair.k_runs[0].length)

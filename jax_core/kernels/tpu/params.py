@@ -1,4 +1,5 @@
-"""Block sizes of the Pallas kernels by TPU generation and head dim, as data."""
+"""Block sizes of the Pallas kernels by TPU generation and head dim, as data; and the limits that all of these kernels share,
+whether they compute a pair of shards or a whole ring."""
 
 from typing import NamedTuple
 
@@ -6,6 +7,39 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Problem
 
 MIB = 2**20
+LANES = 128  # block sizes are multiples of it
+WIDEST = 256
+PRECISIONS = ("default", "fastest", "bfloat16", "highest", "float32")
+
+
+def problem_reason(problem: Problem) -> str | None:
+    """Why no TPU kernel computes this, in words, or None."""
+    if max(problem.dim, problem.value_dim) > WIDEST:
+        return f"head dims are at most {WIDEST}, got {problem.dim} and {problem.value_dim}"
+    if problem.scores.precision_name not in (None, *PRECISIONS):
+        return f"it multiplies in one of the precisions {', '.join(PRECISIONS)}, got {problem.scores.precision}"
+    return None
+
+
+def params_reason(name: str, params: FwdParams) -> str | None:
+    """Why no TPU kernel takes ``params`` (called ``name`` in the config), or None."""
+    if params.num_stages is not None or params.num_warps is not None:
+        return f"{name}: kernels for TPUs have no stages or warps; leave num_stages and num_warps None"
+    sizes = block_sizes(params)
+    if any(size % LANES for size in sizes):
+        return f"{name}: block sizes must be multiples of {LANES}, got {sizes[0]} x {sizes[1]}"
+    return None
+
+
+def block_sizes(params: FwdParams) -> tuple[int, int]:
+    """The block sizes of queries and keys, from complete parameters."""
+    assert params.q_blocksize is not None and params.kv_blocksize is not None
+    return params.q_blocksize, params.kv_blocksize
+
+
+def fitting(size: int, length: int) -> int:
+    """The block size, no longer than ``length`` positions need."""
+    return min(size, -(-length // LANES) * LANES)
 
 
 class Row(NamedTuple):
@@ -54,5 +88,5 @@ CANDIDATES = (
 
 
 def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
-    fitting = [(q, k) for q, k in CANDIDATES if q <= max(256, problem.q_length) and k <= max(256, problem.k_length)]
-    return tuple(FwdParams(*blocks) for blocks in fitting), tuple(BwdParams(*blocks) for blocks in fitting)
+    listed = [(q, k) for q, k in CANDIDATES if q <= max(256, problem.q_length) and k <= max(256, problem.k_length)]
+    return tuple(FwdParams(*blocks) for blocks in listed), tuple(BwdParams(*blocks) for blocks in listed)

@@ -1,4 +1,4 @@
-"""Tiles of scores inside the Pallas kernels: queries x keys or, transposed, keys x queries.
+"""Matrix products, and tiles of scores inside the Pallas kernels: queries x keys or, transposed, keys x queries.
 
 A transposed tile has its queries' statistics along the lanes, as they are stored; the dK/dV sweep uses it.
 """
@@ -8,13 +8,38 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, Ref, lax
 
-from jax_core.kernels.blocks import BlockLayout
+from jax_core.kernels.blocks import BlockLayout, scaled
 from jax_core.kernels.blocks import distance as block_distance
+from jax_core.kernels.contract import Scores
 from jax_core.kernels.tpu.constants import BlockedExtras, TileConstants, quotient, remainder
-from jax_core.kernels.tpu.products import column, product, scaled, through_softcap
 from jax_core.masks.dropout import threefry_2x32, threshold
 from jax_core.masks.functions import Predicate
 from jax_core.masks.static import visible
+
+
+def product(a: Array, b: Array, axes: tuple[int, int], scores: Scores) -> Array:
+    """A matrix product that sums axis ``axes[0]`` of ``a`` and ``axes[1]`` of ``b``, in float32. Float32 inputs are multiplied in
+    full precision unless the scores ask for less; 16-bit inputs as the matrix unit does by default."""
+    precision = scores.precision
+    if precision is None and a.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST
+    contract = (((axes[0],), (axes[1],)), ((), ()))
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def through_softcap(gradient: Array, tanh: Array | None) -> Array:
+    """The gradient of the soft cap's input, from that of its output."""
+    return gradient if tanh is None else gradient * (1 - tanh * tanh)
+
+
+def column(row: Array) -> Array:
+    """``[1, n] -> [n, 1]``"""
+    return jnp.expand_dims(row[0], -1)
+
+
+def row(column: Array) -> Array:
+    """``[n, 1] -> [1, n]``"""
+    return jnp.broadcast_to(column, (column.shape[0], 128)).T[:1]
 
 
 class TileIndex(NamedTuple):

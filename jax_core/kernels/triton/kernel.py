@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import same_rows, starts
-from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals
+from jax_core.kernels.contract import ANY_SCORE, Grads, KernelConfig, Pair, Partial, Problem, Residuals
 from jax_core.kernels.triton import launch, params
 from jax_core.kernels.triton.constants import LaunchConstants, make_constants
 from jax_core.kernels.triton.tables import Tables, make_tables
@@ -21,11 +21,7 @@ _WIDEST = 256
 _GRID = 65535  # programs along the second and third grid dimensions
 _DTYPES = ("float16", "bfloat16", "float32")
 CONTINUES = True
-CAPABILITIES = frozenset(
-    "causal left right chunk keys apart any_position softcap dropout_prob predicates precision logits_dtype "
-    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
-    "lse_gradient fused_backward deterministic float16 bfloat16 float32".split()
-)
+CAPABILITIES = ANY_SCORE | frozenset("keys apart wide_ids fused_backward deterministic float16 bfloat16 float32".split())
 
 
 def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
@@ -62,10 +58,6 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
     if max(problem.dim, problem.value_dim) > _WIDEST or launch.missing(problem.backend, problem.capability):
         return FwdParams(16, 16), BwdParams(16, 16)  # not used: unsupported() says why
     return params.default_params(problem)
-
-
-def configs(problem: Problem) -> tuple[tuple[FwdParams, ...], tuple[BwdParams, ...]]:
-    return params.configs(problem)
 
 
 def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_core.config import FwdParams
-from jax_core.kernels.blocks import WORD, BlockLayout, block_layout, block_sparsity, dense_mask, in_blocks, packed_bits
+from jax_core.kernels.blocks import WORD, block_layout, block_sparsity, dense_mask, mask_in_blocks, packed_bits
 from jax_core.kernels.contract import KernelConfig, Pair
 from jax_core.kernels.triton import launch
 from jax_core.kernels.triton.constants import OfTables
@@ -81,12 +81,6 @@ def make_tables(pair: Pair, blocks: tuple[int, int]) -> Tables:
     seen = dense_mask(pair, pair.predicates)
     if seen is None:
         return Tables(None, visible, whole)
-    bits = _bits(seen, q, k)
+    bits = packed_bits(mask_in_blocks(seen, q, k))
     tiles = bits.reshape(*bits.shape[:2], q.blocks, q.block, k.blocks, k.block // WORD)
     return Tables(bits, visible & (tiles != 0).any((3, 5)), whole & (tiles == -1).all((3, 5)))
-
-
-def _bits(seen: Array, q: BlockLayout, k: BlockLayout) -> Array:
-    seen = jnp.broadcast_to(seen, (*seen.shape[:2], q.runs * q.length, seen.shape[3]))
-    seen = in_blocks(in_blocks(seen, 3, k, False), 2, q, False)
-    return packed_bits(seen)

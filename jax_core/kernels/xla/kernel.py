@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Problem, Residuals, Scores, accumulation_dtype
+from jax_core.kernels.contract import ANY_SCORE, Grads, KernelConfig, Pair, Partial, Problem, Residuals, Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import (
     Keys,
     Queries,
@@ -34,10 +34,8 @@ from jax_core.kernels.xla.scores import distance, dropout_factor, logits, produc
 from jax_core.varying import vary, varying_axes
 
 CONTINUES = True
-CAPABILITIES = frozenset(
-    "causal left right chunk keys apart any_position softcap dropout_prob predicates precision logits_dtype "
-    "bias mask q_segment_ids kv_segment_ids q_position_ids kv_position_ids wide_ids alibi_slopes dropout_seed origin plan "
-    "lse_gradient second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()
+CAPABILITIES = ANY_SCORE | frozenset(
+    "keys apart wide_ids second_derivative fused_backward deterministic float16 bfloat16 float32 float64".split()
 )
 
 

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jax_core.kernels.blocks import distance as block_distance
+from jax_core.kernels.blocks import scaled
 from jax_core.kernels.contract import Scores, accumulation_dtype
 from jax_core.kernels.xla.blocks import BlockPositions, Keys, Queries, Tiles, Uncut
 from jax_core.masks.dropout import keep_mask
@@ -26,10 +27,7 @@ def logits(scores: Scores, uncut: Uncut, query: Queries, key: Keys, tile: Tiles)
     x = product("bhgqd,bhkd->bhgqk", query.q, key.k, scores)
     if scores.logits_dtype is not None:
         x = x.astype(scores.logits_dtype).astype(x.dtype)
-    x, tanh = x * scores.scale, None
-    if scores.softcap is not None:
-        tanh = jnp.tanh(x / scores.softcap)
-        x = tanh * scores.softcap
+    x, tanh = scaled(scores, x)
     if tile.bias is not None:
         x = x + tile.bias.astype(x.dtype)
     if uncut.slopes is not None:

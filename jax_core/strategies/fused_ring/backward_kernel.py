@@ -20,7 +20,7 @@ from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_core.kernels.tpu.products import product
+from jax_core.kernels.tpu.scores import product
 from jax_core.strategies.fused_ring.constants import ROTATING, SLOTS, Refs, RingConstants, Shards
 from jax_core.strategies.fused_ring.frame import Stage, run_ring
 from jax_core.strategies.fused_ring.launch import launch, pipeline

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_core.kernels.tpu import softmax
-from jax_core.kernels.tpu.products import product
+from jax_core.kernels.tpu.scores import product
 from jax_core.kernels.tpu.softmax import SoftmaxState
 from jax_core.strategies.fused_ring.constants import ROTATING, Refs, RingConstants, Shards
 from jax_core.strategies.fused_ring.frame import Stage, run_ring

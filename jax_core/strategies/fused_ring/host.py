@@ -9,7 +9,7 @@ from jax_core.kernels import tpu
 from jax_core.kernels.contract import Partial, Problem
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
 from jax_core.kernels.tpu import launch
-from jax_core.kernels.tpu.limits import block_sizes, fitting, params_reason, problem_reason
+from jax_core.kernels.tpu.params import block_sizes, fitting, params_reason, problem_reason
 from jax_core.operands import Operands
 from jax_core.strategies.contract import RingSpec, Strategy, make_residuals
 from jax_core.strategies.fused_ring import backward_kernel, forward_kernel

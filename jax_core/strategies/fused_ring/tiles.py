@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_core.kernels.blocks import scaled
 from jax_core.kernels.contract import Scores
-from jax_core.kernels.tpu.products import column, product, scaled, through_softcap
+from jax_core.kernels.tpu.scores import column, product, through_softcap
 from jax_core.masks.layout import Run
 from jax_core.masks.static import Mask, empty, full, visible
 from jax_core.strategies.fused_ring.constants import HalvedShard, RingConstants

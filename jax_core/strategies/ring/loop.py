@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_core.kernels.contract import Pair, Problem
-from jax_core.masks.layout import Layout, runs
-from jax_core.masks.static import Mask
+from jax_core.masks.layout import runs
 from jax_core.operands import EIGHTHS, Keys, Operands
-from jax_core.strategies import visibility
 from jax_core.strategies.contract import RingSpec, Strategy
 from jax_core.strategies.pairs.local import (
     LocalGradients,
@@ -41,6 +39,7 @@ from jax_core.strategies.transfers.transfer import (
     unpack,
     word_of,
 )
+from jax_core.strategies.visibility import visible_shifts
 
 # What a step leaves to the next: the keys as they are sent, how many ranks they have come, and what is summed. (Nothing
 # is sent where there is one step. In the backward also the gradients of keys that stay.)
@@ -126,17 +125,14 @@ def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal
     return make_pair(spec, operands, q_runs, keys, k_runs, diagonal, alone)
 
 
-def visible_shifts(mask: Mask, layout: Layout, size: int, q_length: int, k_length: int) -> tuple[int, ...]:
+def _shifts(problem: Problem) -> tuple[int, ...]:
     """The shifts to visit, ascending from 0: at shift ``s`` rank ``r`` has the K/V of rank ``(r - s) % size``. The rotation jumps
     over those at which no rank has a visible pair (a sliding window that reaches one shard back needs two, whatever the ring's
-    size). ``q_length``, ``k_length``: lengths of a shard."""
-    return tuple(shift for (shift,) in visibility.visible_shifts(mask, layout, (size,), q_length, k_length))
-
-
-def _shifts(problem: Problem) -> tuple[int, ...]:
+    size)."""
     if not sent_rows(problem):
         return (0,)
-    return visible_shifts(problem.scores.mask, problem.layout, problem.size, problem.q_length, problem.k_length)
+    shifts = visible_shifts(problem.scores.mask, problem.layout, (problem.size,), problem.q_length, problem.k_length)
+    return tuple(shift for (shift,) in shifts)
 
 
 def sent_rows(problem: Problem) -> int:

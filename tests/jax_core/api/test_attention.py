@@ -24,6 +24,7 @@ from attention_cases import (
     make_cotangents,
     make_inputs,
     oracle_results,
+    over,
     ring_mesh,
     ring_output,
     ring_results,
@@ -39,8 +40,7 @@ from jax_core.masks.dropout import keep_mask, seed_words, threefry_2x32
 from jax_core.testing.oracle import reference_attention
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in CASES])
+@over(CASES)
 def test_against_the_oracle(case: Case):
     assert_ring_is_like_the_oracle(case)
 

@@ -30,6 +30,7 @@ from attention_cases import (
     from_layout,
     make_cotangents,
     make_inputs,
+    over,
     ring_mesh,
     sharded_attention,
     to_layout,
@@ -109,12 +110,7 @@ CASES = [
 ]
 
 
-def marked(case: Case) -> Any:
-    return pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("case", [*map(marked, CASES)])
+@over(CASES)
 def test_every_strategy_and_feature(case: Case):
     assert_second_derivative(case)
 

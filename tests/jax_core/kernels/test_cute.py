@@ -24,6 +24,7 @@ from attention_cases import (
     SHUFFLED,
     SINKS,
     Case,
+    over,
     quick_compiles,
     ring_mesh,
 )
@@ -160,8 +161,7 @@ CASES = (
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.wide
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in CASES])
+@over(CASES)
 def test_ring_over_a_stand_in(case: Case):
     assert_ring_is_like_the_oracle(case)
 

@@ -21,7 +21,7 @@ import jax_core
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import tpu as pallas
 from jax_core.kernels.contract import Problem, Scores
-from jax_core.kernels.tpu import limits
+from jax_core.kernels.tpu import params
 from jax_core.masks.layout import LAYOUTS
 from jax_core.masks.static import make_mask
 
@@ -186,7 +186,7 @@ def test_long_lists_of_blocks_are_refused():
     ],
 )
 def test_what_it_refuses(settings, dtype, dim, message, monkeypatch):
-    monkeypatch.setattr(limits, "LANES", 16)
+    monkeypatch.setattr(params, "LANES", 16)
     x = jnp.ones((1, 16, 2, dim), dtype)
     with pytest.raises((NotImplementedError, ValueError), match=message.replace("of 8", "of 16")):
         jax_core.ring_attention(x, x, x, platform="pallas", **settings)

@@ -19,6 +19,7 @@ from attention_cases import (
     make_cotangents,
     make_inputs,
     normal,
+    over,
     positions,
     positive,
     ring_mesh,
@@ -73,8 +74,7 @@ CASES = (
 )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in CASES])
+@over(CASES)
 def test_against_the_oracle(case: Case, capsys):
     """Output, LSE and every gradient; and no race."""
     inputs, cotangents = make_inputs(case), make_cotangents(case)

@@ -34,10 +34,10 @@ def no_memory(monkeypatch, tmp_path):
     """Every test is a process that has looked nothing up, with a cache and shipped data of its own."""
     monkeypatch.setenv("RING_ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(lookup, "SHIPPED", tmp_path / "shipped")
-    for remembered in (lookup.shipped, lookup._read_once, lookup._searched_here, lookup._warn):
+    for remembered in (lookup.shipped, lookup._read_once, lookup._searched_here, lookup.warn_once):
         remembered.cache_clear()
     yield
-    for remembered in (lookup.shipped, lookup._read_once, lookup._searched_here, lookup._warn):
+    for remembered in (lookup.shipped, lookup._read_once, lookup._searched_here, lookup.warn_once):
         remembered.cache_clear()
 
 

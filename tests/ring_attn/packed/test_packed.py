@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch import ROOT, torchrun
+from launch import torchrun
 from packed_mixes import mixes
 from packed_reference import axolotl_batch, of_documents, trl_batch
 from workers import packed_worker
@@ -216,5 +216,5 @@ def test_on_a_ring_of_one(check):
 @pytest.mark.slow
 @pytest.mark.costly
 def test_on_rings_of_two_and_four():
-    out = torchrun("packed_worker.py", 4, timeout=280, PYTHONPATH=f"{ROOT}:{ROOT}/tests/support")
+    out = torchrun("packed_worker.py", 4, timeout=280)
     assert out.count("ok ") == len(packed_worker.ON_FOUR) + len(packed_worker.ON_TWO), out

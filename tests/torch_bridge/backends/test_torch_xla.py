@@ -39,21 +39,12 @@ from torch import nn
 
 import ring_attn
 from jax_core.masks.layout import LAYOUTS, padded_length, permutation
+from ring_attn.functional import NAMES
 
 xla_runtime.use_spmd()
 
 DEVICES = 4
 ROOT = Path(__file__).parents[3]
-# What torch calls the arguments of the JAX function.
-NAMES = {
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "softmax_aux": "sinks",
-    "logits_soft_cap": "softcap",
-    "softmax_scale": "scale",
-    "dropout_prob": "dropout_p",
-}
 
 
 def ring_of(size: int) -> dict[str, Any]:

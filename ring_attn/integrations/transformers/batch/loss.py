@@ -67,7 +67,7 @@ def logits_of(outputs: Outputs | Tensor) -> Tensor:
     return found
 
 
-def with_loss(outputs: Outputs, loss: Tensor, logits: bool = True) -> Outputs:
+def with_loss(outputs: Outputs, loss: Tensor, logits: bool) -> Outputs:
     """The outputs with this loss, in the place where transformers has it; without the routers' loss of this rank's tokens, and,
     where there are none of all tokens, without logits."""
     if isinstance(outputs, tuple):

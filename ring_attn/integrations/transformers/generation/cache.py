@@ -77,7 +77,7 @@ class RingCache(Cache):
 
     # A forward of the model.
 
-    def begin_prompt(self, owner: object, sequence: Sequence, labels: Tensor | None = None) -> None:
+    def begin_prompt(self, owner: object, sequence: Sequence, labels: Tensor | None) -> None:
         """Before a forward on a sharded prompt."""
         self._check_forward(owner)
         if self.seen:

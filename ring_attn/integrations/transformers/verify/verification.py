@@ -22,7 +22,7 @@ from ring_attn.integrations.transformers.verify.reached import reach_features
 from ring_attn.integrations.transformers.versions import ModelOutput, PretrainedConfig, PreTrainedModel
 from ring_attn.ring import Ring
 from ring_attn.training.loss import total_loss
-from ring_attn.verification.modules import first_that_differs, watched
+from ring_attn.verification.modules import first_that_differs, token_mask, watched
 from ring_attn.verification.ranks import everywhere, known_cause, largest_of_all
 from ring_attn.verification.verdict import ROUNDING, TOLERANCE, Verdict, largest, relative
 from torch_bridge.mesh.rings import ProcessRing
@@ -191,7 +191,7 @@ def _leaks(context: Parallel, logits: Callable[[Batch], Tensor], batch: Batch, d
     experts = any(getattr(context.plan.config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     allowed = ROUNDING * largest(before) if experts else 0.0
     moved = (before - after).abs().amax(-1) > allowed
-    return bool((moved & ~first & _real(batch, before)).any())
+    return bool((moved & ~first & token_mask(batch, before)).any())
 
 
 @torch.no_grad()
@@ -200,7 +200,7 @@ def _joins(run: Run, batch: Batch, documents: Tensor, logits: Tensor) -> bool:
     first = documents == documents[:, :1]
     changed = {name: x for name, x in _changed(batch, first).items() if name != "labels"}
     moved = (run(**changed).logits - logits).abs().amax(-1)
-    return largest(moved[~first & _real(batch, logits)]) > ROUNDING * largest(logits)
+    return largest(moved[~first & token_mask(batch, logits)]) > ROUNDING * largest(logits)
 
 
 @torch.no_grad()
@@ -222,7 +222,7 @@ def _moved_by_the_first(logits: Callable[[Batch], Tensor], batch: Batch) -> Tens
     if not isinstance(tokens, Tensor) or tokens.shape != _tensor(batch, "labels").shape:
         return None
     changed = tokens.clone()
-    for row, real in enumerate(_real(batch, tokens)):
+    for row, real in enumerate(token_mask(batch, tokens)):
         real_tokens = tokens[row][real]
         others = real_tokens[real_tokens != real_tokens[:1]]
         if len(others):
@@ -239,7 +239,7 @@ def _sees_more(in_process: Tensor | None, on_ring: Tensor | None) -> bool:
 
 
 def _differ(batch: Batch, one: Tensor, other: Tensor) -> float:
-    real = _real(batch, one)
+    real = token_mask(batch, one)
     return relative(other[real], one[real])
 
 
@@ -257,7 +257,7 @@ def _verdict(tried: str, batch: Batch, whole: _Run, ring: _Run, leaks: bool, *, 
     device = whole.logits.device
     errors = dict(zip(errors, largest_of_all(list(errors.values()), processes, device), strict=True))
     leaks = not everywhere(not leaks, processes, device)
-    first = None if by_itself else first_that_differs(ring.seen, whole.seen, partial(_real, batch), TOLERANCE)
+    first = None if by_itself else first_that_differs(ring.seen, whole.seen, partial(token_mask, batch), TOLERANCE)
     wrong = {name for name, error in errors.items() if not error <= (ROUNDING if name == "loss" else TOLERANCE)}
     reasons = _of_one_process(processes)
     if leaks:
@@ -268,7 +268,7 @@ def _verdict(tried: str, batch: Batch, whole: _Run, ring: _Run, leaks: bool, *, 
         reasons.append(_about_the_loss(batch, whole, ring, "logits" in wrong))
     gradients = {name for name in wrong if name.startswith("the gradient")}
     if gradients and not {"logits", "loss"} & wrong:
-        early = first_that_differs(ring.seen, whole.seen, partial(_real, batch), _EARLY * TOLERANCE)
+        early = first_that_differs(ring.seen, whole.seen, partial(token_mask, batch), _EARLY * TOLERANCE)
         reasons.append(_about_gradients(gradients, errors, whole, ring, processes, early))
     return Verdict(tried, errors, first, reasons)
 
@@ -316,11 +316,3 @@ def _tensor(batch: Batch, name: str) -> Tensor:
     found = batch[name]
     assert isinstance(found, Tensor)
     return found
-
-
-def _real(batch: Batch, like: Tensor) -> Tensor:
-    """Where a token is, bool ``[batch, seq]``."""
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
-        return mask != 0
-    return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
