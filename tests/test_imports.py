@@ -288,6 +288,11 @@ def test_the_torch_packages_load_no_jax_and_no_compiler():
     assert not loaded_after("import ring_attn, torch_bridge.mesh.rings") & {"jax", "jaxlib", "torch._dynamo", "triton"}
 
 
+def test_what_a_first_call_imports_loads_no_kernels_for_tpus():
+    """They take a third of a second."""
+    assert "jax.experimental.pallas.tpu" not in loaded_after("import torch_bridge.attention.functional")
+
+
 @pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)
 def test_position_arithmetic_loads_no_framework(module):
     assert not loaded_after(f"import {module}") & {"jax", "jaxlib", "torch", "numpy"}

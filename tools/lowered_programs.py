@@ -166,7 +166,7 @@ def kernels() -> Iterator[tuple[str, str, dict, Callable, dict]]:
     private = cudnn.cudnn_attention(), "check_cudnn_version"
     answers = dict([hopper, ((cudnn, "missing"), lambda *_: None), (private, lambda: 91900)])
     yield "cudnn", "bfloat16", answers, partial(as_stablehlo, "cuda"), dict(platform="cuda", return_lse=False)
-    tpu = first_of("jax_core.kernels.tpu.launch", "jax_core.kernels.tpu.launch")
+    tpu = first_of("jax_core.kernels.tpu.params", "jax_core.kernels.tpu.launch")
     missing = {(tpu, "missing"): lambda *_: None}
     yield "pallas", "bfloat16", missing, as_jaxpr, dict(platform="pallas")
     tpu_info = import_module("jax._src.pallas.mosaic.tpu_info")

@@ -1,4 +1,4 @@
-"""The Pallas kernels (TPU) under the kernel contract: what they handle, and their launches."""
+"""The launches of the Pallas kernels (TPU) of the kernel contract."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.blocks import BlockSparsity, out_of_blocks
-from jax_core.kernels.contract import ANY_SCORE, Grads, KernelConfig, Pair, Partial, Problem, Residuals
+from jax_core.kernels.contract import Grads, KernelConfig, Pair, Partial, Residuals
 from jax_core.kernels.tpu import costs, launch, params
 from jax_core.kernels.tpu.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from jax_core.kernels.tpu.constants import (
@@ -31,39 +31,6 @@ from jax_core.kernels.tpu.constants import (
 from jax_core.kernels.tpu.forward_kernel import forward_kernel
 from jax_core.kernels.tpu.schedule import BlockSchedule, flags_of, make_schedule, pairs_to_visit, visit
 from jax_core.kernels.tpu.specs import Place, Specs
-from jax_core.masks.layout import runs
-
-_LISTED = 250_000  # words of 4 bytes, in 1 MiB
-_DTYPES = ("bfloat16", "float32")  # a TPU has no float16
-CONTINUES = True
-CAPABILITIES = ANY_SCORE | frozenset("keys apart fused_backward deterministic bfloat16 float32".split())
-
-
-def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-    if problem.scores.logits_dtype not in (None, *_DTYPES):
-        return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
-    reason = params.problem_reason(problem) or launch.missing(problem.backend)
-    reason = reason or params.params_reason("fwd_params", forward) or params.params_reason("bwd_params", backward)
-    return reason or _list_reason(problem, forward, backward)
-
-
-def _list_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-    per_entry = problem.features & {"q_segment_ids", "q_position_ids", "mask"} or problem.scores.predicates
-    for name, part in (("fwd_params", forward), ("bwd_params", backward)):
-        lengths = problem.q_length, problem.k_length
-        # A run may end within a block.
-        more = len(runs(problem.layout, 0, problem.size, problem.q_length)) - 1
-        q, k = (-(-length // size) + more for length, size in zip(lengths, params.block_sizes(part), strict=True))
-        pairs = q * k * (problem.batch if per_entry else 1)
-        if pairs > _LISTED:
-            return f"{name}: a TPU's scalar memory lists {_LISTED} pairs of blocks, got {pairs}; give larger blocks"
-    return None
-
-
-def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
-    if launch.missing(problem.backend):
-        return FwdParams(params.LANES, params.LANES), BwdParams(params.LANES, params.LANES)  # not used: unsupported() says why
-    return params.default_params(problem)
 
 
 def forward(pair: Pair, carry: Partial | None, out_dtype: DTypeLike, config: KernelConfig[FwdParams]) -> Partial:

@@ -1,4 +1,4 @@
-"""Launches a Pallas kernel: where it can run, and what all launches have in common."""
+"""Launches a Pallas kernel: what all launches have in common."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -60,8 +60,3 @@ def launch(
 
 def _name(kernel: Callable[..., None]) -> str:
     return _name(kernel.func) if isinstance(kernel, partial) else kernel.__name__
-
-
-def missing(backend: str) -> str | None:
-    """Why no Pallas kernel can run on ``backend``, in words, or None."""
-    return None if backend == "tpu" else f'the Pallas kernels need a TPU, and this program runs on "{backend}"'

@@ -1,15 +1,48 @@
-"""Block sizes of the Pallas kernels by TPU generation and head dim, as data; and the limits that all of these kernels share,
-whether they compute a pair of shards or a whole ring."""
+"""What the Pallas kernels handle, without loading Pallas: block sizes by TPU generation and head dim, as data, and limits, of which
+some are those of all these kernels, whether they compute a pair of shards or a whole ring."""
 
 from typing import NamedTuple
 
 from jax_core.config import BwdParams, FwdParams
-from jax_core.kernels.contract import Problem
+from jax_core.kernels.contract import ANY_SCORE, Problem
+from jax_core.masks.layout import runs
 
 MIB = 2**20
 LANES = 128  # block sizes are multiples of it
 WIDEST = 256
 PRECISIONS = ("default", "fastest", "bfloat16", "highest", "float32")
+
+
+_LISTED = 250_000  # words of 4 bytes, in 1 MiB
+_DTYPES = ("bfloat16", "float32")  # a TPU has no float16
+CONTINUES = True
+CAPABILITIES = ANY_SCORE | frozenset("keys apart fused_backward deterministic bfloat16 float32".split())
+
+
+def missing(backend: str) -> str | None:
+    """Why no Pallas kernel can run on ``backend``, in words, or None."""
+    return None if backend == "tpu" else f'the Pallas kernels need a TPU, and this program runs on "{backend}"'
+
+
+def unsupported(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    if problem.scores.logits_dtype not in (None, *_DTYPES):
+        return f"logits_dtype is one of {', '.join(_DTYPES)}, got {problem.scores.logits_dtype}"
+    reason = problem_reason(problem) or missing(problem.backend)
+    reason = reason or params_reason("fwd_params", forward) or params_reason("bwd_params", backward)
+    return reason or _list_reason(problem, forward, backward)
+
+
+def _list_reason(problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
+    per_entry = problem.features & {"q_segment_ids", "q_position_ids", "mask"} or problem.scores.predicates
+    for name, part in (("fwd_params", forward), ("bwd_params", backward)):
+        lengths = problem.q_length, problem.k_length
+        # A run may end within a block.
+        more = len(runs(problem.layout, 0, problem.size, problem.q_length)) - 1
+        q, k = (-(-length // size) + more for length, size in zip(lengths, block_sizes(part), strict=True))
+        pairs = q * k * (problem.batch if per_entry else 1)
+        if pairs > _LISTED:
+            return f"{name}: a TPU's scalar memory lists {_LISTED} pairs of blocks, got {pairs}; give larger blocks"
+    return None
 
 
 def problem_reason(problem: Problem) -> str | None:
@@ -75,6 +108,8 @@ def generation(name: str) -> Generation:
 
 
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
+    if missing(problem.backend):
+        return FwdParams(LANES, LANES), BwdParams(LANES, LANES)  # not used: unsupported() says why
     rows = generation(problem.generation).rows
     row = next((row for row in rows if max(problem.dim, problem.value_dim) <= row.dim), rows[-1])
     smaller = 2 if problem.dtype == "float32" else 1  # full precision takes six products instead of one

@@ -8,11 +8,9 @@ from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels import tpu
 from jax_core.kernels.contract import Partial, Problem
 from jax_core.kernels.merge import join_sinks, sink_gradient, sinks_per_head
-from jax_core.kernels.tpu import launch
 from jax_core.kernels.tpu.params import block_sizes, fitting, params_reason, problem_reason
 from jax_core.operands import Operands
 from jax_core.strategies.contract import RingSpec, Strategy, make_residuals
-from jax_core.strategies.fused_ring import backward_kernel, forward_kernel
 from jax_core.strategies.fused_ring.constants import SLOTS, HalvedShard, RingConstants, Shards, halved, route
 from jax_core.strategies.pairs.padding import clear_cotangents, clear_operands, clear_values
 from jax_core.strategies.pairs.rows import real_rows
@@ -36,7 +34,7 @@ class FusedRing(Strategy):
         return FwdParams(fitting(512, q), fitting(512, k)), BwdParams(fitting(256, q), fitting(512, k))
 
     def unsupported(self, problem: Problem, forward: FwdParams, backward: BwdParams) -> str | None:
-        reason = _ring_reason(problem) or problem_reason(problem) or launch.missing(problem.backend)
+        reason = _ring_reason(problem) or problem_reason(problem) or tpu.params.missing(problem.backend)
         return reason or params_reason("fwd_params", forward) or params_reason("bwd_params", backward)
 
     def traffic(self, problem: Problem, backward: bool) -> Traffic:
@@ -47,6 +45,8 @@ class FusedRing(Strategy):
         return Traffic(hops * nbytes.keys + sums[0] * nbytes.sums, 2 * nbytes.keys + sums[1] * nbytes.sums)
 
     def forward(self, spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
+        from jax_core.strategies.fused_ring import forward_kernel  # loads Pallas for TPUs
+
         operands = clear_values(operands, real_rows(spec, operands))
         const = make_constants(spec, operands, spec.fwd_config.params)
         out, lse = forward_kernel.forward(const, _rank(spec), _shards(const, operands))
@@ -58,6 +58,8 @@ class FusedRing(Strategy):
     def backward(
         self, spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array | None = None
     ) -> Operands:
+        from jax_core.strategies.fused_ring import backward_kernel
+
         real = real_rows(spec, operands)
         operands, (dout, dlse) = clear_operands(operands, real), clear_cotangents(real, dout, dlse)
         const = make_constants(spec, operands, spec.bwd_config.params)
