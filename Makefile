@@ -14,8 +14,9 @@ export PYTHON
 ENVIRONMENT := tools/environment.sh
 VERSION := $(if $(PYTHON),$(shell $(ENVIRONMENT) version $(PYTHON)),3.11+)
 VENV ?= $(if $(PYTHON),.venv-$(VERSION),.venv)
-# The second stack that the tests pass on: the newest JAX with the CUDA plugin, even if there is no GPU.
-JAX_3.12 := jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+# The second stack that the tests pass on: the newest JAX with the CUDA plugin, even if there is no GPU, and the oldest Triton, which is
+# that of torch 2.11 on GPUs and refuses constants that newer ones take.
+JAX_3.12 := jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 triton==3.6.0
 JAX := $(if $(PYTHON),$(JAX_$(VERSION)))
 
 # torch-xla works only with its own version of torch, so it has a separate environment.

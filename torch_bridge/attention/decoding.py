@@ -139,10 +139,10 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
     from jax_core.kernels.triton.decode_kernels import DecodeConstants
 
     problem, given = spec.problem, dict(zip(_NAMES, specs, strict=False))
-    dim, value_dim, itemsize = padded_dim(problem.dim), padded_dim(problem.value_dim), 4 if problem.dtype == "float32" else 2
+    dim, value_dim = padded_dim(problem.dim), padded_dim(problem.value_dim)
     rows = problem.q_length * (problem.heads // problem.kv_heads)
-    rows_block = min(64, padded_dim(rows))
-    keys_block = min(128, 1 << (_BLOCK // ((dim + value_dim) * itemsize)).bit_length() - 1)
+    rows_block = min(64, max(16, 1 << (rows - 1).bit_length()))
+    keys_block = min(128, 1 << (_BLOCK // ((dim + value_dim) * _itemsize(problem.dtype))).bit_length() - 1)
     programs = problem.batch * problem.kv_heads * -(-rows // rows_block)
     parts = max(1, min(_PROGRAMS // programs, problem.k_length // _SHORTEST_PART))
     return DecodeConstants(
@@ -172,6 +172,10 @@ def settings_of(const: "DecodeConstants") -> dict[str, int]:
     """Of a launch: its warps, and the stages of its loop. Where ids say which keys are read, a block's ids come some stages before
     it does, so that five stages hold as many blocks as three do without ids."""
     return dict(num_warps=4, num_stages=5 if const.segments or const.positions else 3)
+
+
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
 
 
 def _rows(each: TensorSpec | None) -> int:

@@ -11,7 +11,7 @@ summed over the batch entries, heads and rows that share it.
 import triton
 import triton.language as tl
 
-from jax_core.kernels.triton.blocks import count, keys_to_visit, load_tile, nth, place, store_tile, table_row, visits
+from jax_core.kernels.triton.blocks import count, load_tile, nth, place, store_tile, table_row, visits
 from jax_core.kernels.triton.scores import (
     LOG2E,
     bias_block,
@@ -190,7 +190,13 @@ def queries_kernel(
     p_bits_block = bits_block(p_bits, i_batch, i_head, i_block, const)
     slope = head_slope(p_slopes, i_batch, i_head, const)
     key = dropout_key(p_seed, p_where, i_batch, i_head, const)
-    spans, p_full, full, p_part, part = keys_to_visit(i_batch, i_head, i_block, index, rows, p_where, p_order, p_counts, const)
+    if const.table:
+        p_full, full, p_part, part = table_row(p_order, p_counts, i_batch, i_head, i_block, const, True)
+        spans = (0, 0, 0, 0, 0, 0, 0, 0)
+    else:
+        spans = visits(index, index + const.q.stride * (rows - 1), p_where, const, True)
+        full, part = count(spans, False), count(spans, True)
+        p_full, p_part = p_order, p_order
 
     b_dq = tl.zeros([M, DIM], tl.float32)
     o_k = i_batch.to(tl.int64) * k_length * const.kv_heads + i_head // const.group

@@ -13,14 +13,26 @@ from jax_core.kernels.triton.scores import seen_from
 @triton.jit
 def place(i_block, p_where, const: tl.constexpr, of_keys: tl.constexpr):
     """``(row, count, index)`` of a block: its first row in the shard, its number of rows, its first place in the sequence."""
-    side: tl.constexpr = const.k if of_keys else const.q
-    o_start: tl.constexpr = const.q.runs if of_keys else 0
+    if of_keys:
+        runs: tl.constexpr = const.k.runs
+        length: tl.constexpr = const.k.length
+        stride: tl.constexpr = const.k.stride
+        block: tl.constexpr = const.k.block
+        per_run: tl.constexpr = const.k.blocks_per_run
+        o_start: tl.constexpr = const.q.runs
+    else:
+        runs: tl.constexpr = const.q.runs
+        length: tl.constexpr = const.q.length
+        stride: tl.constexpr = const.q.stride
+        block: tl.constexpr = const.q.block
+        per_run: tl.constexpr = const.q.blocks_per_run
+        o_start: tl.constexpr = 0
     i_run = 0
-    if side.runs > 1:
-        i_run = i_block // side.blocks_per_run
-    o_row = (i_block - i_run * side.blocks_per_run) * side.block
+    if runs > 1:
+        i_run = i_block // per_run
+    o_row = (i_block - i_run * per_run) * block
     start = tl.load(p_where + o_start + i_run)
-    return i_run * side.length + o_row, tl.minimum(side.length - o_row, side.block), start + side.stride * o_row
+    return i_run * length + o_row, tl.minimum(length - o_row, block), start + stride * o_row
 
 
 @triton.jit
@@ -37,12 +49,16 @@ def greatest(a, b):
 def reach(first, last, i_run: tl.constexpr, p_where, const: tl.constexpr, of_keys: tl.constexpr):
     """``(low, high, full_low, full_high)``: which blocks of a run of the other side are visible from any of the positions ``first``
     to ``last``, and which of them are fully visible. ``low <= full_low <= full_high <= high``."""
-    side: tl.constexpr = const.k if of_keys else const.q
-    length: tl.constexpr = side.length
-    stride: tl.constexpr = side.stride
-    block: tl.constexpr = side.block
-    o_start: tl.constexpr = const.q.runs if of_keys else 0
-    start = tl.load(p_where + o_start + i_run)
+    if of_keys:
+        length: tl.constexpr = const.k.length
+        stride: tl.constexpr = const.k.stride
+        block: tl.constexpr = const.k.block
+        start = tl.load(p_where + const.q.runs + i_run)
+    else:
+        length: tl.constexpr = const.q.length
+        stride: tl.constexpr = const.q.stride
+        block: tl.constexpr = const.q.block
+        start = tl.load(p_where + i_run)
     # The other side's positions that are visible from some, and from all, of these positions, counted from the run's start.
     some_low, all_high = seen_from(
         tl.constexpr(const.reach), first - start, 0, stride * (length - 1), start, of_keys, least, greatest
@@ -123,18 +139,6 @@ def table_row(p_order, p_counts, i_batch, i_head, i_block, const: tl.constexpr, 
     part = tl.load(p_counts + i_row * 2 + 1)
     p_full = p_order + i_row.to(tl.int64) * (other + 1)
     return p_full, full, p_full + full, part
-
-
-@triton.jit
-def keys_to_visit(i_batch, i_head, i_block, index, rows, p_where, p_order, p_counts, const: tl.constexpr):
-    """``(spans, p_full, full, p_part, part)`` of a query block, as :func:`visits` and :func:`table_row` have them: by position, or
-    from the table."""
-    if const.table:
-        p_full, full, p_part, part = table_row(p_order, p_counts, i_batch, i_head, i_block, const, True)
-        return (0, 0, 0, 0, 0, 0, 0, 0), p_full, full, p_part, part
-    else:
-        spans = visits(index, index + const.q.stride * (rows - 1), p_where, const, True)
-        return spans, p_order, count(spans, False), p_order, count(spans, True)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from jax_core.kernels.triton.scores import LOG2E, ids, logits, product, seen, softmax_end, softmax_step
+from jax_core.kernels.triton.scores import LN2, LOG2E, logits, product, seen
 from jax_core.masks.static import Mask
 
 
@@ -87,7 +87,7 @@ def decode_kernel(p_q, p_k, p_v, p_q_segments, p_k_segments, p_q_positions, p_k_
     i_dim, i_value = tl.arange(0, DIM), tl.arange(0, VALUE_DIM)
     m_dim, m_value = i_dim < const.dim, i_value < const.value_dim
     b_q = tl.load(p_q + o_row[:, None] * const.dim + i_dim[None, :], mask=m_row[:, None] & m_dim[None, :], other=0.0)
-    q_position, q_segment = ids(i_batch, query, m_row, query, p_q_segments, p_q_positions, const.queries, const, True)
+    q_position, q_segment = _ids(p_q_positions, p_q_segments, i_batch, query, m_row, const.queries, const)
     q_side = (row[:, None], m_row[:, None], row[:, None], q_position[:, None], q_segment[:, None])
     slope = 0.0
     if const.alibi > 0:
@@ -101,7 +101,7 @@ def decode_kernel(p_q, p_k, p_v, p_q_segments, p_k_segments, p_q_positions, p_k_
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
         m_key = key < last
-        k_position, k_segment = ids(i_batch, key, m_key, key, p_k_segments, p_k_positions, const.keys, const, True)
+        k_position, k_segment = _ids(p_k_positions, p_k_segments, i_batch, key, m_key, const.keys, const)
         k_side = (key[None, :], m_key[None, :], key[None, :], key[None, :], k_position[None, :], k_segment[None, :])
         m_seen = seen(q_side, k_side, p_slopes, const) & m_row[:, None]
         m_read = tl.max(m_seen.to(tl.int32), 0) > 0  # keys that nobody sees are not read
@@ -111,14 +111,38 @@ def decode_kernel(p_q, p_k, p_v, p_q_segments, p_k_segments, p_q_positions, p_k_
         b_v = tl.load(p_value, mask=m_read[:, None] & m_value[None, :], other=0.0)
         b_s = product(b_q, tl.trans(b_k), const)
         x, _ = logits(b_s, q_side, k_side, p_slopes, p_slopes, slope, const, True)
-        b_p, b_max, b_old, b_sum = softmax_step(x, b_max, b_sum)
+        b_new = tl.maximum(b_max, tl.max(x, 1))
+        b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(x - b_finite[:, None])
+        b_old = tl.exp2(b_max - b_finite)
+        b_sum = b_sum * b_old + tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_old[:, None], input_precision=const.input_precision)
+        b_max = b_new
 
-    b_sum, b_lse = softmax_end(b_max, b_sum)
+    b_sum, b_lse = _closed(b_max, b_sum)
     batch = tl.num_programs(2)
     p_row = p_out + (i_part.to(tl.int64) * batch * const.queries * const.heads + o_row) * (const.value_dim + 1)
     tl.store(p_row[:, None] + i_value[None, :], b_acc / b_sum[:, None], mask=m_row[:, None] & m_value[None, :])
     tl.store(p_row + const.value_dim, b_lse, mask=m_row)
+
+
+@triton.jit
+def _closed(b_max, b_sum):
+    """What to divide by, and the LSE, of an online softmax: 1 and ``-inf`` where it saw nothing."""
+    m_none = b_sum == 0.0
+    b_sum = tl.where(m_none, 1.0, b_sum)
+    return b_sum, tl.where(m_none, float("-inf"), b_max * LN2 + tl.log(b_sum))
+
+
+@triton.jit
+def _ids(p_positions, p_segments, i_batch, index, m_index, length: tl.constexpr, const: tl.constexpr):
+    position = index * 0
+    if const.positions > 0:
+        position = tl.load(p_positions + (i_batch % const.positions) * length + index, mask=m_index, other=-1)
+    segment = index * 0
+    if const.segments > 0:
+        segment = tl.load(p_segments + (i_batch % const.segments) * length + index, mask=m_index, other=-1)
+    return position, segment
 
 
 @dataclass(frozen=True)
@@ -171,7 +195,7 @@ def join_kernel(p_parts, p_sinks, p_out, p_lse, const: tl.constexpr):
         b_acc = b_acc * b_old + tl.sum(weight[:, None] * b_out, 0)
         b_sum = b_sum * b_old + tl.sum(weight, 0)
         b_max = b_new
-    b_sum, b_lse = softmax_end(b_max, b_sum)
+    b_sum, b_lse = _closed(b_max, b_sum)
     if const.last:
         query = row // const.heads
         o_lse = (query // const.queries * const.heads + head) * const.queries + query % const.queries

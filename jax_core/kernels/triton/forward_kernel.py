@@ -7,8 +7,9 @@ and written is a natural logarithm.
 import triton
 import triton.language as tl
 
-from jax_core.kernels.triton.blocks import keys_to_visit, load_tile, nth, place, store_tile
+from jax_core.kernels.triton.blocks import count, load_tile, nth, place, store_tile, table_row, visits
 from jax_core.kernels.triton.scores import (
+    LN2,
     LOG2E,
     bias_block,
     bits_block,
@@ -19,8 +20,6 @@ from jax_core.kernels.triton.scores import (
     logits,
     product,
     query_side,
-    softmax_end,
-    softmax_step,
 )
 
 
@@ -87,7 +86,13 @@ def forward_kernel(
         b_max = tl.full([M], float("-inf"), tl.float32)
         b_sum = tl.zeros([M], tl.float32)
 
-    spans, p_full, full, p_part, part = keys_to_visit(i_batch, i_head, i_block, index, rows, p_where, p_order, p_counts, const)
+    if const.table:
+        p_full, full, p_part, part = table_row(p_order, p_counts, i_batch, i_head, i_block, const, True)
+        spans = (0, 0, 0, 0, 0, 0, 0, 0)
+    else:
+        spans = visits(index, index + const.q.stride * (rows - 1), p_where, const, True)
+        full, part = count(spans, False), count(spans, True)
+        p_full, p_part = p_order, p_order
 
     state = (b_acc, b_max, b_sum)
     sides = (p_k + o_k * const.dim, p_v + o_k * const.value_dim, p_where, p_k_segments, p_k_positions, i_batch)
@@ -95,7 +100,9 @@ def forward_kernel(
     state = _sweep(state, b_q, q_side, sides, rest, full, spans, p_full, const, False)
     b_acc, b_max, b_sum = _sweep(state, b_q, q_side, sides, rest, part, spans, p_part, const, True)
 
-    b_sum, b_lse = softmax_end(b_max, b_sum)
+    m_none = b_sum == 0.0
+    b_sum = tl.where(m_none, 1.0, b_sum)
+    b_lse = tl.where(m_none, float("-inf"), b_max * LN2 + tl.log(b_sum))
     tl.store(p_lse + o_lse + i_row, b_lse, mask=m_row)
     b_out = b_acc / b_sum[:, None]
     p_out += o_q * const.value_dim
@@ -133,7 +140,11 @@ def _sweep(state, b_q, q_side, sides, rest, number, spans, p_order, const: tl.co
         else:
             k_side = key_side(i_batch, i_block, row, rows, index, p_k_segments, p_k_positions, True, const, masked)
             x, _ = logits(b_s, q_side, k_side, p_bias, p_bits, slope, const, masked)
-            b_p, b_new, b_old, b_sum = softmax_step(x, b_max, b_sum)
+            b_new = tl.maximum(b_max, tl.max(x, 1))
+            b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_p = tl.exp2(x - b_finite[:, None])
+            b_old = tl.exp2(b_max - b_finite)
+            b_sum = b_sum * b_old + tl.sum(b_p, 1)
         if const.dropout_threshold is not None:
             b_p = tl.where(kept(key, q_side[2], (index + const.k.stride * i_row)[None, :], const), b_p * const.dropout_factor, 0.0)
         p_tile = p_v + o_row * const.value_dim

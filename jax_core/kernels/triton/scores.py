@@ -116,24 +116,6 @@ def logits(b_s, q, k, p_bias, p_bits, slope, const: tl.constexpr, masked: tl.con
 
 
 @triton.jit
-def softmax_step(x, b_max, b_sum):
-    """A step of the online softmax over logits ``x [rows, keys]``: ``(weights, maximum, factor of what was summed, sum)``."""
-    b_new = tl.maximum(b_max, tl.max(x, 1))
-    b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.exp2(x - b_finite[:, None])
-    b_old = tl.exp2(b_max - b_finite)
-    return b_p, b_new, b_old, b_sum * b_old + tl.sum(b_p, 1)
-
-
-@triton.jit
-def softmax_end(b_max, b_sum):
-    """What to divide by, and the LSE, of an online softmax: 1 and ``-inf`` where it saw nothing."""
-    m_none = b_sum == 0.0
-    b_sum = tl.where(m_none, 1.0, b_sum)
-    return b_sum, tl.where(m_none, float("-inf"), b_max * LN2 + tl.log(b_sum))
-
-
-@triton.jit
 def distance(q_pos, k_pos, const: tl.constexpr):
     """``|q - k|`` in float32, correct even if the difference of two ids overflows int32 and wraps to a negative number."""
     if const.mask.any_position:
@@ -177,7 +159,12 @@ def expanded(x, across: tl.constexpr):
 @triton.jit
 def query_side(i_batch, row, rows, index, p_segments, p_positions, across: tl.constexpr, const: tl.constexpr, masked: tl.constexpr):
     """``(row in the block, row is real, place, position, segment)`` of a query block, as :func:`logits` takes them."""
-    i_row, m_row, at, position, segment = _rows(i_batch, row, rows, index, p_segments, p_positions, const.q, const, masked)
+    M: tl.constexpr = const.q.block
+    length: tl.constexpr = const.q.runs * const.q.length
+    i_row = tl.arange(0, M)
+    m_row = i_row < rows
+    at = index + const.q.stride * i_row
+    position, segment = ids(i_batch, row + i_row, m_row, at, p_segments, p_positions, length, const, masked)
     return (
         expanded(i_row, across),
         expanded(m_row, across),
@@ -192,26 +179,20 @@ def key_side(
     i_batch, i_block, row, rows, index, p_segments, p_positions, across: tl.constexpr, const: tl.constexpr, masked: tl.constexpr
 ):
     """``(row in the shard, row is real, row counted in whole blocks, place, position, segment)`` of a key block, likewise."""
-    i_row, m_row, at, position, segment = _rows(i_batch, row, rows, index, p_segments, p_positions, const.k, const, masked)
+    N: tl.constexpr = const.k.block
+    length: tl.constexpr = const.k.runs * const.k.length
+    i_row = tl.arange(0, N)
+    m_row = i_row < rows
+    at = index + const.k.stride * i_row
+    position, segment = ids(i_batch, row + i_row, m_row, at, p_segments, p_positions, length, const, masked)
     return (
         expanded(row + i_row, across),
         expanded(m_row, across),
-        expanded(i_block * const.k.block + i_row, across),
+        expanded(i_block * N + i_row, across),
         expanded(at, across),
         expanded(position, across),
         expanded(segment, across),
     )
-
-
-@triton.jit
-def _rows(i_batch, row, rows, index, p_segments, p_positions, side: tl.constexpr, const: tl.constexpr, masked: tl.constexpr):
-    """``(row in the block, row is real, place, position, segment)`` of a block of one ``side``."""
-    BLOCK: tl.constexpr = side.block
-    i_row = tl.arange(0, BLOCK)
-    m_row = i_row < rows
-    at = index + side.stride * i_row
-    position, segment = ids(i_batch, row + i_row, m_row, at, p_segments, p_positions, side.runs * side.length, const, masked)
-    return i_row, m_row, at, position, segment
 
 
 @triton.jit
