@@ -69,12 +69,14 @@ def causal_conv1d(
     """A causal convolution of each channel: ``y_t = activation(bias + sum_j weight[:, width - 1 - j] x_{t - j})``.
 
     ``x [batch, seq, channels]`` of this rank; ``weight [channels, width]`` with ``width`` >= 2 and ``bias [channels]``, the same on
-    all ranks; ``activation``: None, "silu" or "swish". The state is the last ``width - 1`` inputs, ``[batch, width - 1,
-    channels]``. Computed in float32 (float64 for float64); the result is like ``x``. Differentiable in all of them; the gradients
-    of weight and bias are this rank's part (``sync_gradients``). The rest: :class:`Along`.
+    all ranks; ``activation``: None, "silu" or "swish". The state is the last ``width - 1`` inputs of the last document, ``[batch,
+    width - 1, channels]``, 0 where it has fewer; padding is as if it were not there, also between inputs. Computed in float32
+    (float64 for float64); the result is like ``x``. Differentiable in all of them; the gradients of weight and bias are this
+    rank's part (``sync_gradients``). The rest: :class:`Along`.
 
-    Each rank sends ``(width - 1) x channels`` a piece of its shard. Raises ValueError for inputs that do not fit together, here or
-    on another rank, or were sharded in another layout, NotImplementedError for "striped" and DTensors.
+    Each rank sends ``(width - 1) x channels`` a piece of its shard; to all ranks where there are documents. Raises ValueError for
+    inputs that do not fit together, here or on another rank, or were sharded in another layout, NotImplementedError for "striped"
+    and DTensors.
     """
     if activation not in (None, "silu", "swish"):
         raise ValueError(f'activation must be None, "silu" or "swish", got {activation!r}')
