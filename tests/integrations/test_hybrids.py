@@ -4,6 +4,8 @@ Where a model runs on a ring of one here, the ring is "local"; rings of two and 
 """
 
 import copy
+import importlib
+import inspect
 import sys
 from functools import partial
 
@@ -166,6 +168,24 @@ FILES = {
     "chunk_kimi_delta_attention": "kimi_linear",
     "mamba2_chunk_scan": "mamba2",
 }
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_transformers_own_operators_compute_the_same(name):
+    """A second opinion, which shares no code with the oracle: results, states and gradients, in float32."""
+    family = FILES[name]
+    theirs = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    found = []
+    for operator in (inspect.unwrap(theirs), partial(operators.OPERATORS[name], {"mesh": "local"})):
+        given = operands_of(name)
+        leaves = {key: x.requires_grad_() for key, x in given.items() if isinstance(x, torch.Tensor)}
+        results = operator(**given)
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        sum((y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in results).backward()
+        found.append({**dict(enumerate(results)), **{key: x.grad for key, x in leaves.items()}})
+    exact, got = found
+    for key, x in exact.items():
+        torch.testing.assert_close(got[key], x, rtol=1e-4, atol=1e-5 * x.abs().max().item(), msg=str(key))
 
 
 @pytest.mark.parametrize("name", FILES)
