@@ -60,8 +60,9 @@ def causal_conv1d(
     """A causal convolution of each channel: ``y_t = activation(bias + sum_j weight[:, width - 1 - j] x_{t - j})``.
 
     ``x [batch, seq, channels]``, ``weight [channels, width]`` with ``width`` >= 2, ``bias [channels]``; ``activation``: None or
-    "silu" ("swish" is the same). The state is the last ``width - 1`` inputs, ``[batch, width - 1, channels]``. Differentiable in
-    all of them. Computed in float32 (float64 for float64); the result is like ``x``. The rest: :class:`Along`.
+    "silu" ("swish" is the same). The state is the last ``width - 1`` inputs of the last document, ``[batch, width - 1, channels]``,
+    0 where it has fewer; padding is as if it were not there, also between inputs. Differentiable in all of them. Computed in
+    float32 (float64 for float64); the result is like ``x``. The rest: :class:`Along`.
 
     Raises ValueError for operands that do not fit together, NotImplementedError for "striped".
     """

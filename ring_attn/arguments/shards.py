@@ -1,10 +1,11 @@
-"""What an attention call got, compared with what this library sharded."""
+"""What a call of attention, or of a layer with a state, got, compared with what this library sharded."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
+from jax_core.masks.layout import Layout
 from jax_core.operands import Operands
 from jax_core.options import Options
 from ring_attn.arguments.documents import Packing
@@ -17,8 +18,9 @@ _MOST_CALLS = 64
 
 
 class Called(NamedTuple):
-    """An attention call. ``layout``: None where any would do. ``length``: of its shards of the queries. ``told``: whether something
-    says which keys a query sees besides the static masks, as documents need it."""
+    """A call of attention or of a layer with a state. ``layout``: None where any would do. ``length``: of its shards, in an
+    attention of the queries. ``told``: whether something says which tokens one sees besides the static masks, as documents need
+    it."""
 
     layout: str | None
     length: int
@@ -43,17 +45,34 @@ def check_shards(
         return
     dim = _DIMS.get(qkv_format, 1)
     layout = options.layout if _places_matter(operands, packing, options) else None
+    told = _by_place(operands, packing, options) or operands.q_segment_ids is not None or options.mask_mod is not None
+    _note(layout, query, dim, told)
+    for name, x in zip(Operands._fields, operands.qkv, strict=False):
+        _check_shard(where, names.get(name, name), x, dim, layout)
+
+
+def check_shards_of_layer(where: MeshArg, layout: Layout, operands: Mapping[str, Tensor | None], told: bool) -> None:
+    """The same for the ``operands [batch, seq, ...]`` of a layer with a state, by the caller's names: those that have tokens, and
+    the ids. Its state goes from each token to the next, so every layout matters."""
+    given = {name: x for name, x in operands.items() if x is not None}
+    _note(layout, next(iter(given.values())), 1, told)
+    for name, x in given.items():
+        _check_shard(where, name, x, 1, layout)
+
+
+def _note(layout: Layout | None, x: Tensor, dim: int, told: bool) -> None:
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
-    told = _by_place(operands, packing, options) or operands.q_segment_ids is not None or options.mask_mod is not None
-    _calls.add(Called(layout if type(layout) is str else None, query.shape[dim] if dim < query.ndim else 0, told))
-    for name, x in zip(Operands._fields, operands.qkv, strict=False):
-        if shard_of(x) is not None:
-            refuse_other_layout(x, names.get(name, name), backend_of(x.device).resolve(*where), dim, layout)
+    _calls.add(Called(layout if type(layout) is str else None, x.shape[dim] if dim < x.ndim else 0, told))
+
+
+def _check_shard(where: MeshArg, name: str, x: Tensor, dim: int, layout: Layout | None) -> None:
+    if shard_of(x) is not None:
+        refuse_other_layout(x, name, backend_of(x.device).resolve(*where), dim, layout)
 
 
 def called_since(length: int) -> set[Called]:
-    """The attention calls on shards of this length since this was asked last."""
+    """The calls on shards of this length since this was asked last."""
     found = {called for called in _calls if called.length == length}
     _calls.clear()
     return found

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from jax_core.keywords import explains
 from jax_core.masks.layout import Layout
 from ring_attn.arguments.checks import check_dense, plain
 from ring_attn.arguments.documents import index_of, tensors_per_sequence_of
+from ring_attn.arguments.shards import check_shards_of_layer
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding
 from ring_attn.functional import is_dtensor
 from ring_attn.ring import as_ring
@@ -67,12 +69,14 @@ def causal_conv1d(
     """A causal convolution of each channel: ``y_t = activation(bias + sum_j weight[:, width - 1 - j] x_{t - j})``.
 
     ``x [batch, seq, channels]`` of this rank; ``weight [channels, width]`` with ``width`` >= 2 and ``bias [channels]``, the same on
-    all ranks; ``activation``: None, "silu" or "swish". The state is the last ``width - 1`` inputs, ``[batch, width - 1,
-    channels]``. Computed in float32 (float64 for float64); the result is like ``x``. Differentiable in all of them; the gradients
-    of weight and bias are this rank's part (``sync_gradients``). The rest: :class:`Along`.
+    all ranks; ``activation``: None, "silu" or "swish". The state is the last ``width - 1`` inputs of the last document, ``[batch,
+    width - 1, channels]``, 0 where it has fewer; padding is as if it were not there, also between inputs. Computed in float32
+    (float64 for float64); the result is like ``x``. Differentiable in all of them; the gradients of weight and bias are this
+    rank's part (``sync_gradients``). The rest: :class:`Along`.
 
-    Each rank sends ``(width - 1) x channels`` a piece of its shard. Raises ValueError for inputs that do not fit together, here or
-    on another rank, NotImplementedError for "striped" and DTensors.
+    Each rank sends ``(width - 1) x channels`` a piece of its shard; to all ranks where there are documents. Raises ValueError for
+    inputs that do not fit together, here or on another rank, or were sharded in another layout, NotImplementedError for "striped"
+    and DTensors.
     """
     if activation not in (None, "silu", "swish"):
         raise ValueError(f'activation must be None, "silu" or "swish", got {activation!r}')
@@ -204,6 +208,10 @@ def layer_along(
     where, layout = (ring.mesh, ring.mesh_dim), ring.layout
     first: Any = next(iter(operands.values()))
     _check({**operands, "initial_state": initial_state, "segment_ids": segment_ids}, first)
+    if not torch.compiler.is_compiling():
+        tokens = {name: x for name, x in operands.items() if x is not None and x.ndim > 2}
+        told = segment_ids is not None or cu_seqlens is not None
+        check_shards_of_layer(where, layout, tokens | {"segment_ids": segment_ids}, told)
     if cu_seqlens is not None:
         if segment_ids is not None:
             raise ValueError("segment_ids and cu_seqlens both say where documents are; give one of the two")

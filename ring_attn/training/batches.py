@@ -38,19 +38,21 @@ def _warn_of_layouts(shard: Shard, called: set[str | None]) -> None:
             "batch, or its labels, which are shifted before they are sharded; right only for a model that predicts tokens in place"
         )
     if called and None not in called and shard.layout not in called:
+        layouts = ", ".join(sorted(repr(layout) for layout in called))
         warn_once(
-            f"the batch of this loss was sharded with layout={shard.layout!r}, and every attention since the last loss was called "
-            f"with {', '.join(sorted(repr(layout) for layout in called))}: if it is that of this batch, masks and positions are "
-            "wrong. Give both the same, or use one ring_attn.Ring for both"
+            f"the batch of this loss was sharded with layout={shard.layout!r}, and every attention and every layer with a state "
+            f"since the last loss was called with {layouts}: if it is that of this batch, masks and positions are wrong. Give both "
+            "the same, or use one ring_attn.Ring for both"
         )
 
 
 def _doubt_documents(called: set[Called]) -> None:
     if called and not any(each.told for each in called):
         warn_once(
-            "the batch of this loss has several documents in a row, and no attention since the last loss was told of them: they "
-            "attend to each other. Give attention q_segment_ids=batch.segment_ids (and its positions, for rotary embeddings), or "
-            "cu_seqlens, or a mask; right only for documents that are one context"
+            "the batch of this loss has several documents in a row, and no attention and no layer with a state since the last "
+            "loss was told of them: they see each other. Give attention q_segment_ids=batch.segment_ids (and its positions, for "
+            "rotary embeddings), or cu_seqlens, or a mask, and layers with a state segment_ids; right only for documents that are "
+            "one context"
         )
 
 

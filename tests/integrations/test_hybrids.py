@@ -4,7 +4,10 @@ Where a model runs on a ring of one here, the ring is "local"; rings of two and 
 """
 
 import copy
+import importlib
+import inspect
 import sys
+from functools import partial
 
 import pytest
 import tiny_hybrids
@@ -141,6 +144,65 @@ def test_decays_stay_in_float32_under_autocast(monkeypatch):
         assert all(x.grad.dtype == torch.float32 for x in model.parameters() if x.grad is not None)
     wanted = ("torch_chunk_gated_delta_rule g", "mamba2_chunk_scan A", "dt")
     assert {name: given[name] for name in wanted} == dict.fromkeys(wanted, torch.float32)
+
+
+def operands_of(name):
+    """What transformers calls its operator with."""
+    torch.manual_seed(0)
+    x, gate = torch.randn(2, 21, 4, 8), torch.rand(2, 21, 4)
+    if name == "causal_conv1d_fn":
+        return dict(hidden_states=torch.randn(2, 6, 21), weight=torch.randn(6, 4), bias=torch.randn(6), activation="silu")
+    if name == "mamba2_chunk_scan":
+        of_steps = dict(D=torch.randn(4), dt_bias=torch.rand(4), dt_softplus=True, return_final_states=True)
+        b, c = torch.randn(2, 2, 21, 2, 6)
+        return dict(hidden_states=x, dt=gate, A=-torch.rand(4), B=b, C=c, chunk_size=4, **of_steps)
+    g = -torch.rand(2, 21, 4) if name == "torch_chunk_gated_delta_rule" else -torch.rand(2, 21, 4, 8)
+    settings = dict(use_qk_l2norm_in_kernel=True, output_final_state=True)
+    return dict(query=x, key=x.roll(1, 1), value=torch.randn(2, 21, 4, 6), g=g, beta=gate, **settings)
+
+
+FILES = {
+    "causal_conv1d_fn": "bamba",
+    "torch_chunk_gated_delta_rule": "qwen3_next",
+    "chunk_kimi_delta_attention": "kimi_linear",
+    "mamba2_chunk_scan": "mamba2",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_transformers_own_operators_compute_the_same(name):
+    """A second opinion, which shares no code with the oracle: results, states and gradients, in float32."""
+    family = FILES[name]
+    theirs = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    found = []
+    for operator in (inspect.unwrap(theirs), partial(operators.OPERATORS[name], {"mesh": "local"})):
+        given = operands_of(name)
+        leaves = {key: x.requires_grad_() for key, x in given.items() if isinstance(x, torch.Tensor)}
+        results = operator(**given)
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        sum((y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in results).backward()
+        found.append({**dict(enumerate(results)), **{key: x.grad for key, x in leaves.items()}})
+    exact, got = found
+    for key, x in exact.items():
+        torch.testing.assert_close(got[key], x, rtol=1e-4, atol=1e-5 * x.abs().max().item(), msg=str(key))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_an_operator_would_compute_without_is_refused(name):
+    """As fla's kernels take it; what models hand on for attention and losses passes."""
+    operator, given = partial(operators.OPERATORS[name], {"mesh": "local"}), operands_of(name)
+    for more in ({"scale": 0.5}, {"lower_bound": -5.0}, {"use_gate_in_kernel": True}, {"A_log": torch.zeros(4)}):
+        with pytest.raises(NotImplementedError, match=f"{next(iter(more))} was given to .* which would be computed without it"):
+            operator(**given, **more)
+    results = operator(**given, scale=None, num_items_in_batch=torch.tensor(3), output_hidden_states=True, use_cache=False)
+    torch.testing.assert_close(results, operator(**given))
+
+
+def test_a_model_is_told_what_its_operators_would_compute_without():
+    model = hybrid("qwen 3.5")
+    batch = context_parallel(model, "local").shard(tiny.batch())
+    with pytest.raises(NotImplementedError, match="scale was given to causal_conv1d_fn of a layer on the ring"):
+        model(**batch, scale=0.5)
 
 
 def test_padding_is_as_if_it_were_not_there():

@@ -69,10 +69,11 @@ def test_a_halo(layout, dtype):
     assert sent("conv", dtype, layout) == {"permute": 2 * inputs * jnp.dtype(dtype).itemsize}
 
 
-def test_a_halo_of_documents():
-    """The ids are sent too."""
-    halo = HALOS["zigzag"] * BATCH * 3 * (CHANNELS + 1) * 4
-    assert sent("conv", "float32", "zigzag", "cuts", backward=False) == {"permute": halo}
+def test_tails_of_documents():
+    """To all ranks, as padding may lie between; with their ids and the first of each piece, which one program sends once."""
+    inputs, ids = (PIECES["zigzag"] * BATCH * 4 * numbers for numbers in (3 * CHANNELS, 3 + 1))
+    assert sent("conv", "float32", "zigzag", "cuts", backward=False) == {"gather": inputs + ids}
+    assert sent("conv", "float32", "zigzag", "cuts") == {"gather": 2 * inputs + ids}
 
 
 @pytest.mark.parametrize("layout", PIECES)

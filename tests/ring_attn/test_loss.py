@@ -224,7 +224,7 @@ def test_documents_that_no_attention_was_told_of_are_doubted(warned):
     packed = shard_packed({"input_ids": IDS, "cu_seqlens": torch.tensor([0, 3, 8])}, mesh="local")
     for batch in (shard_batch(IDS, position_ids=positions, mesh="local"), packed):
         (warning,) = warned(lambda batch=batch: step(batch))
-        assert "several documents in a row, and no attention since the last loss was told of them" in warning
+        assert "several documents in a row, and no attention and no layer with a state since the last loss was told" in warning
         for told in ({"q_segment_ids": batch.segment_ids}, {"mask": mask}, {"mask_mod": lambda batch, head, q, k: q >= k}):
             assert warned(lambda batch=batch, told=told: step(batch, **told)) == []
         assert warned(lambda batch=batch: step(batch, attended=False)) == []  # it was compiled, or is none of the library's

@@ -134,6 +134,13 @@ def test_a_state_goes_on():
     torch.testing.assert_close(state, last)
 
 
+@pytest.mark.parametrize("documents", [{"cu_seqlens": torch.tensor([0, 5])}, {"segment_ids": torch.tensor([[0] * 5 + [-1] * 3])}])
+def test_the_state_of_a_convolution_is_that_before_padding(documents):
+    x, weight = torch.randn(1, 8, 2), torch.randn(2, 4)
+    _, last = ring_attn.causal_conv1d(x, weight, mesh="local", output_final_state=True, **documents)
+    assert torch.equal(last, x[:, 2:5])
+
+
 def test_without_tokens():
     q, k, v = (x[:, :0] for x in qkv())
     state = torch.randn(1, 2, 4, 4, requires_grad=True)

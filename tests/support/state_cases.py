@@ -70,16 +70,21 @@ ONE_OF_EACH = ("conv-silu-bias", "delta-norm", "kda", "ssd-skip", "gla")
 
 def ids_of(documents: str) -> np.ndarray | None:
     """int32 ``[batch, length]``; "none": no ids. "cuts": at, just before and after every possible cut of a ring of 8, and one over
-    several; "padding": on the left, on the right and in the middle, and a row without tokens."""
+    several; "padding": on the left, on the right and in the middle, and a row without tokens; "holes": padding over several pieces
+    within a document, before the first and after the last, a document between two of one id, and a last one of two tokens."""
     if documents == "none":
         return None
     starts: list[list[int]] = {
         "cuts": [[0, 12, 24, 47, 49, 95], [0, 1, 2, 36, 48], [0, 6, 7, 90]],
         "padding": [[0, 20, 33], [0, 48, 50], [0]],
+        "holes": [[0], [0, 50, 52], [0, 30, 76]],
     }[documents]
     ids = np.stack([np.searchsorted(each, np.arange(LENGTH), side="right") - 1 for each in starts]).astype(np.int32)
     if documents == "padding":
         ids[0, :9], ids[0, 40:44], ids[1, 70:], ids[2] = -1, -1, -1, -1
+    if documents == "holes":
+        ids[0, 30:70], ids[0, 71:80], ids[1, 52:] = -1, -1, 0
+        ids[2, :30], ids[2, 78:] = -1, -1
     return ids
 
 

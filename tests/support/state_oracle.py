@@ -63,22 +63,13 @@ def along(step, state, tokens, ids):
 
 
 def convolution(operands, state, ids, *, activation=None):
-    """Each output by itself, from the inputs and the documents of its window."""
+    """Its state is the last inputs."""
     x, weight, bias = operands["x"], operands["weight"], operands.get("bias", 0)
-    (batch, length, channels), width = x.shape, weight.shape[1]
-    ids = jnp.zeros((batch, length), int) if ids is None else ids
-    state = jnp.zeros((batch, width - 1, channels)) if state is None else state
-    inputs = jnp.concatenate([state, x], 1)
-    documents = jnp.concatenate([jnp.repeat(ids[:, :1], width - 1, 1), ids], 1)
 
-    def window(t, end, size):
-        """The inputs of ``size`` places from ``t`` that are in the document of place ``end``."""
-        own = lax.dynamic_slice_in_dim(documents, t, size, 1) == documents[:, end, None]
-        return jnp.where((own & (documents[:, end, None] >= 0))[..., None], lax.dynamic_slice_in_dim(inputs, t, size, 1), 0)
+    def step(state, token):
+        window = jnp.concatenate([state, token[0][:, None]], 1)
+        y = jnp.einsum("bwc,cw->bc", window, weight) + bias
+        return window[:, 1:], y * jax.nn.sigmoid(y) if activation == "silu" else y
 
-    def at(t):
-        sums = jnp.einsum("bwc,cw->bc", window(t, t + width - 1, width), weight) + bias
-        sums = sums * jax.nn.sigmoid(sums) if activation == "silu" else sums
-        return jnp.where((ids[:, t] >= 0)[:, None], sums, 0)
-
-    return jnp.moveaxis(lax.map(at, jnp.arange(length)), 0, 1), window(length, length + width - 2, width - 1)
+    state = jnp.zeros((x.shape[0], weight.shape[1] - 1, x.shape[2])) if state is None else state
+    return along(step, state, (x,), ids)

@@ -67,5 +67,5 @@ def gradients_of(case: Case, operands, state, given, ids, **where: Any) -> tuple
     full = [leaves.get(name) for name in case.shapes]
     function = getattr(ring_attn, case.function)
     results = function(*full, **settings, initial_state=leaves["state"], output_final_state=True, segment_ids=ids, **where)
-    torch.autograd.backward(results, given)
+    torch.autograd.backward(results, [x.to(y.dtype) for x, y in zip(given, results, strict=True)])
     return tuple(x.detach() for x in results), {name: x.grad for name, x in leaves.items()}

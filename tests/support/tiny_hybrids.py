@@ -85,4 +85,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "lfm2 moe": _model("Lfm2Moe", "Lfm2Moe", **_SIZES, layer_types=_CONVOLUTIONS, num_experts=4, moe_intermediate_size=16),
     "lfm2": _model("Lfm2", "Lfm2", **_SIZES, layer_types=_CONVOLUTIONS, block_auto_adjust_ff_dim=False),
 }
+
+
+def _qwen35_of_images() -> Any:
+    """Given text alone."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    sizes = {name: size for name, size in _WITH_DIM.items() if name != "attn_implementation"}
+    text = {**sizes, **_KINDS, **_HEADS, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, attn_implementation="eager")
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+ON_RINGS = {**FAMILIES, "qwen 3.5, with images": _qwen35_of_images}
 OTHERS = {"mamba 2, biased projections": _model("Mamba2", "Mamba2", **_MAMBA2, use_bias=True)}

@@ -77,6 +77,16 @@ def test_on_a_ring(name, size, layout, documents):
     compare(name, size, layout, documents)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("size", "layout"), [(1, "contiguous"), (2, "contiguous"), (2, "zigzag"), (4, "contiguous"), (4, "zigzag"), (4, "plan")]
+)
+@pytest.mark.parametrize("name", ["conv-silu-bias", "conv-over-pieces", "delta-norm"])
+def test_padding_is_as_if_it_were_not_there(name, size, layout):
+    """The state goes on over padding, also over that of whole pieces, and is at the end that of the last document's tokens."""
+    compare(name, size, layout, "holes")
+
+
 @cache
 def alone(name: str, documents: str):
     case = CASES[name]

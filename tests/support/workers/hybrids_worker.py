@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformers
 from effort import ALL, of_the_day
 from torch import Tensor
-from transformers_worker import TOLERANCE, gradients
+from transformers_worker import TOLERANCE, flash, gradients
 
 from ring_attn.integrations.accelerate import RingParallelism
 from ring_attn.integrations.transformers import context_parallel
@@ -28,7 +28,9 @@ DOCUMENTS = (10, 5, 12)
 BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "plain": tiny.batch,
     "left": lambda: tiny.batch("left"),
+    "right": lambda: tiny.batch("right"),
     "packed": lambda: tiny.packed(*DOCUMENTS),
+    "packed, all said": flash,  # documents by seq_idx and cu_seq_lens_q, too, which some layers would take themselves
 }
 LAYOUTS = ("zigzag", "contiguous")
 ON_FOUR = ("qwen 3 next", "bamba")
@@ -45,7 +47,7 @@ class Case(NamedTuple):
 
 def cases(size: int) -> list[Case]:
     """All; or of each day one family in six, on a ring of four one of its two, with one of its batches in one layout."""
-    families = list(tiny_hybrids.FAMILIES) if size == 2 else list(ON_FOUR)
+    families = list(tiny_hybrids.ON_RINGS) if size == 2 else list(ON_FOUR)
     every = [Case(*x) for x in product(families, BATCHES, LAYOUTS)]
     return every if ALL else [case for case in every if _is_todays(case, size)]
 
@@ -54,7 +56,7 @@ def _is_todays(case: Case, size: int) -> bool:
     parts = 6 if size == 2 else len(ON_FOUR)
     others = [f"{kind}, {layout}" for kind, layout in product(BATCHES, LAYOUTS)]
     todays = others[of_the_day(f"{case.family} {size}", len(others))]
-    number = [*tiny_hybrids.FAMILIES].index(case.family) if size == 2 else ON_FOUR.index(case.family)
+    number = [*tiny_hybrids.ON_RINGS].index(case.family) if size == 2 else ON_FOUR.index(case.family)
     return number % parts == of_the_day(f"family {size}", parts) and todays == f"{case.kind}, {case.layout}"
 
 
@@ -91,7 +93,7 @@ def compare(case: Case, model: Any) -> str:
         **gradients(str(case), model, reference),
     }
     check_again(case, model, cp, sharded)
-    if case.kind == "packed":
+    if "position_ids" in batch:
         check_documents(case, model, cp, batch, found)
     cp.remove()
     worst = max(wrong, key=wrong.__getitem__)
@@ -141,7 +143,7 @@ def main() -> None:
         begun = time.monotonic()
         try:
             torch.manual_seed(0)
-            words = compare(case, tiny_hybrids.FAMILIES[case.family]().train())
+            words = compare(case, tiny_hybrids.ON_RINGS[case.family]().train())
         except Exception:
             failed.append(f"{case}\n{traceback.format_exc()}")
             words = "FAILED"

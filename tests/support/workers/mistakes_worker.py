@@ -152,6 +152,39 @@ def check_doubts() -> None:
     nothing(lambda: ring.attention(*[ring.shard(WHOLE[:, :8])] * 3))  # the ring goes on
 
 
+def check_layers_with_a_state() -> None:
+    """As attention's: each operand that has tokens, and the ids; a loss knows of the calls."""
+    ring, ones, weight = Ring(layout="zigzag"), torch.ones(2), torch.ones(2, 3)
+    x, ids = ring.shard(WHOLE), ring.shard(torch.zeros(1, 16, dtype=torch.int32))
+    y, gate = torch.randn(x.shape), torch.rand(x.shape[:3])
+    calls = {
+        "x": partial(ring_attn.causal_conv1d, x[..., 0], weight),
+        "k": partial(ring_attn.linear_attention, y, x, y),
+        "g": partial(ring_attn.linear_attention, y, y, y, x),
+        "v": partial(ring_attn.gated_delta_rule, y, y, x, gate, gate),
+        "beta": partial(ring_attn.kda, y, y, y, y, x[..., 0]),
+        "dt": partial(ring_attn.ssd, y, x[..., 0], -ones, y, y, ones),
+        "segment_ids": partial(ring_attn.linear_attention, y, y, y, segment_ids=ids),
+    }
+    for name, call in calls.items():
+        raises(f"{name} was sharded with layout='zigzag', and this call has layout='contiguous'", call)
+    nothing(lambda: ring_attn.linear_attention(x, x, x, segment_ids=ids, ring=ring))
+    nothing(lambda: ring_attn.linear_attention(x.transpose(0, 0), x, x, -ones, ring=ring))
+    heads_first = ring.shard(torch.randn(1, 2, 16, 4), dim=2)
+    heads = "q [1, 2, 8, 4] was sharded along its dim 2, of 16 in all, and its sequence is taken to be dim 1"
+    raises(heads, lambda: ring_attn.linear_attention(*[heads_first] * 3, ring=ring))
+    batch = ring.shard_batch(IDS[:, :20])
+    values = torch.randn(2, 10, 2, 4) + dist.get_rank()
+    weights = torch.zeros(8, 17, requires_grad=True)
+
+    def loss(layout: str) -> Tensor:
+        y = ring_attn.linear_attention(values, values, values, layout=layout)
+        return cross_entropy(y.flatten(2) @ weights, batch)
+
+    warns("layer with a state since the last loss was called with 'contiguous'", lambda: loss("contiguous"))
+    nothing(lambda: loss("zigzag"))
+
+
 def main() -> None:
     raises("mesh=None needs a process group: torchrun started 2 processes", lambda: attend(WHOLE))
     dist.init_process_group("gloo")
@@ -160,6 +193,7 @@ def main() -> None:
     check_losses()
     check_operands()
     check_doubts()
+    check_layers_with_a_state()
     dist.barrier()
     print("mistakes worker: all right", flush=True)
     dist.destroy_process_group()

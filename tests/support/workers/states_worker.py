@@ -44,6 +44,30 @@ def compare(name, layout, documents, **strategy):
         torch.testing.assert_close(gradient, sharded(exact[name], ring) if whole else exact[name], rtol=1e-11, atol=1e-11, msg=name)
 
 
+def check_half_precision(name, layout, **strategy):
+    """Of bfloat16 inputs, the error against float64 is within twice that of one rank."""
+    case, ring, ids = CASES[name], Ring(layout=layout), torch.tensor(ids_of("padding"))
+    operands, state, given = tensors(case, DEVICE)
+    half, state = {key: x.bfloat16() for key, x in operands.items()}, state.bfloat16()
+    exact = gradients_of(case, {key: x.double() for key, x in half.items()}, state.double(), given, ids, mesh="local")
+    alone = gradients_of(case, half, state, given, ids, mesh="local")
+    shards = {key: sharded(x, ring) for key, x in half.items()}
+    parts = sharded(given[0], ring), given[1] / size
+    (y, last), gradients = gradients_of(case, shards, state, parts, ring.shard(ids), ring=ring, **strategy)
+    for key, gradient in gradients.items():
+        if key != "state" and operands[key].shape[1:2] == (LENGTH,):
+            gradients[key] = ring.unshard(gradient)
+        else:
+            gradients[key] = gradient.double()
+            dist.all_reduce(gradients[key])
+    found, one, reference = (
+        dict(y=y, last=last) | gradients for (y, last), gradients in (((ring.unshard(y), last), gradients), alone, exact)
+    )
+    for key, x in reference.items():
+        error, own = (torch.linalg.vector_norm(got[key].double() - x).item() for got in (found, one))
+        assert error <= 2 * own, f"{name} {key}: {error:.2e}, of one rank {own:.2e}"
+
+
 def refused(words, function, *arguments, **options):
     try:
         function(*arguments, **options)
@@ -55,6 +79,9 @@ def refused(words, function, *arguments, **options):
 
 for number, name in enumerate(ONE_OF_EACH):
     compare(name, layouts[number % 3], "padding", **({"strategy": "prefix"} if CASES[name].chunked else {}))
+for number, name in enumerate((*ONE_OF_EACH, "delta-norm")):
+    strategy = {"strategy": "prefix" if number < len(ONE_OF_EACH) else "ulysses"} if CASES[name].chunked else {}
+    check_half_precision(name, layouts[number % 2], **strategy)
 for name, layout, documents in (
     ("delta-norm", "zigzag", "padding"),
     ("kda", layouts[2], "cuts"),

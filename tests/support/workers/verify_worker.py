@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import tiny_hybrids
 import tiny_transformers as tiny
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ring_attn.integrations.transformers import context, context_parallel
 from ring_attn.integrations.transformers.batch import loss as losses
 from ring_attn.integrations.transformers.batch import sharding as batches
 from ring_attn.integrations.transformers.layers import attention
+from ring_attn.integrations.transformers.layers.states import FIRST_RELEASE
 from ring_attn.ring import Ring
 from ring_attn.verification.entry import verify
 from tests.support.healthy import gloo_world
@@ -41,6 +43,9 @@ def check_right_models_are_not_accused(rank: int) -> None:
         "qwen 3 moe": (causal["qwen 3 moe"], tiny.batch()),
         "modernbert": (tiny.modernbert, tiny.batch("right")),
     }
+    if tuple(map(int, FIRST_RELEASE.split("."))) <= tuple(map(int, transformers.__version__.split(".")[:2])):
+        right["qwen 3.5, a hybrid, packed"] = (tiny_hybrids.FAMILIES["qwen 3.5"], tiny.packed(10, 5, 12))
+        right["bamba, a hybrid, right"] = (tiny_hybrids.FAMILIES["bamba"], tiny.batch("right"))
     for name, (make, batch) in right.items():
         verdict = verified(make, batch, place_documents=name == "llama, packed")
         assert verdict.ok, f"{name}: {verdict}"

@@ -1,7 +1,8 @@
 """The operators of layers with a state, as transformers calls them. Layers hand all keyword arguments of their model on to them, as
-``num_items_in_batch`` of its loss: those not named here mean nothing to the operators of transformers either."""
+``num_items_in_batch`` of its loss. Those of :data:`_NEEDLESS` mean nothing to an operator; of others, as ``scale``, transformers'
+operators know nothing either, but kernels in their place do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -9,12 +10,24 @@ from torch.nn import functional
 
 from ring_attn.recurrence import Along, Result, causal_conv1d, gated_delta_rule, kda, ssd
 
+# What models hand on for attention, their outputs and their losses.
+_NEEDLESS = frozenset(
+    (
+        *("position_ids", "position_embeddings", "cache_position", "token_type_ids", "mm_token_type_ids"),
+        *("is_causal", "sliding_window", "use_cache", "num_items_in_batch", "logits_to_keep"),
+        *("output_hidden_states", "output_attentions", "output_router_logits", "return_dict"),
+    )
+)
 
-def _without(name: str, **given: object) -> None:
-    """Earlier states and documents in transformers' words, which a sharded batch has none of."""
-    for argument, value in given.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{argument} was given to {name} of a layer on the ring: leave it out of the batch")
+
+def _without(name: str, others: Mapping[str, object], **given: object) -> None:
+    """Earlier states and documents in transformers' words, which a sharded batch has none of, and what is not known."""
+    for argument, value in {**given, **others}.items():
+        if argument not in _NEEDLESS and value is not None and value is not False:
+            raise NotImplementedError(
+                f"{argument} was given to {name} of a layer on the ring, which would be computed without it: leave it out of the "
+                "batch and of the call"
+            )
 
 
 def _convolution(
@@ -27,7 +40,7 @@ def _convolution(
     **others: object,
 ) -> Tensor:
     """``hidden_states [batch, channels, seq]``."""
-    _without("causal_conv1d_fn", seq_idx=seq_idx)
+    _without("causal_conv1d_fn", others, seq_idx=seq_idx)
     y = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation, **along)
     assert isinstance(y, Tensor)
     return y.transpose(1, 2)
@@ -48,7 +61,7 @@ def _delta_rule(function: Callable[..., Result]) -> Callable[..., Result | tuple
         cu_seqlens: object = None,
         **others: object,
     ) -> Result | tuple[Result, None]:
-        _without(function.__name__, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        _without(function.__name__, others, initial_state=initial_state, cu_seqlens=cu_seqlens)
         settings = dict(qk_l2norm=use_qk_l2norm_in_kernel, chunk_size=chunk_size, output_final_state=output_final_state)
         result = function(query, key, value, g, beta, **settings, **along)
         return result if output_final_state else (result, None)
@@ -75,7 +88,7 @@ def _state_space(
     **others: object,
 ) -> Result:
     """Time steps are float32 at least, as in mamba_ssm."""
-    _without("mamba2_chunk_scan", initial_states=initial_states, z=z, seq_idx=seq_idx)
+    _without("mamba2_chunk_scan", others, initial_states=initial_states, z=z, seq_idx=seq_idx)
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
     dt = dt if dt_bias is None else dt + dt_bias
     dt = functional.softplus(dt) if dt_softplus else dt
