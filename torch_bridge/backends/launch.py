@@ -52,10 +52,19 @@ class Launcher(Protocol):
         """Runs the program on the global arrays that ``join`` makes of this process's shards (None for an absent operand)."""
 
 
-@cache  # one per device
 def launcher(device: torch.device) -> Launcher:
-    """The launcher for tensors on ``device``. Starts JAX's backend: call ``runtime.start`` before."""
+    """The launcher for tensors on ``device``, the same for all threads, whose calls take turns. Starts JAX's backend: call
+    ``runtime.start`` before."""
+    with _making:
+        return _launcher(device)
+
+
+@cache
+def _launcher(device: torch.device) -> Launcher:
     return _OnCpu(device) if device.type == "cpu" else _OnGpu(device)
+
+
+_making = Lock()
 
 
 class _OnCpu:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import RLock
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -47,17 +48,19 @@ _KEYS: dict[Call, str] = {}
 _NAMES: dict[str, Names] = {}  # by which the caller who described the call last knows its arguments, for errors
 _NUMBERS: Counter[str] = Counter()  # how many calls have had one description
 _PROGRAMS: dict[tuple[str, TensorSpecs, torch.device], _Made] = {}
+_lock = RLock()  # threads describe calls and make programs at once; not held while one is made, which may wait for other ranks
 
 
 def describe(ring: AnyRing, operation: Operation, names: Names) -> str:
     """The call's key, by which its programs are found: equal calls have one. It means the same in every process, for a graph may be
     saved and loaded; so a call with functions, which may differ under one name, names this process."""
     call = Call(ring, operation)
-    found = _KEYS.get(call)
-    if found is not None and has_ended(_CALLS[found].ring):
-        _begin_anew(found, call)
-    key = _describe(call) if found is None else found
-    _NAMES[key] = names
+    with _lock:
+        found = _KEYS.get(call)
+        if found is not None and has_ended(_CALLS[found].ring):
+            _begin_anew(found, call)
+        key = _describe(call) if found is None else found
+        _NAMES[key] = names
     return key
 
 
@@ -126,7 +129,8 @@ def made_for(key: str, request: Request) -> Program | None:
 
 def last_on(ring: AnyRing) -> Program | None:
     """The program that was made last for the ring, of those that are kept."""
-    return next((made.program for made in reversed(_PROGRAMS.values()) if made.request.ring == ring), None)
+    with _lock:
+        return next((made.program for made in reversed(_PROGRAMS.values()) if made.request.ring == ring), None)
 
 
 def request_of(key: str, specs: TensorSpecs, device: torch.device) -> Request:
@@ -141,9 +145,10 @@ def _make(key: str, specs: TensorSpecs, device: torch.device) -> Program:
     with propagating(call.ring, device), in_words_of_the_caller(key):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
     made = _Made(request, request.operation.in_torch(request, program) or program)
-    _PROGRAMS[key, specs, device] = made
-    _drop_the_oldest(call.ring)
-    _warn_of_many(key, request)
+    with _lock:
+        _PROGRAMS[key, specs, device] = made
+        _drop_the_oldest(call.ring)
+        _warn_of_many(key, request)
     return made.program
 
 

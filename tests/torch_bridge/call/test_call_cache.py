@@ -1,7 +1,11 @@
 """A call that was made before skips its checks, and nothing else."""
 
 import gc
+import sys
+import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,6 +246,30 @@ def test_equal_dimensions_of_a_mesh_are_not_the_same(qkv, alone, unchecked):
         attend(*qkv, mesh=mesh, mesh_dim=False)
     unchecked()
     attend(*qkv, mesh=mesh, mesh_dim=0)
+
+
+def test_programs_may_be_made_on_several_threads(qkv, monkeypatch):
+    """What makes a program is a stand-in: what is noted of programs was gone through while others were added."""
+    ring_attn.ring_attention(*qkv)
+    (key, specs, device), made = programs._PROGRAMS.popitem()
+    monkeypatch.setattr(programs, "backend_of", lambda _: SimpleNamespace(program=lambda _: made.program))
+    monkeypatch.setattr(type(made.request.operation), "in_torch", lambda *_: None)
+    monkeypatch.setattr(programs, "KEPT", 50)
+    before = sys.getswitchinterval()
+
+    def make(thread: int) -> None:
+        for number in range(300):
+            length = 1 + thread + 4 * number
+            programs._make(key, tuple(each and ((1, length, *each[0][2:]), each[1]) for each in specs), device)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            list(threads.map(make, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(programs._PROGRAMS) == 50
 
 
 def test_the_calls_that_are_remembered_have_a_bound(qkv, monkeypatch):
