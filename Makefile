@@ -14,9 +14,8 @@ export PYTHON
 ENVIRONMENT := tools/environment.sh
 VERSION := $(if $(PYTHON),$(shell $(ENVIRONMENT) version $(PYTHON)),3.11+)
 VENV ?= $(if $(PYTHON),.venv-$(VERSION),.venv)
-# The second stack that the tests pass on: the newest JAX with the CUDA plugin, even if there is no GPU, and the oldest Triton, which is
-# that of torch 2.11 on GPUs and refuses constants that newer ones take.
-JAX_3.12 := jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 triton==3.6.0
+# The second stack that the tests pass on: the newest JAX with the CUDA plugin, even if there is no GPU.
+JAX_3.12 := jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
 JAX := $(if $(PYTHON),$(JAX_$(VERSION)))
 
 # torch-xla works only with its own version of torch, so it has a separate environment.
@@ -185,13 +184,13 @@ $(INTEGRATIONS_VENV)/transformers-%/.installed: $(INTEGRATIONS_VENV)/.installed
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) transformers==$* $(BESIDE_$*)
 	@touch $@
 
-# XLA's compiler for GPUs and flash-attn-4 with its own (230 MB to download). It is installed outside the environment's packages: otherwise every program that
-# starts JAX would look for CUDA and print a traceback if there is none.
+# XLA's compiler for GPUs, flash-attn-4 with its own, and the oldest Triton, that of torch 2.11 on GPUs, which refuses constants that newer ones take (430 MB to
+# download). They are installed outside the environment's packages: otherwise every program that starts JAX would look for CUDA and print a traceback if there is none.
 $(GPU_COMPILER)/.installed: $(STAMP)
 	rm -rf $(GPU_COMPILER)
 	version=$$($(BIN)/python -c "import importlib.metadata as m; print(m.version('jax'))") && \
 	$(BIN)/python -m pip install --quiet --no-deps --target $(GPU_COMPILER) \
-		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "jax-triton>=0.3.1,<0.5" "absl-py>=2,<3" $(FLASH_ATTN_4)
+		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "jax-triton>=0.3.1,<0.5" "absl-py>=2,<3" triton==3.6.0 $(FLASH_ATTN_4)
 	@touch $@
 
 # The TPU compiler (684 MB to download), outside the environment's packages for the same reason; this release matches jax 0.10.2.
