@@ -44,6 +44,8 @@ GPU_COMPILER := $(VENV)/gpu-compiler
 CUTE_DSL := $(GPU_COMPILER)/nvidia_cutlass_dsl/dsl_packages
 FLASH_ATTN_4 := flash-attn-4==4.0.0b36 quack-kernels==0.6.5 apache-tvm-ffi==0.1.15.post2 "einops>=0.8,<1" "cuda-bindings>=13,<14" \
 	"cuda-pathfinder>=1.3,<2" $(addsuffix ==4.8.1,nvidia-cutlass-dsl $(addprefix nvidia-cutlass-dsl-libs-,base core cu13))
+# That of torch 2.11 on GPUs. It refuses constants that newer ones take.
+OLDEST_TRITON := $(VENV)/oldest-triton
 TPU_COMPILER := $(VENV)/tpu-compiler
 
 OLDER_TRANSFORMERS_AT := $(OLDER_TRANSFORMERS:%=$(INTEGRATIONS_VENV)/transformers-%)
@@ -67,10 +69,11 @@ test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(TESTS) $(PYTEST_FLAGS)
 
 # The ring as XLA schedules it for eight GPUs, compiled on a machine without any (Linux only). With PYTHON=python3.12 by the XLA that GPUs
-# run: the second stack's. The first is older.
-test-gpu-aot: $(GPU_COMPILER)/.installed
+# run: the second stack's. The first is older. And Triton's kernels alone by the oldest Triton.
+test-gpu-aot: $(GPU_COMPILER)/.installed $(OLDEST_TRITON)/.installed
 	PYTHONPATH=$(GPU_COMPILER):$(CUTE_DSL) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 RING_ATTN_CACHE_OF_TESTS=$(or $(RING_ATTN_PROGRAMS_OF_TESTS),$(CURDIR)/$(GPU_COMPILER))/kernels \
 		$(BIN)/python -m pytest -n $(JOBS) tests/jax_core/strategies/test_gpu_program.py $(PYTEST_FLAGS)
+	PYTHONPATH=$(OLDEST_TRITON) TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) tests/jax_core/kernels/test_triton_compiles.py $(PYTEST_FLAGS)
 
 # The ring as the TPU compiler schedules it, compiled on a machine without a TPU (Linux only).
 test-tpu: $(TPU_COMPILER)/.installed
@@ -184,13 +187,18 @@ $(INTEGRATIONS_VENV)/transformers-%/.installed: $(INTEGRATIONS_VENV)/.installed
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) transformers==$* $(BESIDE_$*)
 	@touch $@
 
-# XLA's compiler for GPUs, flash-attn-4 with its own, and the oldest Triton, that of torch 2.11 on GPUs, which refuses constants that newer ones take (430 MB to
-# download). They are installed outside the environment's packages: otherwise every program that starts JAX would look for CUDA and print a traceback if there is none.
+# XLA's compiler for GPUs and flash-attn-4 with its own (230 MB to download). It is installed outside the environment's packages: otherwise every program that
+# starts JAX would look for CUDA and print a traceback if there is none.
 $(GPU_COMPILER)/.installed: $(STAMP)
 	rm -rf $(GPU_COMPILER)
 	version=$$($(BIN)/python -c "import importlib.metadata as m; print(m.version('jax'))") && \
 	$(BIN)/python -m pip install --quiet --no-deps --target $(GPU_COMPILER) \
-		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "jax-triton>=0.3.1,<0.5" "absl-py>=2,<3" triton==3.6.0 $(FLASH_ATTN_4)
+		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "jax-triton>=0.3.1,<0.5" "absl-py>=2,<3" $(FLASH_ATTN_4)
+	@touch $@
+
+$(OLDEST_TRITON)/.installed: $(STAMP)
+	rm -rf $(OLDEST_TRITON)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST_TRITON) triton==3.6.0
 	@touch $@
 
 # The TPU compiler (684 MB to download), outside the environment's packages for the same reason; this release matches jax 0.10.2.
