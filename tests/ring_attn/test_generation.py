@@ -49,6 +49,16 @@ def test_a_cache_is_loaded_as_it_was_saved():
 
 
 @pytest.mark.slow
+def test_sixty_four_prompts_say_what_each_says_alone():
+    model, tokens = SmallModel(), prompts(64)
+    lengths = torch.randint(1, 38, (64,), generator=torch.Generator().manual_seed(3))
+    said = generate(model, tokens, KVCache(Ring(), max_length=60), 5, lengths=lengths)
+    for entry in (5, 63):
+        alone = generate(model, tokens[entry : entry + 1, : lengths[entry]], KVCache(Ring(), max_length=60), 5)
+        assert torch.equal(said[entry : entry + 1], alone)
+
+
+@pytest.mark.slow
 def test_a_compiled_model_says_the_same():
     model, tokens = SmallModel(), prompts()
     said = generate(model, tokens, KVCache(Ring(), max_length=60), 12, lengths=LENGTHS)
