@@ -87,7 +87,8 @@ class DecodingStep:
 
 
 # Where steps were captured whose graphs are gone. cuBLAS keeps memory for each stream that it has met, so streams are used again;
-# and newer versions of torch clear that memory when a graph of the stream is reset, so no two graphs share one.
+# and newer versions of torch clear that memory when a graph of the stream is reset, so no two graphs
+# share one (of up to 32, as many as torch has).
 _FREE_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 

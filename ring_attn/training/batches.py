@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from ring_attn.arguments.shards import Called, called_since
+from ring_attn.arguments.shards import called_since
 from ring_attn.sharding.marks import IDS, Shard, has_documents, shard_of, whole_of
 from torch_bridge.call.sanity_checks import warn_once
 from torch_bridge.mesh.rings import ProcessRing
@@ -20,10 +20,14 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
     """That a loss is made of these labels, this rank's shard; what looks wrong about them is doubted."""
     shard, whole = shard_of(labels), whole_of(labels)
     called = called_since(labels.shape[-1])
-    if shard is not None and shard.ring:
-        _warn_of_layouts(shard, {each.layout for each in called})
-    if has_documents(labels):
-        _doubt_documents(called)
+    if shard is not None and shard.ring and shard.role == IDS:
+        _doubt_ids()
+    for kind in sorted({each.kind for each in called}):
+        alike = [each for each in called if each.kind == kind]
+        if shard is not None and shard.ring:
+            _warn_of_layouts(shard, kind, {each.layout for each in alike})
+        if has_documents(labels) and not any(each.told for each in alike):
+            _doubt_documents(kind)
     if whole is not None and has_gradient:
         ring, sums = whole
         count, before = _since[ring]
@@ -31,29 +35,29 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
         _since[ring] = count + 1, before.to(sums.device) * _FACTOR + number
 
 
-def _warn_of_layouts(shard: Shard, called: set[str | None]) -> None:
-    if shard.role == IDS:
-        warn_once(
-            "cross_entropy: the labels are the input_ids of shard_batch itself, so each token is to predict itself. Give the "
-            "batch, or its labels, which are shifted before they are sharded; right only for a model that predicts tokens in place"
-        )
-    if called and None not in called and shard.layout not in called:
+def _doubt_ids() -> None:
+    warn_once(
+        "cross_entropy: the labels are the input_ids of shard_batch itself, so each token is to predict itself. Give the "
+        "batch, or its labels, which are shifted before they are sharded; right only for a model that predicts tokens in place"
+    )
+
+
+def _warn_of_layouts(shard: Shard, kind: str, called: set[str | None]) -> None:
+    if None not in called and shard.layout not in called:
         layouts = ", ".join(sorted(repr(layout) for layout in called))
         warn_once(
-            f"the batch of this loss was sharded with layout={shard.layout!r}, and every attention and every layer with a state "
-            f"since the last loss was called with {layouts}: if it is that of this batch, masks and positions are wrong. Give both "
+            f"the batch of this loss was sharded with layout={shard.layout!r}, and every {kind} since the last loss was "
+            f"called with {layouts}: if it is that of this batch, masks and positions are wrong. Give both "
             "the same, or use one ring_attn.Ring for both"
         )
 
 
-def _doubt_documents(called: set[Called]) -> None:
-    if called and not any(each.told for each in called):
-        warn_once(
-            "the batch of this loss has several documents in a row, and no attention and no layer with a state since the last "
-            "loss was told of them: they see each other. Give attention q_segment_ids=batch.segment_ids (and its positions, for "
-            "rotary embeddings), or cu_seqlens, or a mask, and layers with a state segment_ids; right only for documents that are "
-            "one context"
-        )
+def _doubt_documents(kind: str) -> None:
+    warn_once(
+        f"the batch of this loss has several documents in a row, and no {kind} since the last loss was told of them: they see each "
+        "other. Give attention q_segment_ids=batch.segment_ids (and its positions, for rotary embeddings), or cu_seqlens, or a "
+        "mask, and layers with a state segment_ids; right only for documents that are one context"
+    )
 
 
 def taken(ring: ProcessRing, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,17 @@ import torch
 from launch import torchrun
 from torch import nn
 
-from ring_attn import DoubtWarning, Ring, cross_entropy, ring_attention, shard_batch, shard_packed, sync_gradients, total_loss
+from ring_attn import (
+    DoubtWarning,
+    Ring,
+    causal_conv1d,
+    cross_entropy,
+    ring_attention,
+    shard_batch,
+    shard_packed,
+    sync_gradients,
+    total_loss,
+)
 from ring_attn.training import batches, gradients, loss, token_losses
 from torch_bridge.call.sanity_checks import warn_once
 
@@ -224,9 +235,12 @@ def test_documents_that_no_attention_was_told_of_are_doubted(warned):
     packed = shard_packed({"input_ids": IDS, "cu_seqlens": torch.tensor([0, 3, 8])}, mesh="local")
     for batch in (shard_batch(IDS, position_ids=positions, mesh="local"), packed):
         (warning,) = warned(lambda batch=batch: step(batch))
-        assert "several documents in a row, and no attention and no layer with a state since the last loss was told" in warning
+        assert "several documents in a row, and no attention since the last loss was told" in warning
         for told in ({"q_segment_ids": batch.segment_ids}, {"mask": mask}, {"mask_mod": lambda batch, head, q, k: q >= k}):
             assert warned(lambda batch=batch, told=told: step(batch, **told)) == []
+        layer = partial(causal_conv1d, x[..., 0], torch.ones(2, 2), mesh="local", segment_ids=batch.segment_ids)
+        (warning,) = warned(lambda batch=batch, layer=layer: (layer(), step(batch)))  # another kind of call was told
+        assert "and no attention since" in warning
         assert warned(lambda batch=batch: step(batch, attended=False)) == []  # it was compiled, or is none of the library's
     assert warned(lambda: step(shard_batch(IDS, position_ids=torch.arange(8)[None], mesh="local"))) == []
     assert warned(lambda: step(shard_batch(IDS, segment_ids=torch.zeros_like(IDS), mesh="local"))) == []

@@ -174,3 +174,8 @@ def test_refusals(changes, error, words):
     arguments = dict(zip("qkv", qkv(), strict=True)) | {"mesh": "local"} | changes
     with pytest.raises(error, match=words):
         ring_attn.linear_attention(**arguments)
+
+
+def test_operands_of_another_rank_are_refused_in_words():
+    with pytest.raises(ValueError, match=r"x must be \[batch, seq, channels\], got \[5, 4\]"):
+        ring_attn.causal_conv1d(torch.randn(5, 4), torch.randn(4, 3), mesh="local")

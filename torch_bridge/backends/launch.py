@@ -53,7 +53,7 @@ class Launcher(Protocol):
 
 
 def launcher(device: torch.device) -> Launcher:
-    """The launcher for tensors on ``device``, the same for all threads, whose calls take turns. Starts JAX's backend: call
+    """The launcher for tensors on ``device``, the same for all threads; on a GPU their calls take turns. Starts JAX's backend: call
     ``runtime.start`` before."""
     with _making:
         return _launcher(device)

@@ -33,7 +33,7 @@ FAMILIES = frozenset(
         *("lfm2", "lfm2_moe"),
     )
 )
-FIRST_RELEASE = "5.15"
+FIRST_RELEASE = "5.16"
 _MASK = "create_recurrent_attention_mask"
 _NAMES = frozenset(OPERATORS)
 
