@@ -26,11 +26,12 @@ class Round(NamedTuple):
         return Round(tuple((target, source) for source, target in self.pairs), self.received, self.sent)
 
 
-def halo(x: Array, width: int, pieces: Pieces, after: Array | None = None) -> Array:
+def halo(x: Array, width: int, pieces: Pieces) -> Array:
     """Of ``x [pieces of a rank, batch, piece, ...]`` the ``width`` positions before each piece: ``[pieces of a rank, batch, width,
     ...]``, 0 before the sequence. They may reach over several short pieces. For each of its pieces but the last of the sequence a
-    rank sends ``width`` positions, less what it keeps itself. Nothing is sent before ``after`` is computed."""
-    parts, done = [x[:, :, :0]], after
+    rank sends ``width`` positions, less what it keeps itself."""
+    parts: list[Array] = [x[:, :, :0]]
+    done: Array | None = None
     for hop, rows in _hops(width, pieces):
         arrived, done = _moved(x[:, :, pieces.piece - rows :], rounds(pieces, hop), pieces, done)
         parts.insert(0, arrived)

@@ -11,8 +11,6 @@ MIB = 2**20
 LANES = 128  # block sizes are multiples of it
 WIDEST = 256
 PRECISIONS = ("default", "fastest", "bfloat16", "highest", "float32")
-
-
 _LISTED = 250_000  # words of 4 bytes, in 1 MiB
 _DTYPES = ("bfloat16", "float32")  # a TPU has no float16
 CONTINUES = True
