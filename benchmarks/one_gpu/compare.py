@@ -35,13 +35,14 @@ CASES = {
         Case("64k window 4096", LONG, window=4096),
         Case("64k 16 uneven documents", LONG, documents=UNEVEN),
         Case("64k 16 documents of 4096", LONG, documents=(4096,) * 16),
+        Case("64k shared heads, documents", LONG, kv_heads=4, documents=UNEVEN),
     ),
     "sinks": (Case("sinks-causal", 16384, sinks=True), Case("sinks-window", 16384, window=1024, sinks=True)),
     "softcap": (Case("softcap-causal", 16384, softcap=30.0), Case("softcap-full", 16384, causal=False, softcap=30.0)),
 }
 DENSE = ("flash-attn-4", "cuDNN (SDPA)", "cute", "cute, in JAX", "cuda", "cuda, in JAX", "triton", "triton, in JAX")
 SPARSE = ("triton", "cute", "cute, segment ids", "flash-attn-4", "FlexAttention")
-USUAL = {"dense": DENSE, "packed": SPARSE, "sinks": SPARSE, "softcap": SPARSE}
+USUAL = {"dense": DENSE, "packed": (*SPARSE, "varlen_attn"), "sinks": SPARSE, "softcap": SPARSE}
 BOTH = ("forward", "both")
 PHASES = {"dense": ("forward", "backward"), "packed": BOTH, "sinks": BOTH, "softcap": BOTH}
 PROPORTION_LIMIT = 1.3  # of a sparse call's time over that of its share of the whole

@@ -94,6 +94,18 @@ def flash_attn_4(case: Case, inputs: Inputs) -> Prepared:
     return through_torch(packed, inputs)
 
 
+def torch_varlen(case: Case, inputs: Inputs) -> Prepared:
+    """torch's own attention of packed documents, with the FlashAttention-2 that it has by default."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if not case.documents:
+        raise NotImplementedError("measured here with documents only")
+    bounds, longest = starts(case, inputs), max(case.documents)
+    shared: dict[str, Any] = {} if case.heads == case.kv_heads else dict(enable_gqa=True)  # which older torch does not have
+    attention = partial(varlen_attn, cu_seq_q=bounds, cu_seq_k=bounds, max_q=longest, max_k=longest, window_size=(-1, 0), **shared)
+    return through_torch(lambda *qkv: alone(attention(*(x[0] for x in qkv)))[None], inputs)
+
+
 def alone(result: Any) -> torch.Tensor:
     """The output, of a function that may return the LSE too."""
     return result[0] if isinstance(result, tuple) else result
@@ -160,6 +172,7 @@ SYSTEMS: dict[str, Callable[[Case, Inputs], Prepared]] = {
     "cute, deterministic": partial(ours, "cute", deterministic=True),
     "xla": partial(ours, "xla"),
     "FlexAttention": flex,
+    "varlen_attn": torch_varlen,
     "FlashAttention-2 (SDPA)": partial(sdpa, SDPBackend.FLASH_ATTENTION),
     "cuDNN (jax.nn)": jax_cudnn,
     "ejkernel Triton": ejkernel,
