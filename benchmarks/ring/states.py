@@ -6,11 +6,12 @@ The gated delta rule and SSD, bfloat16, 64 heads of 128 (SSD: a state of 128), c
 The systems take turns; a time is the median of the slowest rank's. "rate" is tokens a second and GPU, as a part of what one GPU
 does with all tokens: 1 where nothing is lost.
 
-one GPU         the whole sequence on each GPU
-ring            contiguous shards, and what "auto" sends; "zigzag" and "ulysses" say what else
-ring, by fla    the same, where fla's kernels compute a rank's tokens
-fla, one GPU    flash-linear-attention's kernels on the whole sequence, where it is installed
-fla, cp         the same over all GPUs, by its own context parallelism (contiguous)
+one GPU              the whole sequence on each GPU
+ring                 contiguous shards, and what "auto" sends; "zigzag" and "ulysses" say what else
+ring, by fla         the same, where fla's kernels compute a rank's tokens; "zigzag, by fla" so
+fla, one GPU         flash-linear-attention's kernels on the whole sequence, where it is installed
+fla, cp              the same over all GPUs, by its own context parallelism (contiguous)
+ring, by mamba_ssm   and "mamba_ssm, one GPU", of SSD: the same with mamba_ssm's kernels
 
 On a CPU: --tokens 512 --heads 2 --dim 16.
 """
@@ -39,8 +40,11 @@ Layer = Callable[..., Tensor]
 ALONE = "one GPU"
 SLOW = 0.01  # of decays, so that what a shard leaves reaches far into the next
 KINDS = (("ring", "contiguous", "auto"), ("zigzag", "zigzag", "prefix"), ("ulysses", "contiguous", "ulysses"))
-OF_FLA = ("fla, one GPU", "ring, by fla", "fla, cp")
-SYSTEMS = (ALONE, *(kind[0] for kind in KINDS), *OF_FLA)
+FLA, MAMBA = "fla, one GPU", "mamba_ssm, one GPU"
+OF_FLA = (FLA, "ring, by fla", "zigzag, by fla", "fla, cp")
+OF_MAMBA = (MAMBA, "ring, by mamba_ssm", "zigzag, by mamba_ssm")
+SYSTEMS = (ALONE, *(kind[0] for kind in KINDS), *OF_FLA, *OF_MAMBA)
+CHUNK = 256  # of mamba_ssm's kernels, as Mamba-2's own layers have it
 
 
 def delta_rule(make: Callable[..., Tensor], tokens: int, heads: int, dim: int) -> Operands:
@@ -99,13 +103,15 @@ def systems(case: str, team: Team) -> Iterator[tuple[str, Layer, Ring | None]]:
         for name, layout, strategy in KINDS:
             ring = Ring(layout=layout)
             yield name, partial(layer, ring=ring, strategy=strategy), ring
-    if case == "gated delta rule" and ON_GPU:
-        alone, by_ring, by_itself = OF_FLA
-        yield alone, of_fla, None
-        if team.size > 1:
-            ring = Ring(layout="contiguous")
-            yield by_ring, partial(by_fla, ring=ring), ring
-            yield by_itself, of_fla_over_ranks, Ring(layout="contiguous")
+    if not ON_GPU:
+        return
+    of_peer, by_peer, names = (of_fla, by_fla, OF_FLA) if case == "gated delta rule" else (of_mamba, by_mamba, OF_MAMBA)
+    yield names[0], of_peer, None
+    for name, layout in zip(names[1:3], ("contiguous", "zigzag"), strict=True) if team.size > 1 else ():
+        ring = Ring(layout=layout)
+        yield name, partial(by_peer, ring=ring), ring
+    if team.size > 1 and of_peer is of_fla:
+        yield OF_FLA[3], of_fla_over_ranks, Ring(layout="contiguous")
 
 
 def of_fla(**operands: Any) -> Tensor:
@@ -119,6 +125,20 @@ def by_fla(ring: Ring, **operands: Any) -> Tensor:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     out: Any = ring_attn.gated_delta_rule(**operands, ring=ring, operator=chunk_gated_delta_rule)
+    return out
+
+
+def of_mamba(**operands: Any) -> Tensor:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
+
+    out: Tensor = mamba_chunk_scan_combined(**operands, chunk_size=CHUNK)
+    return out
+
+
+def by_mamba(ring: Ring, **operands: Any) -> Tensor:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    out: Any = ring_attn.ssd(**operands, ring=ring, chunk_size=CHUNK, operator=mamba_chunk_scan_combined)
     return out
 
 
@@ -162,7 +182,7 @@ def measure(team: Team, options: argparse.Namespace, case: str, phase: str, read
     times, failed = take_turns(team, {name: Timed(getattr(made, phase)) for name, made in ready.items()}, options.rounds, 60.0)
     medians = {name: team.slowest(taken.median) for name, taken in times.items()}
     for name, taken in times.items():
-        alone = medians.get(OF_FLA[0] if name in OF_FLA else ALONE)
+        alone = medians.get(FLA if name in OF_FLA else MAMBA if name in OF_MAMBA else ALONE)
         ranks = 1 if ready[name].ring is None else team.size
         rate = {} if alone is None else {"rate": alone / medians[name] / ranks}
         report.add(case=case, system=name, phase=phase, **taken.figures() | {"ms": medians[name]} | rate)

@@ -46,6 +46,7 @@ class Row:
 ROWS = {
     "4k": Row(2**12, 8),
     "16k": Row(2**14, 5),
+    "16k, 20 steps": Row(2**14, 20, warm=0),
     "lengths": Row(2**14, 12),
     "64k": Row(2**16, 3, warm=1),
     "128k": Row(2**17, 2, warm=1),
@@ -111,7 +112,8 @@ def kind(event: Event) -> str:
 def one_length(team: Team, step: Step, row: Row, make: Callable[[int], Batch], scale: int) -> dict[str, Any]:
     seconds, losses = timed(team, step, (make(row.tokens // scale) for _ in range(row.warm + row.steps)))
     middle = statistics.median(seconds[row.warm :])
-    return {"seconds": middle, "tokens/s": row.tokens / scale / middle, "loss, first": losses[0], "loss, last": losses[-1]}
+    told = {"loss, first": losses[0], "loss, last": losses[-1], "loss, mean": statistics.fmean(losses)}
+    return {"seconds": middle, "tokens/s": row.tokens / scale / middle, **told}
 
 
 def several_lengths(team: Team, step: Step, row: Row, make: Callable[[int], Batch], scale: int) -> dict[str, Any]:

@@ -2,18 +2,28 @@
 
 from dataclasses import replace
 
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from ring_attn.memory import Shapes
 from ring_attn.memory.shapes import KNOWN
 
 VOCABULARY = 32000  # tokens are drawn from so many, whatever the model knows
 USUAL = "Qwen3"
+HYBRID = "Qwen3.5-1B"  # of Qwen3.5's kinds of layers; 0.9e9 parameters in its 24 layers
 SHAPES = {
     USUAL: Shapes(12, 2048, 6144, 32, 8, 128, VOCABULARY),
     "Qwen3-8B": KNOWN["Qwen3-8B"],
     "gpt-oss-20b": Shapes(24, 2880, 2880, 64, 8, 64, 201088, experts=32, per_token=4, expert_width=2880),
     "gemma-3-12b": Shapes(48, 3840, 15360, 16, 8, 256, 262208, tied=True),
+    HYBRID: Shapes(24, 1536, 4096, 8, 2, 256, VOCABULARY),
 }
 
 
@@ -48,10 +58,17 @@ def _configuration(name: str, shapes: Shapes) -> PretrainedConfig:
         return GptOssConfig(**sizes, num_local_experts=shapes.experts, num_experts_per_tok=shapes.per_token, layer_types=kinds)
     if name == "gemma-3-12b":
         return Gemma3TextConfig(**sizes, sliding_window=1024, layer_types=_kinds(shapes.layers, every=6))
+    if name == HYBRID:
+        heads, dim = 2 * shapes.heads, shapes.dim // 2
+        of_states = dict(
+            linear_num_key_heads=heads, linear_num_value_heads=heads, linear_key_head_dim=dim, linear_value_head_dim=dim
+        )
+        kinds = _kinds(shapes.layers, every=4, others="linear_attention")
+        return Qwen3_5TextConfig(**sizes, **of_states, layer_types=kinds)
     return Qwen3Config(**sizes)
 
 
-def _kinds(layers: int, every: int) -> list[str]:
+def _kinds(layers: int, every: int, others: str = "sliding_attention") -> list[str]:
     """Of so many layers one sees all tokens."""
     every = min(every, layers)
-    return ["sliding_attention" if (number + 1) % every else "full_attention" for number in range(layers)]
+    return [others if (number + 1) % every else "full_attention" for number in range(layers)]

@@ -130,6 +130,13 @@ def _summing(model: Any, loss_chunk: int | None) -> None:
     model.forward = forward
 
 
+def _in_transformers(setting: Setting, mesh: DeviceMesh) -> Any:
+    """As it is, with this library's loss: of 16k tokens and more the logits alone would be too many."""
+    model = setting.model(mesh)
+    _summing(model, 1024)
+    return model
+
+
 def _for_torch(setting: Setting, mesh: DeviceMesh, loss_chunk: int | None = None) -> Any:
     _causal_alone(setting)
     model = setting.model(mesh)
@@ -181,7 +188,7 @@ def sdpa(setting: Setting, mesh: DeviceMesh) -> Step:
     """The whole sequence on one GPU, by the backend of SDPA that torch's context parallelism has."""
     if mesh.size() > 1:
         raise NotImplementedError("one GPU alone")
-    model = _for_torch(setting, mesh)
+    model = _in_transformers(setting, mesh) if setting.of == models.HYBRID else _for_torch(setting, mesh)
 
     def backward(loss: torch.Tensor) -> None:
         loss.backward()
@@ -243,7 +250,7 @@ OURS = {
 
 def predicted(system: str, setting: Setting, gpus: int, tokens: int) -> dict[str, float]:
     """GiB, by ``ring_attn.memory``, with ``tokens`` on each GPU."""
-    if system not in OURS:
+    if system not in OURS or setting.of == models.HYBRID:  # whose layers the plan does not know
         return {}
     found = peak(setting.shapes, memory.Setting(gpus, setting.sharded, setting.checkpointing, OURS[system]), tokens)
     return {"tensors by the plan, GiB": found.tensors / GIB, "device by the plan, GiB": found.device / GIB}

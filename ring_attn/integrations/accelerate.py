@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_core.masks.layout import Layout
 from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers.layers.kernels import Operators, check_operators
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint
 from ring_attn.integrations.transformers.model.head_groups import check_groups_or_auto
 from ring_attn.integrations.whole_batches import WholeBatches, reject_sharded
@@ -39,8 +40,8 @@ class RingParallelism(ParallelismConfig):
     "striped" or "contiguous". ``buckets``: how many lengths an octave batches are padded to (:class:`ring_attn.Ring`).
     ``checkpoint``, ``loss_chunk``, ``mlp_tile``, ``head_groups``, ``offload_inputs``: what takes less memory, as for
     ``context_parallel``. ``place_documents``: packed rows lie on the ring as there, so that all ranks have nearly equal work; None:
-    where the model and the row allow it. Other arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary
-    one.
+    where the model and the row allow it. ``operators``: what computes a rank's tokens in layers with a state, as there. Other
+    arguments are those of ``ParallelismConfig``. With ``cp_size=1`` it is an ordinary one.
 
     Else, as soon as an ``Accelerator`` is made with it, all ranks of a ring call ``model`` with the same whole batch, labels
     included; :class:`WholeBatches` says what it takes and returns. DDP, FSDP2, accumulation and clipping need nothing more: the
@@ -66,6 +67,7 @@ class RingParallelism(ParallelismConfig):
         head_groups: Groups = 1,
         offload_inputs: bool = False,
         place_documents: bool | None = None,
+        operators: Operators | None = None,
         **options: object,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -84,14 +86,16 @@ class RingParallelism(ParallelismConfig):
         if place_documents:
             placing(ring, True, None)
         check_checkpoint(checkpoint)
+        check_operators(operators)
         check_groups_or_auto(head_groups)
         if loss_chunk is not None:
             check_chunk_size(loss_chunk, "loss_chunk")
         if mlp_tile is not None:
             check_tile_size(mlp_tile, "mlp_tile")
         self.layout, self.buckets, self.place_documents = ring.layout, ring.buckets, place_documents
+        self.operators = operators
         self.levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
-        given = {"loss_chunk": loss_chunk, "mlp_tile": mlp_tile, "place_documents": place_documents or None}
+        given = dict(loss_chunk=loss_chunk, mlp_tile=mlp_tile, place_documents=place_documents or None, operators=operators)
         for name, value in given.items():
             if value is not None and self.cp_size == 1:
                 raise ValueError(
@@ -139,6 +143,7 @@ class RingParallelism(ParallelismConfig):
                 layout=self.layout,
                 buckets=self.buckets,
                 place_documents=self.place_documents,
+                operators=self.operators,
                 **asdict(self.levers),
             )
             self._whole_batches = WholeBatches(parallel)
@@ -151,12 +156,13 @@ class RingParallelism(ParallelismConfig):
             "layout": str(self.layout),
             "buckets": self.buckets,
             "place_documents": self.place_documents,
+            "operators": None if self.operators is None else list(self.operators),
             **asdict(self.levers),
         }
 
     def __getstate__(self) -> dict[str, object]:
-        # The Trainer pickles its arguments beside each checkpoint: neither the weights nor the processes belong there.
-        return {**self.__dict__, "_model": None, "_whole_batches": None, "device_mesh": None}
+        # The Trainer pickles its arguments beside each checkpoint: neither weights, nor processes, nor functions belong there.
+        return {**self.__dict__, "_model": None, "_whole_batches": None, "device_mesh": None, "operators": None}
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         # In the place of accelerate's own checks, which know of torch's context parallelism only: with FSDP2, on GPUs.

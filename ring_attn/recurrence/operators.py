@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from jax_core.masks.layout import Layout
 from jax_core.masks.plan import Plan
@@ -27,7 +28,7 @@ from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.mesh.rings import MeshArg
 from torch_bridge.recurrence.functional import layer_with_state
 from torch_bridge.recurrence.operation import accumulation
-from torch_bridge.tracing import constant
+from torch_bridge.tracing import constant, untraced
 
 
 class DeltaRule(Protocol):
@@ -115,7 +116,6 @@ def by_operator(
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(y, last)`` of this rank's shards, as :func:`torch_bridge.recurrence.functional.layer_with_state`."""
-    ids = None if ids is None else narrow_ids(ids, "segment_ids")
     sizes, like = layer.sizes(list(named.values()), initial_state, ids), named[layer.like]
     assert like is not None
     backend = backend_of(like.device)
@@ -124,7 +124,7 @@ def by_operator(
     check_pieces(layout, size)
     pieces, name = _pieces(layout if isinstance(layout, str) else layout.name, size, sizes["t"])  # type: ignore[attr-defined]
     _check(operator, layer, ids)
-    documents = None if ids is None else _documents(_cut(ids.expand(like.shape[:2]), pieces))
+    documents = None if ids is None else _documents_of(ids, like.shape[0], pieces)
     given = {name: _given(x, pieces, documents) for name, x in named.items()}
     dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named.items() if x is not None)
     told = f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
@@ -277,6 +277,22 @@ def _of_heads(x: Tensor, heads: int, normed: bool) -> Tensor:
         wide = x.to(accumulation(x.dtype))
         x = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)).to(x.dtype)
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+# Layers of a model are given the same ids, and the host waits for the device to count documents.
+_KNOWN = WeakTensorKeyDictionary()
+
+
+@untraced
+def _documents_of(ids: Tensor, batch: int, pieces: int) -> _Documents:
+    if ids.is_inference():  # which has no version, so a change of it is not seen
+        return _documents(_cut(narrow_ids(ids, "segment_ids").expand(batch, -1), pieces))
+    asked = ids._version, batch, pieces
+    known, documents = _KNOWN.get(ids, (None, None))
+    if known != asked:
+        documents = _documents(_cut(narrow_ids(ids, "segment_ids").expand(batch, -1), pieces))
+        _KNOWN[ids] = asked, documents
+    return documents
 
 
 def _documents(ids: Tensor) -> _Documents:

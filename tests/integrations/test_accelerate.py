@@ -67,13 +67,13 @@ def test_one_process_needs_no_ring(model):
 
 def test_it_is_saved_without_weights(model):
     """The Trainer pickles its arguments beside a checkpoint, and writes them as JSON to its log."""
-    parallel = RingParallelism(model, 2, layout="striped")
+    parallel = RingParallelism(model, 2, layout="striped", operators={"kda": lambda *_: None})
     copy = pickle.loads(pickle.dumps(parallel))
     assert (copy.cp_size, copy.layout, copy.cp_backend) == (2, "striped", "ring_attn")
     saved = io.BytesIO()
     torch.save(parallel, saved)
     assert b"Linear" not in saved.getvalue()
-    assert parallel.to_json()["cp_size"] == 2
+    assert (parallel.to_json()["cp_size"], parallel.to_json()["operators"]) == (2, ["kda"])
 
 
 @pytest.mark.parametrize(

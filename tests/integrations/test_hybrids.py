@@ -8,6 +8,7 @@ import importlib
 import inspect
 import sys
 from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import tiny_hybrids
@@ -18,12 +19,13 @@ from launch import torchrun
 
 from ring_attn import Ring
 from ring_attn.integrations.transformers import context_parallel
-from ring_attn.integrations.transformers.layers import operators
+from ring_attn.integrations.transformers.layers import kernels, operators
 from ring_attn.integrations.transformers.layers.states import FIRST_RELEASE
 
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(tuple(map(int, FIRST_RELEASE.split("."))) > RELEASE, reason="refused in older versions")
 TOLERANCE = 2e-6
+ALONE = operators.LayerOnRing({"mesh": "local"}, None, set())
 
 
 def hybrid(name):
@@ -118,10 +120,10 @@ def test_decays_stay_in_float32_under_autocast(monkeypatch):
     given = {}
 
     def noting(name, function):
-        def call(along, *arguments, **options):
+        def call(layer, *arguments, **options):
             named = {"g": options.get("g"), "A": arguments[2] if name == "mamba2_chunk_scan" else None}
             given.update({f"{name} {key}": x.dtype for key, x in named.items() if x is not None})
-            return function(along, *arguments, **options)
+            return function(layer, *arguments, **options)
 
         return call
 
@@ -175,7 +177,7 @@ def test_transformers_own_operators_compute_the_same(name):
     family = FILES[name]
     theirs = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     found = []
-    for operator in (inspect.unwrap(theirs), partial(operators.OPERATORS[name], {"mesh": "local"})):
+    for operator in (inspect.unwrap(theirs), partial(operators.OPERATORS[name], ALONE)):
         given = operands_of(name)
         leaves = {key: x.requires_grad_() for key, x in given.items() if isinstance(x, torch.Tensor)}
         results = operator(**given)
@@ -190,7 +192,7 @@ def test_transformers_own_operators_compute_the_same(name):
 @pytest.mark.parametrize("name", FILES)
 def test_what_an_operator_would_compute_without_is_refused(name):
     """As fla's kernels take it; what models hand on for attention and losses passes."""
-    operator, given = partial(operators.OPERATORS[name], {"mesh": "local"}), operands_of(name)
+    operator, given = partial(operators.OPERATORS[name], ALONE), operands_of(name)
     for more in ({"scale": 0.5}, {"lower_bound": -5.0}, {"use_gate_in_kernel": True}, {"A_log": torch.zeros(4)}):
         with pytest.raises(NotImplementedError, match=f"{next(iter(more))} was given to .* which would be computed without it"):
             operator(**given, **more)
@@ -233,3 +235,75 @@ def test_whole_prompts_and_models_that_are_off_the_ring_are_as_before():
 def test_verify_takes_the_documents_one_by_one():
     verdict = context_parallel(hybrid("lfm2"), "local").verify(tiny.packed(10, 5, 12))
     assert verdict.ok, verdict
+
+
+@pytest.fixture
+def on_a_gpu():
+    """Tensors of 16 bits, as if they were on a GPU; nothing is known of what is installed."""
+    kernels._installed.cache_clear()
+    yield lambda dtype=torch.bfloat16: SimpleNamespace(dtype=dtype, device=torch.device("cuda"))
+    kernels._installed.cache_clear()
+
+
+def installed(monkeypatch, name, **contents):
+    """A module of another package, and those that it lies in."""
+    parts = name.split(".")
+    for number in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:number]), ModuleType(".".join(parts[:number])))
+    vars(sys.modules[name]).update(contents)
+
+
+def test_kernels_that_are_installed_are_for_16_bits_on_gpus(monkeypatch, on_a_gpu):
+    installed(monkeypatch, "fla.ops.kda", chunk_kda=len)
+    installed(monkeypatch, "mamba_ssm.ops.triton.ssd_combined", mamba_chunk_scan_combined=max)
+    assert kernels.operator_for("kda", None, on_a_gpu()) is len and kernels.operator_for("ssd", None, on_a_gpu()) is max
+    assert kernels.operator_for("kda", None, on_a_gpu(torch.float32)) is None
+    assert kernels.operator_for("kda", None, torch.zeros(1, dtype=torch.bfloat16)) is None
+    assert kernels.operator_for("kda", {}, on_a_gpu()) is None
+    assert kernels.operator_for("kda", {"kda": min}, torch.zeros(1)) is min
+
+
+def test_nothing_installed_is_plain_jax_without_a_word(monkeypatch, on_a_gpu, caplog):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    assert kernels.operator_for("kda", None, on_a_gpu()) is None and not caplog.records
+
+
+def test_a_package_that_cannot_be_imported_is_told_once(monkeypatch, on_a_gpu, caplog):
+    installed(monkeypatch, "fla.ops")
+    for _ in range(2):
+        assert kernels.operator_for("kda", None, on_a_gpu()) is None
+    (record,) = caplog.records
+    assert "kda of layers on the ring is computed by plain JAX, which is slower: fla cannot be imported" in record.getMessage()
+
+
+@pytest.mark.parametrize(("triton", "taken"), [("3.3", True), ("3.6", False), ("3.7.1", True)])
+def test_what_fla_refuses_on_hopper_is_not_taken(monkeypatch, on_a_gpu, caplog, triton, taken):
+    installed(monkeypatch, "fla.ops.gated_delta_rule", chunk_gated_delta_rule=len)
+    knows = {"IS_NVIDIA_HOPPER": True, "TRITON_ABOVE_3_4_0": triton != "3.3", "TRITON_ABOVE_3_7_1": triton == "3.7.1"}
+    installed(monkeypatch, "fla.utils", **knows)
+    assert (kernels.operator_for("gated_delta_rule", None, on_a_gpu()) is len) == taken
+    assert taken or "refuses its backward on Hopper" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("operators", "words"),
+    [
+        ({"retention": len}, "operators has 'retention', which is no layer's operator; give some of gated_delta_rule, kda, ssd"),
+        ({"kda": "fla"}, r"operators\['kda'\] must be a function.* got str"),
+    ],
+    ids=["name", "kind"],
+)
+def test_operators_that_are_none(operators, words):
+    with pytest.raises(ValueError, match=words):
+        context_parallel(hybrid("kimi linear"), "local", operators=operators)
+
+
+def test_a_model_says_what_computes_its_states():
+    for given, words in (
+        (None, "where they are installed"),
+        ({}, "plain JAX"),
+        ({"ssd": len}, "ssd by len, the others by plain"),
+    ):
+        cp = context_parallel(hybrid("bamba"), "local", operators=given)
+        assert words in repr(cp).split("states")[1]
+        cp.remove()

@@ -43,7 +43,7 @@ def test_a_row_is_timed_without_its_first_steps(monkeypatch):
     row = job.Row(64, steps=2, warm=1)
     make = lambda tokens: SimpleNamespace(tokens=tokens)  # noqa: E731
     found = job.one_length(Team(), lambda batch: torch.tensor(float(next(losses))), row, make, scale=2)
-    assert found == {"seconds": 0.5, "tokens/s": 64, "loss, first": 0.0, "loss, last": 2.0}
+    assert found == {"seconds": 0.5, "tokens/s": 64, "loss, first": 0.0, "loss, last": 2.0, "loss, mean": 1.0}
 
 
 def test_a_moment_of_a_step_is_counted_once():

@@ -1,11 +1,12 @@
 """The forward that is under way: a context variable, because keyword arguments do not reach every layer and mask."""
 
 from collections import Counter
-from contextvars import ContextVar
-from typing import TypeAlias
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.generation.cache import RingCache
 from ring_attn.integrations.transformers.sequence import Sequence
@@ -68,3 +69,14 @@ class Call:
 
 
 CALL: ContextVar[Call | None] = ContextVar("ring_attn_call", default=None)
+
+
+class Entered(NamedTuple):
+    """A forward of the model or of its base model under way, and what the loss needs once it is done. ``begun`` is None where it is
+    part of another: the base model's inside the whole model's."""
+
+    module: nn.Module
+    begun: tuple[Call, Token[Call | None], Token[Callable[[], None] | None]] | None = None
+    labels: Tensor | None = None
+    items: Items = None
+    hidden: Tensor | None = None

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import Token
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,11 @@ from ring_attn.integrations.transformers.batch.head import Head, Outputs, first_
 from ring_attn.integrations.transformers.batch.loss import InChunks, logits_of, loss_of, with_loss, without_logits
 from ring_attn.integrations.transformers.batch.outputs import without_pooled
 from ring_attn.integrations.transformers.batch.sharding import MARK, Inputs, ModelInputs, shard_batch
-from ring_attn.integrations.transformers.calls import CALL, Call, Items, Sharded
+from ring_attn.integrations.transformers.calls import CALL, Call, Entered, Sharded
 from ring_attn.integrations.transformers.generation.cache import RingCache, cache_in
 from ring_attn.integrations.transformers.generation.generate import generate_on_ring
 from ring_attn.integrations.transformers.layers.attention import NAME, register
+from ring_attn.integrations.transformers.layers.kernels import Operators, check_operators
 from ring_attn.integrations.transformers.model.checkpointing import check_checkpoint, keep_in_checkpoints, keep_no_more
 from ring_attn.integrations.transformers.model.description import described
 from ring_attn.integrations.transformers.model.head_groups import HeadGroups
@@ -45,17 +45,6 @@ from torch_bridge.mesh.rings import MeshDim, MeshLike
 from torch_bridge.tracing import untraced
 
 
-class _Entered(NamedTuple):
-    """A forward of the model or of its base model under way, and what the loss needs once it is done. ``begun`` is None where it is
-    part of another: the base model's inside the whole model's."""
-
-    module: nn.Module
-    begun: tuple[Call, Token[Call | None], Token[Callable[[], None] | None]] | None = None
-    labels: Tensor | None = None
-    items: Items = None
-    hidden: Tensor | None = None
-
-
 class ContextParallel:
     """A model whose sequence is sharded over ``ring``: made by :func:`context_parallel`."""
 
@@ -66,11 +55,13 @@ class ContextParallel:
         levers: Levers | None = None,
         overlap: bool = False,
         place_documents: bool | None = False,
+        operators: Operators | None = None,
     ) -> None:
         levers = levers or Levers()
         check_checkpoint(levers.checkpoint)
+        check_operators(operators)
         self.model, self.levers, self.overlap = pretrained_model(model), levers, overlap
-        self.plan = plan_of(self.model)
+        self.plan, self.operators = plan_of(self.model), operators
         self.plan.check_layout(ring)
         self.ring = ring = placing(ring, place_documents, self.plan.against_any_order)
         self._groups = HeadGroups(self.model, ring, levers)
@@ -79,7 +70,7 @@ class ContextParallel:
         self.previous: str = self.plan.config._attn_implementation
         if self.previous == NAME:
             raise ValueError("this model is context-parallel already; call remove() of its ContextParallel first")
-        self._outer, self._entered, self._off = model, [], False  # type: tuple[nn.Module, list[_Entered], bool]
+        self._outer, self._entered, self._off = model, [], False  # type: tuple[nn.Module, list[Entered], bool]
         self._shared = SharedState(ring)
         self._reduced_by_ddp = False
         self._hooks: list[RemovableHandle] = []
@@ -88,7 +79,7 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         """In lines, to be printed. It communicates nothing, so it may be asked on one rank."""
-        return described(self.plan, self.ring, self.levers.checkpoint, bool(self._hooks))
+        return described(self.plan, self.ring, self.levers.checkpoint, self.operators, bool(self._hooks))
 
     def _attach(self) -> None:
         entrances = list(dict.fromkeys((self.model, self.plan.base)))
@@ -193,7 +184,7 @@ class ContextParallel:
         Raises ValueError for a batch without labels, and what :meth:`shard` and the model raise.
         """
         levers = replace(self.levers, loss_chunk=None)  # logits are compared
-        return verify(self, batch, loss, lambda twin: ContextParallel(twin, self.ring, levers))
+        return verify(self, batch, loss, lambda twin: ContextParallel(twin, self.ring, levers, operators=self.operators))
 
     def cache(self, max_length: int, *, at_once: int = 8) -> RingCache:
         """An empty cache, spread over the ring, to be given to ``model.generate`` or the model as ``past_key_values``.
@@ -266,10 +257,10 @@ class ContextParallel:
         # Inside the whole model's forward the base model's is a part of it. Not so with a sharded batch of its own: then the whole
         # model's call was lent to another function, as TRL does to have a loss made inside DDP's forward.
         part = sharded is None and module is not self.model and bool(self._entered)
-        self._entered.append(_Entered(module) if part else self._begin(module, sharded, options))
+        self._entered.append(Entered(module) if part else self._begin(module, sharded, options))
         return arguments, options
 
-    def _begin(self, module: nn.Module, sharded: Sharded | None, options: ModelInputs) -> _Entered:
+    def _begin(self, module: nn.Module, sharded: Sharded | None, options: ModelInputs) -> Entered:
         labels, items, cache, groups = None, None, cache_in(options), self.levers.groups
         if sharded is not None:
             if sharded.owner is not self:
@@ -290,7 +281,7 @@ class ContextParallel:
             cache.begin_new(self, options)
         call = Call(self.ring, self.previous, sharded, self.plan.whole_encoder is not None, groups, cache)
         # Without the head, which is the caller's, there is no loss to be made.
-        return _Entered(module, (call, CALL.set(call), ON_CALL.set(call.count)), labels if module is self.model else None, items)
+        return Entered(module, (call, CALL.set(call), ON_CALL.set(call.count)), labels if module is self.model else None, items)
 
     def _check_entries(self, sharded: Sharded, given: Batch) -> None:
         """Foreign entries are compared on their device, which nobody waits for."""
@@ -363,6 +354,7 @@ def context_parallel(
     head_groups: Groups = 1,
     offload_inputs: bool = False,
     place_documents: bool | None = False,
+    operators: Operators | None = None,
     ring: Ring | None = None,
 ) -> ContextParallel:
     """Shards the sequence of a transformers model over a ring. The model is changed in place; ``remove()`` undoes it.
@@ -392,9 +384,13 @@ def context_parallel(
             ``cp.unshard(tensor, batch)`` restores the order. ``cp.ring``, which shards tensors of your own, does not know it, so by
             default nothing is placed. For decoders that take ``position_ids``; None: for these, and no others.
 
+        operators: what computes a rank's tokens in layers with a state, by the names of ring_attn's functions:
+            ``{"gated_delta_rule": chunk_gated_delta_rule}``; of one that is not among them, plain JAX. None: fla's and mamba_ssm's
+            where they are installed, for 16 bits on GPUs (docs/hybrids.md).
+
     Raises NotImplementedError, by name of layer and reason, for a model that cannot be sharded; ValueError for no transformers
     model and for one that is context-parallel already.
     """
     where = as_ring(ring, mesh, mesh_dim, "contiguous" if ring is not None else layout, buckets)
     levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
-    return ContextParallel(model, where, levers, overlap, place_documents)
+    return ContextParallel(model, where, levers, overlap, place_documents, operators)

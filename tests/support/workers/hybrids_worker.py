@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from effort import ALL, of_the_day
+from state_torch import stepwise, stepwise_ssd
 from torch import Tensor
 from transformers_worker import TOLERANCE, flash, gradients
 
@@ -34,12 +35,16 @@ BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
 }
 LAYOUTS = ("zigzag", "contiguous")
 ON_FOUR = ("qwen 3 next", "bamba")
+# A rank's tokens by operators of torch's, as by fla's and mamba_ssm's: one family of each operator.
+BY_OPERATORS = ("qwen 3.5", "kimi linear", "granite 4")
+OPERATORS = {"gated_delta_rule": stepwise, "kda": stepwise, "ssd": stepwise_ssd}
 
 
 class Case(NamedTuple):
     family: str
     kind: str
     layout: str
+    by: str = "plain JAX"
 
     def __str__(self) -> str:
         return ", ".join(self)
@@ -49,15 +54,16 @@ def cases(size: int) -> list[Case]:
     """All; or of each day one family in six, on a ring of four one of its two, with one of its batches in one layout."""
     families = list(tiny_hybrids.ON_RINGS) if size == 2 else list(ON_FOUR)
     every = [Case(*x) for x in product(families, BATCHES, LAYOUTS)]
+    every += [Case(*x) for x in product(BY_OPERATORS, BATCHES, LAYOUTS, ["operators"]) if size == 2]
     return every if ALL else [case for case in every if _is_todays(case, size)]
 
 
 def _is_todays(case: Case, size: int) -> bool:
     parts = 6 if size == 2 else len(ON_FOUR)
     others = [f"{kind}, {layout}" for kind, layout in product(BATCHES, LAYOUTS)]
-    todays = others[of_the_day(f"{case.family} {size}", len(others))]
+    todays = others[of_the_day(f"{case.family} {size} {case.by}", len(others))]
     number = [*tiny_hybrids.ON_RINGS].index(case.family) if size == 2 else ON_FOUR.index(case.family)
-    return number % parts == of_the_day(f"family {size}", parts) and todays == f"{case.kind}, {case.layout}"
+    return number % parts == of_the_day(f"family {size} {case.by}", parts) and todays == f"{case.kind}, {case.layout}"
 
 
 def expected_of(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -80,7 +86,7 @@ def expected_of(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def compare(case: Case, model: Any) -> str:
     reference, batch = copy.deepcopy(model), BATCHES[case.kind]()
     loss, logits = expected_of(reference, batch)
-    cp = context_parallel(model, layout=case.layout)
+    cp = context_parallel(model, layout=case.layout, operators=OPERATORS if case.by == "operators" else None)
     sharded = cp.shard(batch)
     outputs = model(**sharded)
     outputs.loss.backward()

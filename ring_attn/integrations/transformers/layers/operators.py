@@ -3,11 +3,13 @@
 operators know nothing either, but kernels in their place do."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ring_attn.integrations.transformers.layers.kernels import Operators, operator_for
 from ring_attn.recurrence import Along, Result, causal_conv1d, gated_delta_rule, kda, ssd
 
 # What models hand on for attention, their outputs and their losses.
@@ -18,6 +20,15 @@ _NEEDLESS = frozenset(
         *("output_hidden_states", "output_attentions", "output_router_logits", "return_dict"),
     )
 )
+
+
+class LayerOnRing(NamedTuple):
+    """A layer's forward under way on the ring: what its operators take beside their own operands, what may compute them in the
+    place of plain JAX, and which of them it has called."""
+
+    along: Along
+    operators: Operators | None
+    called: set[str]
 
 
 def _without(name: str, others: Mapping[str, object], **given: object) -> None:
@@ -31,7 +42,7 @@ def _without(name: str, others: Mapping[str, object], **given: object) -> None:
 
 
 def _convolution(
-    along: Along,
+    layer: LayerOnRing,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -41,14 +52,14 @@ def _convolution(
 ) -> Tensor:
     """``hidden_states [batch, channels, seq]``."""
     _without("causal_conv1d_fn", others, seq_idx=seq_idx)
-    y = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation, **along)
+    y = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation, **layer.along)
     assert isinstance(y, Tensor)
     return y.transpose(1, 2)
 
 
 def _delta_rule(function: Callable[..., Result]) -> Callable[..., Result | tuple[Result, None]]:
     def delta_rule(
-        along: Along,
+        layer: LayerOnRing,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -63,14 +74,15 @@ def _delta_rule(function: Callable[..., Result]) -> Callable[..., Result | tuple
     ) -> Result | tuple[Result, None]:
         _without(function.__name__, others, initial_state=initial_state, cu_seqlens=cu_seqlens)
         settings = dict(qk_l2norm=use_qk_l2norm_in_kernel, chunk_size=chunk_size, output_final_state=output_final_state)
-        result = function(query, key, value, g, beta, **settings, **along)
+        operator = operator_for(function.__name__, layer.operators, value)
+        result = function(query, key, value, g, beta, **settings, operator=operator, **layer.along)
         return result if output_final_state else (result, None)
 
     return delta_rule
 
 
 def _state_space(
-    along: Along,
+    layer: LayerOnRing,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -92,11 +104,11 @@ def _state_space(
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
     dt = dt if dt_bias is None else dt + dt_bias
     dt = functional.softplus(dt) if dt_softplus else dt
-    along = {**along, "output_final_state": return_final_states}
-    return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, chunk_size=chunk_size, **along)
+    along: Along = {**layer.along, "output_final_state": return_final_states}
+    operator = operator_for("ssd", layer.operators, hidden_states)
+    return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, chunk_size=chunk_size, operator=operator, **along)
 
 
-# Each takes first what the operators of a ring take beside their own operands.
 OPERATORS: dict[str, Callable[..., object]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule(gated_delta_rule),

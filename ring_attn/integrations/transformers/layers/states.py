@@ -11,15 +11,15 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dis import get_instructions
 from functools import wraps
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ring_attn.integrations.transformers.calls import CALL, Call
 from ring_attn.integrations.transformers.layers.attention import check_sharded
-from ring_attn.integrations.transformers.layers.operators import FUSED, OPERATORS
-from ring_attn.recurrence import Along
+from ring_attn.integrations.transformers.layers.kernels import Operators
+from ring_attn.integrations.transformers.layers.operators import FUSED, OPERATORS, LayerOnRing
 from ring_attn.ring import Ring
 from torch_bridge.call.counting import ON_CALL
 from torch_bridge.tracing import untraced
@@ -57,14 +57,7 @@ class StateMask:
         )
 
 
-class _Layer(NamedTuple):
-    """A layer's forward under way on the ring, and which operators it has called."""
-
-    along: Along
-    called: set[str]
-
-
-_LAYER: ContextVar[_Layer | None] = ContextVar("ring_attn_layer_with_a_state", default=None)
+_LAYER: ContextVar[LayerOnRing | None] = ContextVar("ring_attn_layer_with_a_state", default=None)
 
 
 def operators_of(module: nn.Module) -> tuple[frozenset[str], dict[str, Any]]:
@@ -88,8 +81,9 @@ def family_of(module: nn.Module) -> str:
     return operators_of(module)[1].get("__package__", "").split(".")[-1]
 
 
-def on_the_ring(module: nn.Module, is_off: Callable[[], bool]) -> Callable[..., object]:
-    """A layer's forward, whose operators run on the ring of the batch that its mask is of."""
+def on_the_ring(module: nn.Module, is_off: Callable[[], bool], operators: Operators | None) -> Callable[..., object]:
+    """A layer's forward, whose operators run on the ring of the batch that its mask is of. ``operators``: what computes a rank's
+    tokens there."""
     names, file = operators_of(module)
     for name in (*OPERATORS, *FUSED, _MASK):
         if name in file and not hasattr(file[name], "ring_attn"):
@@ -109,7 +103,7 @@ def on_the_ring(module: nn.Module, is_off: Callable[[], bool]) -> Callable[..., 
         bound.arguments["attention_mask"] = mask.mask
         if mask.ring is None:
             return forward(*bound.args, **bound.kwargs)
-        layer = _Layer({"ring": mask.ring, "segment_ids": mask.ids}, set())
+        layer = LayerOnRing({"ring": mask.ring, "segment_ids": mask.ids}, operators, set())
         before, listener = _LAYER.set(layer), ON_CALL.set(None)  # attentions are counted, these calls are not
         try:
             output = forward(*bound.args, **bound.kwargs)
@@ -168,7 +162,7 @@ def _of_layers(name: str, original: Callable[..., object]) -> Callable[..., obje
         if name in FUSED:
             return None
         layer.called.add(name)
-        return OPERATORS[name](layer.along, *arguments, **options)
+        return OPERATORS[name](layer, *arguments, **options)
 
     operator.ring_attn = True  # type: ignore[attr-defined]
     return operator

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ring_attn.integrations.transformers.calls import CALL
 from ring_attn.integrations.transformers.layers.attention import NAME
+from ring_attn.integrations.transformers.layers.kernels import Operators
 from ring_attn.integrations.transformers.layers.positions import (
     embeds_positions,
     has_relative_bias,
@@ -25,10 +26,13 @@ from ring_attn.ring import Ring
 
 
 class Owner(Protocol):
-    """The ``ContextParallel`` of a model. ``off``: whether the model runs as it did before."""
+    """The ``ContextParallel`` of a model. ``off``: whether it runs as it did before. ``operators``: of layers with a state."""
 
     @property
     def off(self) -> bool: ...
+
+    @property
+    def operators(self) -> Operators | None: ...
 
     def generate(self, *arguments: object, **options: object) -> object: ...
 
@@ -55,7 +59,7 @@ class Patches:
             if has_relative_bias(layer := module):
                 self._assign(module, "compute_bias", relative_bias(layer, ring, lambda: owner.off))
             if module in plan.states:
-                self._assign(module, "forward", on_the_ring(module, lambda: owner.off))
+                self._assign(module, "forward", on_the_ring(module, lambda: owner.off, owner.operators))
             self._hooks += sees_the_longest(module)
         if plan.encoder_decoder:
             self._follow(plan)
