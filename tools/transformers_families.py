@@ -78,6 +78,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16, "num_heads": 4, "hidden_size": 32, "n_groups": 2},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba": {"num_hidden_layers": 5, "layers_block_type": [*["linear_attention"] * 2, "hybrid", "linear_attention", "hybrid"]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -1,6 +1,6 @@
 """transformers' models in bfloat16 on a ring of all GPUs, against "eager" in float32 on one: logits and gradients.
 
-    torchrun --standalone --nproc-per-node 2 tests/gpu/models_worker.py [--models ...] [--tokens ...] [--ways ...]
+    torchrun --standalone --nproc-per-node 2 tests/gpu/models_worker.py [--models ...] [--tokens ...] [--ways ...] [--kernels]
 
 "levers" is all at once that saves memory: attention and the inputs of layers kept in host memory, heads in groups, the MLP in tiles
 and the loss in chunks.
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.harness.team import Team, tidy
 from ring_attn import Ring
 from ring_attn.integrations.transformers import context_parallel
+from ring_attn.integrations.transformers.layers.kernels import Operators, operator_for
 from ring_attn.sharding.reduction import of_rank_0
 
 VOCABULARY, WINDOW = 512, 300
@@ -66,6 +67,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 WAYS = ("plain", "left", "packed", "fsdp2", "levers", "decoded")
 NEW = 8  # tokens that are decoded
 WITH_LEVERS = ("Llama", "Qwen3Moe")
+OPERATORS = {"OlmoHybrid": "gated_delta_rule", "Bamba": "ssd"}
 LEVERS = dict(checkpoint="offload", offload_inputs=True, head_groups=2, mlp_tile=300, loss_chunk=300)
 
 
@@ -81,27 +83,48 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tokens", nargs="*", type=int, default=[1024, 6144])
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--kernels", action="store_true", help="fla's and mamba_ssm's compute a rank's tokens, and must be there")
     options = parser.parse_args()
-    # One process computes with transformers' plain operators: fla's refuse their backward on Hopper with some versions of Triton.
-    sys.modules["fla"] = None  # type: ignore[assignment]
+    with_plain_operators(options.models)
     transformers.logging.set_verbosity_error()
     team, wrong = Team(), 0
+    if options.kernels and not all(operator_for(OPERATORS[name], None, kernels_for(team)) for name in options.models):
+        team.say("no kernels")
+        return 1
     team.say(f"{team.device}, {team.size} processes, torch {torch.__version__}, transformers {transformers.__version__}")
     for name in options.models:
         for tokens in options.tokens:
             for way in options.ways:
                 if way == "levers" and name not in WITH_LEVERS:
                     continue
-                wrong += not (decoded if way == "decoded" else compare)(team, name, tokens, way)
+                operators = None if options.kernels else {}
+                wrong += not (decoded if way == "decoded" else compare)(team, name, tokens, way, operators)
                 tidy()
     team.close()
     return 1 if wrong else 0
 
 
-def compare(team: Team, name: str, tokens: int, way: str) -> bool:
+def with_plain_operators(models: list[str]) -> None:
+    """transformers looks for others once, as a family's file is loaded. fla's refuse their backward on Hopper with some versions of
+    Triton."""
+    for package in (peers := ("fla", "mamba_ssm")):
+        sys.modules[package] = None  # type: ignore[assignment]
+    for name in models:
+        getattr(transformers, f"{name}ForCausalLM")
+    for package in peers:
+        del sys.modules[package]
+
+
+def kernels_for(team: Team) -> Tensor:
+    """What they are for: 16 bits on this device."""
+    return torch.empty(0, dtype=torch.bfloat16, device=team.device)
+
+
+def compare(team: Team, name: str, tokens: int, way: str, operators: Operators | None) -> bool:
     batch = {key: x.to(team.device) for key, x in batch_of(way, tokens).items()}
     exact = alone(made(name, team.device), batch)
-    usual, own = alone(made(name, team.device).bfloat16(), batch), on_the_ring(made(name, team.device).bfloat16(), batch, way)
+    usual = alone(made(name, team.device).bfloat16(), batch)
+    own = on_the_ring(made(name, team.device).bfloat16(), batch, way, operators)
     errors = [(apart(own.logits, exact.logits), apart(usual.logits, exact.logits))]
     errors.append((together(own, exact), together(usual, exact)))
     fine = team.agreed(all(have <= 2 * eager for have, eager in errors))
@@ -113,13 +136,13 @@ def compare(team: Team, name: str, tokens: int, way: str) -> bool:
 
 
 @torch.no_grad()
-def decoded(team: Team, name: str, tokens: int, way: str) -> bool:
+def decoded(team: Team, name: str, tokens: int, way: str, operators: Operators | None) -> bool:
     """Logits of the last tokens, decoded one by one after a prompt on the ring, whose second row is padded on the left; and what
     ``generate`` says, the same on all ranks."""
     batch = {key: x.to(team.device) for key, x in batch_of("left", tokens).items() if key != "labels"}
     exact, usual = (model(**batch, use_cache=False).logits[:, -NEW:].float() for model in both(name, team.device))
     model = made(name, team.device).bfloat16().eval()
-    cp = context_parallel(model)
+    cp = context_parallel(model, operators=operators)
     cache, logits = cp.cache(tokens + NEW), []
     model(**cp.shard({key: x[:, :-NEW] for key, x in batch.items()}), **{cp.plan.cache_name: cache})
     for number in range(NEW):
@@ -187,11 +210,11 @@ def predicted(labels: Tensor) -> int:
     return int((labels[:, 1:] != -100).sum())
 
 
-def on_the_ring(model: Any, batch: dict[str, Tensor], way: str) -> Found:
+def on_the_ring(model: Any, batch: dict[str, Tensor], way: str, operators: Operators | None) -> Found:
     ring = Ring(layout="zigzag")
     if way == "levers":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    cp = context_parallel(model, layout=ring.layout, **(LEVERS if way == "levers" else {}))
+    cp = context_parallel(model, layout=ring.layout, operators=operators, **(LEVERS if way == "levers" else {}))
     if way == "fsdp2":
         mesh = init_device_mesh(batch["input_ids"].device.type, (ring.size,))
         for part in (*model.model.layers, model):

@@ -17,6 +17,18 @@ def test_errors_of_a_model_are_those_of_bfloat16(model):
     print(said)
 
 
+@pytest.mark.parametrize(("model", "package"), [("OlmoHybrid", "fla"), ("Bamba", "mamba_ssm")])
+def test_layers_with_a_state_by_the_kernels_of_others(model, package):
+    pytest.importorskip("transformers")
+    pytest.importorskip(package)
+    ways = ("plain", "left", "packed", "decoded")
+    fine, said = torchrun(GPUS, "tests/gpu/models_worker.py", "--kernels", "--models", model, "--ways", *ways, timeout=880)
+    if "no kernels" in said:
+        pytest.skip(said)
+    assert fine and "gradients" in said, said
+    print(said)
+
+
 def test_other_ways_into_a_ring():
     pytest.importorskip("transformers")
     need(2)

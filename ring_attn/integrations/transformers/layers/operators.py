@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_attn.integrations.transformers.layers.kernels import Operators, operator_for
-from ring_attn.recurrence import Along, Result, causal_conv1d, gated_delta_rule, kda, ssd
+from ring_attn.recurrence import Along, Result, causal_conv1d, gated_delta_rule, kda, linear_attention, ssd
 
 # What models hand on for attention, their outputs and their losses.
 _NEEDLESS = frozenset(
@@ -109,11 +109,45 @@ def _state_space(
     return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, chunk_size=chunk_size, operator=operator, **along)
 
 
+def _selective_scan(
+    layer: LayerOnRing,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
+    **others: object,
+) -> Result:
+    """Mamba's state space model (arXiv:2312.00752), ``hidden_states, dt, z [batch, channels, seq]``, ``A [channels, state]``, ``B,
+    C [batch, state, seq]``: gated linear attention, of which each channel is a head with one value, and each of its key dimensions
+    has a decay. The last two ways of transformers' to compute it are none here."""
+    _without("mamba_selective_scan", others)
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32)).transpose(1, 2)
+    dt = dt if delta_bias is None else dt + delta_bias
+    dt = functional.softplus(dt) if delta_softplus else dt
+    x = hidden_states.transpose(1, 2)
+    queries, keys = (y.transpose(1, 2)[:, :, None].to(dt.dtype) for y in (C, B))
+    along: Along = {**layer.along, "output_final_state": return_last_state}
+    result = linear_attention(queries, keys, (dt * x)[..., None], dt[..., None] * A, scale=1.0, **along)
+    y, state = result if isinstance(result, tuple) else (result, None)
+    y = y[..., 0] if D is None else y[..., 0] + x * D
+    y = y.transpose(1, 2) if z is None else y.transpose(1, 2) * functional.silu(z)
+    return y if state is None else (y, state[..., 0])
+
+
 OPERATORS: dict[str, Callable[..., object]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule(gated_delta_rule),
     "chunk_kimi_delta_attention": _delta_rule(kda),
     "mamba2_chunk_scan": _state_space,
+    "mamba_selective_scan": _selective_scan,
 }
 # All of a layer at once, which has no way to the ring; layers go on with the operators if it returns None.
 FUSED = ("mamba2_split_conv1d_scan_combined",)

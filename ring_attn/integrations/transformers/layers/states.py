@@ -28,9 +28,10 @@ from torch_bridge.tracing import untraced
 # in which they are looked up so.
 FAMILIES = frozenset(
     (
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
         *("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"),
-        *("lfm2", "lfm2_moe"),
+        *("lfm2", "lfm2_moe", "lfm3"),
+        *("jamba", "zamba"),
     )
 )
 FIRST_RELEASE = "5.16"
