@@ -474,6 +474,24 @@ def test_dropout_of_weights_is_honoured():
     assert torch.equal(cp(**batch).loss, one) and not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("padded", ["", "left"])
+def test_dropout_of_weights_is_that_of_the_batch_without_a_buckets_padding(padded):
+    found = []
+    for buckets in (1, 0):
+        model = llama().train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        cp, batch = context_parallel(model, "local", buckets=buckets), tiny.batch(*filter(None, [padded]))
+        torch.manual_seed(1)
+        sharded = cp.shard(batch)
+        loss = model(**sharded).loss
+        loss.backward()
+        found.append((sharded["input_ids"].shape[1], loss.detach(), [x.grad for x in model.parameters()]))
+    (longer, *bucket), (length, *exact) = found
+    assert longer > length + 2
+    torch.testing.assert_close(bucket, exact, atol=TOLERANCE, rtol=0)
+
+
 REFUSED = {
     "of another library": (lambda: torch.nn.Linear(2, 2), ValueError, "needs a transformers model, got Linear"),
     "a head on the last token": (
