@@ -288,9 +288,21 @@ def test_the_torch_packages_load_no_jax_and_no_compiler():
     assert not loaded_after("import ring_attn, torch_bridge.mesh.rings") & {"jax", "jaxlib", "torch._dynamo", "triton"}
 
 
-def test_what_a_first_call_imports_loads_no_kernels_for_tpus():
-    """They take a third of a second."""
-    assert "jax.experimental.pallas.tpu" not in loaded_after("import torch_bridge.attention.functional")
+CALL = "ring_attn.ring_attention(x, x, x, mesh='local').sum().backward()\n"
+FIRST_CALL = f"import torch, ring_attn\nx = torch.ones(1, 4, 1, 8, requires_grad=True)\n{CALL}"
+COUNTED = """
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    ring_attn.ring_attention(x, x, x, mesh='local').sum().backward()
+assert {str(name) for name in counter.get_flop_counts()['Global']} == {'ring_attn.forward', 'ring_attn.backward'}
+"""
+
+
+def test_what_a_first_call_imports():
+    """No kernels for TPUs, and no Triton where none of its kernels runs: each takes a third of a second. torch's counter of
+    operations knows them once it is imported."""
+    assert not loaded_after(FIRST_CALL) & {"jax.experimental.pallas.tpu", "triton", "torch.utils.flop_counter"}
+    assert "torch.utils.flop_counter" in loaded_after(FIRST_CALL + COUNTED)
 
 
 @pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)

@@ -16,6 +16,7 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.interface import Operators
 from torch_bridge.backends.operation import Program, Results, TensorSpecs
 from torch_bridge.call.call_cache import PLAIN, CachedCall, observed
+from torch_bridge.call.flops import tell_counters
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
@@ -216,11 +217,13 @@ def _save(ctx: Context, key: str, operands: Tensors, results: Results) -> None:
 
 def _forward(key: str, operands: Tensors) -> Results:
     own = _own_operators(key, operands)
+    tell_counters()
     return tuple(forward_op(operands, key)) if own is None else results_of(key, operands, partial(own.forward, operands))
 
 
 def _backward(key: str, operands: Tensors, results: Tensors, cotangents: Tensors, made: Sequence[int]) -> list[torch.Tensor]:
     own, given = _own_operators(key, operands), (operands, results, cotangents, made)
+    tell_counters()
     return backward_op(*given, key) if own is None else own.backward(*given)
 
 

@@ -6,14 +6,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge.backends.operation import Shapes
+from torch_bridge.call import flops
 from torch_bridge.call.batching import of_each_entry
 from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.call.refusal import refuse_in_compiled
-from torch_bridge.mesh.protocol import Tensors, tensors_per_sequence
+from torch_bridge.mesh.protocol import Tensors
 
 
 @torch.library.custom_op(
@@ -48,18 +47,4 @@ def _(operands: Sequence[Tensor], results: Tensors, cotangents: Tensors, wanted:
 
 forward_op.register_vmap(partial(of_each_entry, forward_op))
 backward_op.register_vmap(partial(of_each_entry, backward_op))
-
-
-@register_flop_formula(torch.ops.ring_attn.forward)
-def _forward_flops(operands: Shapes, call: str, **_: object) -> int:
-    return _flops(operands, call)[0]
-
-
-@register_flop_formula(torch.ops.ring_attn.backward)
-def _backward_flops(operands: Shapes, results: Shapes, cotangents: Shapes, wanted: list[int], call: str, **_: object) -> int:
-    return _flops(operands, call)[1]
-
-
-def _flops(shapes: Shapes, key: str) -> tuple[int, int]:
-    call = call_of(key)
-    return call.operation.flops(shapes, tensors_per_sequence(call.ring))
+flops.register()

@@ -22,7 +22,7 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 @cute.jit
 def forward(stream, q, k, v, where, lists, mask_arrays, o, lse, *, settings):
     """``where``: offsets and lengths of query and key rows (cu_seqlens, seqused), or Nones."""
-    kernel = CLASSES[settings.tile.capability].forward(settings, _packs_heads(settings, where))
+    kernel = CLASSES[settings.tile.capability].forward(settings)
     kernel(
         q, k, v, o, lse, cutlass.Float32(settings.scale), where[0], where[2], where[1], where[3], None,
         _bound(settings.left), _bound(settings.right), None, _listed(lists, q, settings), _aux(mask_arrays), None, None, stream,
@@ -64,7 +64,7 @@ class Hopper:
     """flash-attn-4's classes for compute capability 9.0, with the arguments of its own interface."""
 
     @staticmethod
-    def forward(settings, packs_heads):
+    def forward(settings):
         return FlashAttentionForwardSm90(
             DTYPES[settings.dtype],
             settings.dim,
@@ -72,7 +72,7 @@ class Hopper:
             settings.group,
             is_causal=settings.causal,
             is_local=settings.local,
-            pack_gqa=packs_heads,
+            pack_gqa=False,
             tile_m=settings.tile.tile_m,
             tile_n=settings.tile.tile_n,
             num_stages=2,
@@ -119,12 +119,6 @@ class Hopper:
 
 
 CLASSES = {90: Hopper}  # by compute capability, as tiles.TILES
-
-
-def _packs_heads(settings, where):
-    """Rows of a tile are the queries of all heads that share K and V, as flash-attn-4's own interface has it: K and V are read once
-    for them. Lists of blocks are of single heads, and packed sequences are slower so."""
-    return settings.group > 1 and settings.listed is None and where[0] is None and settings.tile.tile_m % settings.group == 0
 
 
 def _capped(cap):

@@ -1,0 +1,80 @@
+"""How many operations torch's ``FlopCounterMode`` counts of a call. Its module loads Triton, which takes longer than the first call
+of a job whose programs are kept: formulas are given to it once somebody imports it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from torch_bridge.backends.operation import Shapes
+from torch_bridge.call.programs import call_of
+from torch_bridge.mesh.protocol import tensors_per_sequence
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def register() -> None:
+    """Of the operators ``ring_attn::forward`` and ``ring_attn::backward``, which must be there."""
+    if _COUNTER in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _AfterImport(_COUNTER, _register))
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.ring_attn.forward)(_of_forward)
+    register_flop_formula(torch.ops.ring_attn.backward)(_of_backward)
+
+
+def tell_counters() -> None:
+    """Those that are at work, and were made before this module was loaded."""
+    for mode in _get_current_dispatch_mode_stack():
+        known = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if known is not None:
+            from torch.utils.flop_counter import flop_registry
+
+            for operator in (torch.ops.ring_attn.forward, torch.ops.ring_attn.backward):
+                known.setdefault(operator, flop_registry[operator])
+
+
+def _of_forward(operands: Shapes, call: str, **_: object) -> int:
+    return _flops(operands, call)[0]
+
+
+def _of_backward(operands: Shapes, results: Shapes, cotangents: Shapes, wanted: list[int], call: str, **_: object) -> int:
+    return _flops(operands, call)[1]
+
+
+def _flops(shapes: Shapes, key: str) -> tuple[int, int]:
+    call = call_of(key)
+    return call.operation.flops(shapes, tensors_per_sequence(call.ring))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds a module as others do, and does something once it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_then(module: ModuleType) -> None:
+            execute(module)
+            self._then()
+
+        spec.loader.exec_module = execute_and_then  # type: ignore[method-assign]
+        return spec
