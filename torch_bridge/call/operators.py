@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torch_bridge.backends.operation import Shapes
 from torch_bridge.call.batching import of_each_entry
-from torch_bridge.call.kept_results import results_of
+from torch_bridge.call.checkpointed_calls import results_of
 from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.call.refusal import refuse_in_compiled
 from torch_bridge.mesh.protocol import Tensors, tensors_per_sequence
