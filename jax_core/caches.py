@@ -33,8 +33,8 @@ def cache_folder(folder: str | PathLike[str] | None = None) -> Path | None:
 
 def _root(folder: str | PathLike[str] | None) -> Path | None:
     if folder is not None:
-        given = os.fspath(folder)
-        return None if given.strip().lower() in _OFF else Path(given).expanduser().absolute()
+        text = os.fspath(folder)
+        return None if text.strip().lower() in _OFF else Path(text).expanduser().absolute()
     home = os.environ.get("XDG_CACHE_HOME", "")
     # By its specification a relative path in the variable is to be ignored.
     home = home if os.path.isabs(home) else os.path.expanduser("~/.cache")
@@ -108,13 +108,13 @@ def read_regular(path: Path) -> bytes:
     raise ValueError(f"{path.name} is no file")
 
 
-def write_kept(path: Path, content: bytes) -> None:
-    """Writes a compiled program such that :func:`read_kept` finds it under this name, and as it is. Raises OSError."""
+def write_cached(path: Path, content: bytes) -> None:
+    """Writes a compiled program such that :func:`read_cached` finds it under this name, and as it is. Raises OSError."""
     write_whole(path, content + _seal(path, content))
     end_turn()
 
 
-def read_kept(path: Path) -> bytes | None:
+def read_cached(path: Path) -> bytes | None:
     """None where there is nothing, or not what was kept under this name: whoever asks compiles it, and writes it again. Within
     ``turns.in_turn`` another process that is about to write it is waited for."""
     if not _is_ours(path.parent):

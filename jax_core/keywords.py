@@ -47,7 +47,7 @@ def explains(others: Others) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                if (better := explained(error, function, kwargs, others)) is error:
+                if (better := clearer_error(error, function, kwargs, others)) is error:
                     raise
                 raise better from None
 
@@ -56,7 +56,7 @@ def explains(others: Others) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def explained(error: Exception, function: Callable[..., object], keywords: Mapping[str, object], others: Others) -> Exception:
+def clearer_error(error: Exception, function: Callable[..., object], keywords: Mapping[str, object], others: Others) -> Exception:
     """The error of a call with these keyword arguments, in words of ours where it is that some of them are unexpected."""
     parameters = signature(function).parameters
     names = tuple(parameters)

@@ -34,7 +34,7 @@ _here = _OfThisThread()
 
 @contextmanager
 def in_turn() -> Iterator[None]:
-    """In this block, of all processes of the host that look for something which is not kept (``caches.read_kept``), one goes on at
+    """In this block, of all processes of the host that look for something that is not kept (``caches.read_cached``), one goes on at
     once, to make it. Each of the others goes on when that one has written it, or leaves the block without: it failed, or died."""
     before, _here.takes_turns = _here.takes_turns, True
     try:

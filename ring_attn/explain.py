@@ -52,17 +52,17 @@ class Explaining(TorchDispatchMode):
     ) -> object:
         if str(func) != "ring_attn.forward.default":  # which no process has before its first call
             return func(*args, **(kwargs or {}))
-        from torch_bridge.call.explained import explain_request, requested
+        from torch_bridge.call.explanation import explain_request, requested
 
         operands, key = args
         request = requested(key, operands)
         if str(request) not in self.found:
             self.found[str(request)] = explain_request(key, request)
             self._requests[str(request)] = key, request
-        return func(*args) if self.run else [operands[0].new_empty(form.shape, dtype=form.dtype) for form in request.results]
+        return func(*args) if self.run else [operands[0].new_empty(spec.shape, dtype=spec.dtype) for spec in request.results]
 
     def __str__(self) -> str:
-        from torch_bridge.call.explained import compilations
+        from torch_bridge.call.explanation import compilations
 
         parts = []
         for description, explanation in self.found.items():

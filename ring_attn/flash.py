@@ -169,14 +169,14 @@ def llama3_flash_attn_varlen_func(
     """
     if heads_k_stride < 1 or k.shape[1] % heads_k_stride:
         raise ValueError(f"heads_k_stride must divide the number of K/V heads, {k.shape[1]}, got {heads_k_stride}")
-    _check_own_documents(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), local_k_slice, group)
+    _check_local_documents(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), local_k_slice, group)
     document = documents_of(torch.arange(q.shape[0], dtype=cu_seqlens_q.dtype, device=q.device), cu_seqlens_q)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, group
     # Where its document starts in the whole sequence: a number that all ranks give to a document.
     return _attend(q, k, v, *options, qkv_format="thd", q_segment_ids=local_k_slice.start + cu_seqlens_k[document])
 
 
-def _check_own_documents(
+def _check_local_documents(
     q: Tensor, k: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], keys: slice, group: MeshLike
 ) -> None:
     """That the documents are those of this rank's shard: from their second on they start at one place on both sides, and so the
@@ -301,13 +301,13 @@ def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
     return packed.unbind(-3)
 
 
-def _of_packed(packed: Callable[..., Result], function: Callable[..., Result], form: str, *tensors: str) -> Callable[..., Result]:
+def _of_packed(packed: Callable[..., Result], function: Callable[..., Result], infix: str, *tensors: str) -> Callable[..., Result]:
     """With the signature of ``function``, but these tensors in the place of q, k and v."""
     signature = inspect.signature(function)
     first = [inspect.Parameter(tensor, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor) for tensor in tensors]
     packed.__signature__ = signature.replace(parameters=[*first, *list(signature.parameters.values())[3:]])  # type: ignore[attr-defined]
     document = f":func:`{function.__name__}` with {' and '.join(f'``{tensor}``' for tensor in tensors)}."
-    return _named(packed, function.__name__.removesuffix("func") + form + "_func", document)
+    return _named(packed, function.__name__.removesuffix("func") + infix + "_func", document)
 
 
 def _named(function: Callable[..., Result], name: str, document: str) -> Callable[..., Result]:

@@ -325,8 +325,8 @@ def _first(
     return as_given(*(whole(out, lse) if whole else (out, lse)), qkv_format)
 
 
-def _packing(*given: Any) -> Packing | None:
-    return None if all(value is None for value in given) else Packing(*given)
+def _packing(*values: Any) -> Packing | None:
+    return None if all(value is None for value in values) else Packing(*values)
 
 
 def _key(

@@ -78,8 +78,8 @@ class HeadParallel(ParallelStyle):
         return (*(whole[id(x)] for x in args[:3]), *args[3:]), {**kwargs, **{name: whole[id(x)] for name, x in named.items()}}
 
     def _replicated(self, mesh: DeviceMesh, x: Tensor) -> DTensor:
-        given = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [self.input_layouts], run_check=False)
-        return given.redistribute(placements=[Replicate()])
+        tensor = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [self.input_layouts], run_check=False)
+        return tensor.redistribute(placements=[Replicate()])
 
     def _output(self, out: DTensor) -> Tensor:
         laid = out.redistribute(placements=[self.output_layouts])
@@ -88,10 +88,10 @@ class HeadParallel(ParallelStyle):
 
 def _split_whole_tensors(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     for name, parameter in module.named_parameters():
-        given = state_dict.get(prefix + name)
-        if isinstance(given, Tensor) and not isinstance(given, DTensor) and isinstance(parameter, DTensor):
+        tensor = state_dict.get(prefix + name)
+        if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and isinstance(parameter, DTensor):
             # Every process has the whole tensor, so none need send it.
-            state_dict[prefix + name] = distribute_tensor(given, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            state_dict[prefix + name] = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -160,5 +160,5 @@ def balance(length: int, ranks: "int | Ring | MeshLike" = None, *, mesh_dim: Mes
         size = ranks.size
     else:
         size = ranks if isinstance(ranks, int) else resolve(ranks, mesh_dim).size
-    given: dict[str, Any] = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in mask.items()}
-    return plan_for(length, size, **given)
+    options: dict[str, Any] = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in mask.items()}
+    return plan_for(length, size, **options)

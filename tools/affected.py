@@ -23,10 +23,10 @@ from tools.import_graph import PACKAGES, ROOT, module_name, resolved
 FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "tools")
 WITH_INTEGRATIONS = ("examples/finetune_transformers.py", "examples/packed_sft.py", "examples/long_context.py")
 INTERPRETED = ("tests/jax_core/kernels/test_triton.py", "tests/torch_bridge/attention/test_decoding.py")
-IN_THEIR_OWN = ("tests/gpu/*", "tests/integrations/*", *INTERPRETED)
+SEPARATE_ENVIRONMENTS = ("tests/gpu/*", "tests/integrations/*", *INTERPRETED)
 # The steps of .ci/run that can be left out: patterns of what they run, and of what they do not.
 STEPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "test-cpu": (("tests/test_*.py", "tests/**/test_*.py"), IN_THEIR_OWN),
+    "test-cpu": (("tests/test_*.py", "tests/**/test_*.py"), SEPARATE_ENVIRONMENTS),
     "test-triton": (INTERPRETED, ()),
     "test-fast": (
         (
@@ -36,7 +36,7 @@ STEPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/jax_core/api/test_transforms.py",
             "tests/jax_core/strategies/test_empty_arrays.py",
         ),
-        IN_THEIR_OWN,
+        SEPARATE_ENVIRONMENTS,
     ),
     "test-gpu-aot": (("tests/jax_core/strategies/test_gpu_program.py",), ()),
     "test-tpu": (("tests/jax_core/strategies/test_tpu_program.py", "tests/jax_core/strategies/test_fused_ring.py"), ()),
@@ -120,10 +120,10 @@ class Tree:
     def uses(self, file: str) -> set[str]:
         """What a file imports or, outside the library, names in its strings: programs that it starts, modules that it patches."""
         tree = ast.parse(self.sources[file])
-        used = {found for name in self._imports(tree, file) for found in self.named(name)}
+        used = {each for name in self._imports(tree, file) for each in self.named(name)}
         for text in strings(tree):
             if not file.startswith(PACKAGES):
-                used |= self._in_words(text)
+                used |= self._named_in(text)
             elif text in self.modules and "." in text:
                 used.add(self.modules[text])
         return used - {file}
@@ -147,16 +147,16 @@ class Tree:
                         bound |= {local.partition(".")[0]: name.partition(".")[0]}
         yield from used_of_packages(tree, {local: name for local, name in bound.items() if name in self.exports})
 
-    def _in_words(self, text: str) -> set[str]:
-        found: set[str] = set()
+    def _named_in(self, text: str) -> set[str]:
+        files: set[str] = set()
         for word in WORD.findall(text):
             if word.endswith(".py"):
                 pattern = word.rpartition("/")[2]  # the end of a name that is put together: *_worker.py
                 names = fnmatch.filter(self.by_file_name, f"*{pattern}" if pattern.startswith("_") else pattern)
-                found |= {file for name in names for file in self.by_file_name[name] if "/test_" not in file}
+                files |= {file for name in names for file in self.by_file_name[name] if "/test_" not in file}
             elif word.partition(".")[0] in FOLDERS and "/" not in word:
-                found |= self.named(word) | {self.modules[name] for name in (f"{word}.__main__",) if name in self.modules}
-        return found
+                files |= self.named(word) | {self.modules[name] for name in (f"{word}.__main__",) if name in self.modules}
+        return files
 
     @cached_property
     def graph(self) -> dict[str, set[str]]:
@@ -259,12 +259,12 @@ def walks(source: str) -> bool:
 
 def reaches(file: str, change: Change, tree: Tree) -> bool:
     """Whether a test or an example would run a changed file, or read it: what walks over folders reads anything."""
-    own = [name for name in tree.reached_by(file) if name.startswith(("tests/", "examples/", "tools/"))]
+    users = [name for name in tree.reached_by(file) if name.startswith(("tests/", "examples/", "tools/"))]
     if walks(tree.sources[file]) and file.startswith("tests/"):
         return True
     if change.path in tree.sources:
         return change.path in tree.reached_by(file)
-    return any(change.path.rpartition("/")[2] in tree.sources[name] for name in own)
+    return any(change.path.rpartition("/")[2] in tree.sources[name] for name in users)
 
 
 def git(*arguments: str) -> str | None:

@@ -125,11 +125,11 @@ def _sentences(tree: ast.Module) -> Iterator[str]:
 
 def _constants(tree: ast.Module) -> dict[str, str]:
     """The texts that a module has by a name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (text := _text(node.value, found)):
-            found[node.targets[0].id] = text
-    return found
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (text := _text(node.value, texts)):
+            texts[node.targets[0].id] = text
+    return texts
 
 
 def _text(node: ast.expr, names: Mapping[str, str]) -> str | None:
@@ -156,10 +156,10 @@ def section(file: str) -> str:
 
 def lists() -> dict[str, str]:
     """By the name that stands in the page's marks."""
-    found: dict[str, dict[tuple[str, str], None]] = {name: {} for name in SECTIONS}
+    by_section: dict[str, dict[tuple[str, str], None]] = {name: {} for name in SECTIONS}
     for message in messages():
-        found[section(message.file)][message.kind, re.sub(rf"{HOLE}[{HOLE} ]*{HOLE}", HOLE, message.text)] = None
-    return {name: "\n".join(_line(*each) for each in sorted(of_it, key=_by_words)) for name, of_it in found.items()}
+        by_section[section(message.file)][message.kind, re.sub(rf"{HOLE}[{HOLE} ]*{HOLE}", HOLE, message.text)] = None
+    return {name: "\n".join(_line(*each) for each in sorted(of_it, key=_by_words)) for name, of_it in by_section.items()}
 
 
 def _line(kind: str, text: str) -> str:

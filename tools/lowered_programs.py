@@ -79,8 +79,8 @@ def lowered(call: Call, dtype: str, layout: str, size: int, show: Callable, **op
     def attend(query, key, value, more):
         ring = dict(axis_name="ring") if size > 1 else {}
         given = dict(layout=layout, return_lse=True) | settings | options
-        found = jax_core.ring_attention(query, key, value, **more, **ring, **given)
-        return found if isinstance(found, tuple) else (found, jnp.zeros(query.shape[:1] + query.shape[2:0:-1], jnp.float32))
+        results = jax_core.ring_attention(query, key, value, **more, **ring, **given)
+        return results if isinstance(results, tuple) else (results, jnp.zeros(query.shape[:1] + query.shape[2:0:-1], jnp.float32))
 
     def both(*operands):
         results, transpose = jax.vjp(attend, *operands)
@@ -106,7 +106,7 @@ def without_names(text: str) -> str:
     text = re.sub(r"\bname=\S+|\bdebug_info=[^\n]*|/\S+\.py:\d+\S*", "", text)
     text = re.sub(r"\[\s*\n?\s*(out_)?names?=[^\n]*", "[", text)
     order: dict[str, str] = {}
-    return re.sub(r'@"[^"]+"|@[\w.$]+', lambda found: order.setdefault(found[0], f"@f{len(order)}"), text)
+    return re.sub(r'@"[^"]+"|@[\w.$]+', lambda match: order.setdefault(match[0], f"@f{len(order)}"), text)
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -206,15 +206,15 @@ def write_torch(folder: Path) -> None:
     def recorded(function=None, **settings):
         if function is None:
             return partial(recorded, **settings)
-        made = jit(function, **settings)
+        jitted = jit(function, **settings)
 
         class Recorder:
             def __call__(self, *arrays, **named):
-                texts.append(without_names(made.lower(*arrays, **named).as_text()))
-                return made(*arrays, **named)
+                texts.append(without_names(jitted.lower(*arrays, **named).as_text()))
+                return jitted(*arrays, **named)
 
             def __getattr__(self, name):
-                return getattr(made, name)
+                return getattr(jitted, name)
 
         return Recorder()
 

@@ -45,6 +45,6 @@ def missing(root: Path = ROOT, variables: Mapping[str, str] = os.environ) -> Ite
 
 
 if __name__ == "__main__":
-    found = list(missing())
-    print("\n".join(found) or "ready")
-    sys.exit(bool(found))
+    reasons = list(missing())
+    print("\n".join(reasons) or "ready")
+    sys.exit(bool(reasons))

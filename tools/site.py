@@ -18,9 +18,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)*(?:DESIGN|CONTRIBUTING|SECURITY|benchmarks/|tests/)[^)]*\)", r"\1", markdown)
 
 
-def _picture(found: re.Match[str]) -> str:
+def _picture(match: re.Match[str]) -> str:
     """For the site's own switch between light and dark, which a browser's preference does not follow."""
-    alt, light, dark = (re.search(name + '="(.*?)"', found[0])[1] for name in ("alt", "src", "srcset"))  # type: ignore[index]
+    alt, light, dark = (re.search(name + '="(.*?)"', match[0])[1] for name in ("alt", "src", "srcset"))  # type: ignore[index]
     return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"
 
 

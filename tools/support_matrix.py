@@ -56,10 +56,10 @@ def _table(rows: Mapping[str, tuple[str, ...]], columns: Mapping[str, Any]) -> s
 
 def _alike(answers: Mapping[str, tuple[bool, ...]]) -> dict[tuple[bool, ...], list[str]]:
     """The names with the same answers, by these."""
-    found: dict[tuple[bool, ...], list[str]] = {}
+    names_of: dict[tuple[bool, ...], list[str]] = {}
     for name, answer in answers.items():
-        found.setdefault(answer, []).append(name)
-    return found
+        names_of.setdefault(answer, []).append(name)
+    return names_of
 
 
 def written(page: str) -> str:

@@ -85,7 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """What became of a kind of model: its class, one of the four results, and why, or how far off it is."""
 
     kind: str
@@ -99,9 +99,9 @@ def tiny(config: Any, **settings: Any) -> Any:
     sizes: dict[str, Any] = {name: size for size, names in SIZES.items() for name in names if _is_size(config, name)}
     if "qk_rope_head_dim" in sizes:  # latent attention has as many keys as queries, and its rotary embedding is of these
         sizes |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": sizes["qk_rope_head_dim"]}
-    kept = _layers_kept(config)
-    sizes |= dict.fromkeys((name for name in LAYERS if name in sizes), len(kept))
-    sizes |= {name: [value[i] for i in kept] for name, value in _by_layer(config)}
+    indices = _layer_indices(config)
+    sizes |= dict.fromkeys((name for name in LAYERS if name in sizes), len(indices))
+    sizes |= {name: [value[i] for i in indices] for name, value in _by_layer(config)}
     inner = config.sub_configs if type(config).sub_configs else {}
     parts = {name: tiny(part).to_dict() for name in inner if (part := getattr(config, name, None)) is not None}
     return type(config)(**(sizes | parts | settings))
@@ -124,32 +124,32 @@ def _by_layer(config: Any) -> Iterator[tuple[str, list[Any]]]:
             yield name, value
 
 
-def _layers_kept(config: Any) -> list[int]:
+def _layer_indices(config: Any) -> list[int]:
     """The first layer of each type; two at least."""
     kinds = getattr(config, "layer_types", None) or ["all"]
-    kept = sorted({kinds.index(kind) for kind in kinds})
-    return kept if len(kept) > 1 else [0, 1]
+    indices = sorted({kinds.index(kind) for kind in kinds})
+    return indices if len(indices) > 1 else [0, 1]
 
 
-def tried(kind: str) -> Found:
+def tried(kind: str) -> Outcome:
     known, config = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.CONFIG_MAPPING[kind]
-    found = partial(Found, kind, known[config].__name__)
+    outcome = partial(Outcome, kind, known[config].__name__)
     try:
-        model = _made(known[config], tiny(config(), **SETTINGS.get(kind, {})))
+        model = _build(known[config], tiny(config(), **SETTINGS.get(kind, {})))
     except Exception as error:
-        return found(NOT_TRIED, f"no tiny one could be made: {_short(error)}")
+        return outcome(NOT_TRIED, f"no tiny one could be made: {_short(error)}")
     try:
         cp = context_parallel(model)
         with cp.detached():
             broken = _fails(model)
         if broken is not None:
-            return found(NOT_TRIED, f"the tiny one fails in one process: {_short(broken)}")
+            return outcome(NOT_TRIED, f"the tiny one fails in one process: {_short(broken)}")
         verdict = cp.verify(_batch())
     except NotImplementedError as error:
-        return found(REFUSED, _short(error))
+        return outcome(REFUSED, _short(error))
     except Exception as error:
-        return found(WRONG, _short(error))
-    return found(RIGHT, f"{max(verdict.errors.values()):.0e}") if verdict.ok else found(WRONG, "; ".join(verdict.reasons))
+        return outcome(WRONG, _short(error))
+    return outcome(RIGHT, f"{max(verdict.errors.values()):.0e}") if verdict.ok else outcome(WRONG, "; ".join(verdict.reasons))
 
 
 def _fails(model: Any) -> Exception | None:
@@ -160,7 +160,7 @@ def _fails(model: Any) -> Exception | None:
     return None
 
 
-def _made(model: Any, config: Any) -> Any:
+def _build(model: Any, config: Any) -> Any:
     text = config.get_text_config()
     config = text if model.config_class is type(text) else config
     config._attn_implementation = "eager"
@@ -182,15 +182,15 @@ def _short(error: Exception) -> str:
     return f"{'' if isinstance(error, NotImplementedError) else type(error).__name__ + ': '}{' '.join(str(error).split())}"[:300]
 
 
-def page(found: list[Found]) -> str:
+def page(outcomes: list[Outcome]) -> str:
     """What stands between the marks: results and reasons, each with the kinds of models that have it."""
     groups: dict[str, list[str]] = {RIGHT: []}
-    for one in sorted(found, key=lambda one: [RIGHT, WRONG, REFUSED, NOT_TRIED].index(one.result)):
+    for one in sorted(outcomes, key=lambda one: [RIGHT, WRONG, REFUSED, NOT_TRIED].index(one.result)):
         groups.setdefault(_reason(one), []).append(one.kind)
-    worst = max((float(one.words) for one in found if one.result == RIGHT), default=0.0)
+    worst = max((float(one.words) for one in outcomes if one.result == RIGHT), default=0.0)
     right, version = len(groups[RIGHT]), transformers.__version__
     lines = [
-        f"Of the {len(found)} kinds of models in the auto class of transformers {version}, {right} are right: loss, logits and "
+        f"Of the {len(outcomes)} kinds of models in the auto class of transformers {version}, {right} are right: loss, logits and "
         f"gradients are within {worst:.0e} of one process, relative to the largest.",
         "",
         "| on a ring of two | kinds of models |",
@@ -200,7 +200,7 @@ def page(found: list[Found]) -> str:
     return "\n".join(lines)
 
 
-def _reason(one: Found) -> str:
+def _reason(one: Outcome) -> str:
     """Without what is of this model or layer alone, so that those with the same reason stand together."""
     if one.result in (RIGHT, NOT_TRIED):
         return one.result
@@ -212,16 +212,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    chosen, found = sys.argv[1:], []
+    chosen, outcomes = sys.argv[1:], []
     for kind in chosen or transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         begun = time.monotonic()
-        found.append(tried(kind))
+        outcomes.append(tried(kind))
         if dist.get_rank() == 0:
-            print(*found[-1], f"{time.monotonic() - begun:.0f} s", sep=" | ", flush=True)
+            print(*outcomes[-1], f"{time.monotonic() - begun:.0f} s", sep=" | ", flush=True)
     if dist.get_rank() == 0 and not chosen:
-        PAGE.write_text(marks.written(PAGE.read_text(), {"families": page(found)}, "tools/transformers_families.py"))
+        PAGE.write_text(marks.written(PAGE.read_text(), {"families": page(outcomes)}, "tools/transformers_families.py"))
     dist.destroy_process_group()
-    sys.exit(any(one.result == WRONG for one in found))
+    sys.exit(any(one.result == WRONG for one in outcomes))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def marked(marks: Marks, program: Any) -> Iterator[None]:
     with (
         patch.object(function, "apply", marks.within(function.apply, AUTOGRAD, LOOKUP)),
         patch.object(function, "backward", staticmethod(marks.within(function.backward, AUTOGRAD, ENGINE))),
-        patch.object(compiled.Program, "_run", marks.within(compiled.Program._run, AROUND, AUTOGRAD)),
+        patch.object(compiled.CompiledProgram, "_run", marks.within(compiled.CompiledProgram._run, AROUND, AUTOGRAD)),
         patch.object(type(way), "__call__", marks.within(cross, CROSSING, AROUND)),
         patch.object(way, "convert", inner),
     ):

@@ -64,7 +64,7 @@ class Ours:
         return new
 
     def position(self) -> Tensor:
-        return torch.full((self.entries, 1), self.tokens, device=self.cache.layers[0].held.key.device)
+        return torch.full((self.entries, 1), self.tokens, device=self.cache.layers[0].contents.key.device)
 
     def again(self) -> None:
         """Begins anew where the room is taken."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_core.api.second_derivative import attention_gradients, kept
+from jax_core.api.second_derivative import as_new_arrays, attention_gradients
 from jax_core.operands import Operands
 from jax_core.options import AxisName, Options, Placement
 from jax_core.request.spec import make_spec
@@ -28,7 +28,7 @@ def local_spec(
     options: Options, operands: Operands, axis_name: AxisName = None, head_shards: int = 1, backend: str | None = None
 ) -> tuple[RingSpec, Operands]:
     """Of local shards: inside ``shard_map`` over ``axis_name``, or on one device if that is None."""
-    axes, operands = varying_axes(operands), _empty_made_here(operands)
+    axes, operands = varying_axes(operands), _replace_empty(operands)
     backend = backend or _backend_here()
     sizes: tuple[int, ...] = ()
     if axis_name is not None:
@@ -63,7 +63,7 @@ def _backend_here() -> str | None:
     return getattr(device, "platform", None)
 
 
-def _empty_made_here(tree: Tree) -> Tree:
+def _replace_empty(tree: Tree) -> Tree:
     """Replaces empty inputs by fresh empty arrays, so that no program has an empty operand.
 
     jaxlib 0.11.2 crashes where the body of a ``shard_map`` reads an operand of no elements (a constant becomes an operand, too).
@@ -71,10 +71,10 @@ def _empty_made_here(tree: Tree) -> Tree:
     know the sharding, and Shardy's canonicalizer (ManualComputationUnusedInputsPattern) looks for it beyond the end of a list.
     """
 
-    def made(x: Array) -> Array:
+    def fresh(x: Array) -> Array:
         return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)) if 0 in x.shape else x
 
-    return jax.tree.map(made, tree)
+    return jax.tree.map(fresh, tree)
 
 
 def _results(spec: RingSpec, operands: Operands) -> tuple[Array, Array]:
@@ -88,14 +88,14 @@ def _forward(spec: RingSpec, operands: Operands) -> tuple[tuple[Array, Array], _
 
 def _forward_again(spec: RingSpec, operands: Operands) -> tuple[tuple[Array, Array], _Residuals]:
     results, residuals = _forward(spec, operands)
-    return results, kept(residuals)
+    return results, as_new_arrays(residuals)
 
 
 def _backward(spec: RingSpec, residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Operands]:
-    return (attention_gradients(spec, *_empty_made_here((*residuals, *cotangents))),)
+    return (attention_gradients(spec, *_replace_empty((*residuals, *cotangents))),)
 
 
-# The second is what a second derivative differentiates, which must not take residuals for the arguments (``kept``).
+# The second is what a second derivative differentiates, which must not take residuals for the arguments (``as_new_arrays``).
 _attention, _attention_again = (jax.custom_vjp(_results, nondiff_argnums=(0,)) for _ in range(2))
 _attention.defvjp(_forward, _backward)
 _attention_again.defvjp(_forward_again, _backward)

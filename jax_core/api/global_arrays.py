@@ -24,7 +24,7 @@ from jax_core.request.spec import make_spec
 from jax_core.strategies.contract import RingSpec
 
 WHOLE = PartitionSpec()
-_Form = jax.Array | jax.ShapeDtypeStruct
+_ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
 
 def plan_sequence(mesh: Mesh | AbstractMesh, sequence: str, batch: int) -> MeshPlan:
@@ -68,8 +68,8 @@ class GlobalAttention:
     ) -> tuple[jax.Array, ...]:
         """The gradients, summed over all devices, of the operands named in ``wanted``; ``dlse`` may be None."""
         out_spec, lse_spec = self._result_specs()
-        given = out_spec, lse_spec, out_spec, lse_spec, *self._array_specs(arrays)
-        function = self._mapped(partial(self._backward, wanted), given, tuple(self.specs[name] for name in wanted))
+        in_specs = out_spec, lse_spec, out_spec, lse_spec, *self._array_specs(arrays)
+        function = self._mapped(partial(self._backward, wanted), in_specs, tuple(self.specs[name] for name in wanted))
         return function(out, lse, dout, dlse, *arrays)
 
     def _forward(self, place: _Place | None, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,9 +133,9 @@ def attention_on_mesh(options: Options, operands: Operands, plan: MeshPlan | Non
             f'strategy="{options.strategy}" is for tensors on a CPU or a GPU, and for JAX; on this device every tensor is split'
         )
     check_operands(operands, options.layout, 1)
-    given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
-    specs = {name: _spec(plan, operands, name) for name in given}
-    local: dict[str, Any] = {name: _shard_form(plan, name, array, specs[name]) for name, array in given.items()}
+    present = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
+    specs = {name: _spec(plan, operands, name) for name in present}
+    local: dict[str, Any] = {name: _shard_like(plan, name, array, specs[name]) for name, array in present.items()}
     axis, size = (None, 1) if plan is None else (plan.sequence, plan.size(plan.sequence))
     spec, completed = make_spec(
         options, Operands(**local), Placement(axis_name=axis if size > 1 else None, size=size, backend=backend)
@@ -148,7 +148,7 @@ def _spec(plan: MeshPlan | None, operands: Operands, name: str) -> PartitionSpec
     return WHOLE if plan is None or name == "softmax_aux" else operand_spec(plan, operands, name)
 
 
-def _shard_form(plan: MeshPlan | None, name: str, array: _Form, spec: PartitionSpec) -> _Form:
+def _shard_like(plan: MeshPlan | None, name: str, array: _ArrayLike, spec: PartitionSpec) -> _ArrayLike:
     if plan is None:
         return array
     check_divides(plan, name, array.shape, spec)

@@ -60,7 +60,7 @@ def plan_mesh(
     batch and heads are split as in the query."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    specs, shared = _given_specs(in_specs), strategy in SHARED_QUERIES
+    specs, shared = _specs_by_name(in_specs), strategy in SHARED_QUERIES
     of_query = None if shared else specs.get("query")
     batch, sequence, heads = _query_axes(operands, mesh, axis_name, of_query, _said_elsewhere(specs, out_specs))
     plan = MeshPlan(mesh=mesh, batch=batch, sequence=sequence, heads=heads, return_lse=return_lse, shared_queries=shared)
@@ -76,13 +76,13 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan, attention: Cal
     """``(fn, args)``: ``fn(*args)`` is the attention of the global arrays ``args``. ``attention``: that of local shards."""
     check_whole(operands)  # in the shapes that the caller knows
     operands = _in_global_shape(operands)
-    given = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
+    present = {name: array for name, array in operands._asdict().items() if array is not None and name != "predicate_arrays"}
 
     def whole(*arrays: Array) -> Array | tuple[Array, Array]:
-        return result(_named(given, arrays))
+        return result(_named(present, arrays))
 
     def local(*arrays: Array) -> Array | tuple[Array, Array]:
-        shards = _named(given, arrays)
+        shards = _named(present, arrays)
         where = plan.sequence, plan.size(plan.heads), _backend(plan.mesh)
         return result(shards._replace(origin=_origin(plan, shards)), *where)
 
@@ -90,17 +90,17 @@ def on_mesh(options: Options, operands: Operands, plan: MeshPlan, attention: Cal
         out, lse = attention(options, shards, *where)
         return (out, lse) if plan.return_lse else out
 
-    in_specs = tuple(operand_spec(plan, operands, name) for name in given)
-    for (name, array), spec in zip(given.items(), in_specs, strict=True):
+    in_specs = tuple(operand_spec(plan, operands, name) for name in present)
+    for (name, array), spec in zip(present.items(), in_specs, strict=True):
         check_divides(plan, name, array.shape, spec)
     for name, axes in (("query", plan.queries), ("key", plan.sequence)):
         if axes is not None:
-            check_whole_length(options.layout, plan.size(axes), given[name].shape[1], f" of the {name}")
+            check_whole_length(options.layout, plan.size(axes), present[name].shape[1], f" of the {name}")
     if 0 in (*operands.query.shape, *operands.key.shape):  # XLA cannot split empty arrays
-        return whole, tuple(given.values())
+        return whole, tuple(present.values())
     # A result that is the same on all ranks because each has computed it is not one that check_vma knows for the same.
     mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=plan.out_specs, check_vma=not plan.shared_queries)
-    return partial(call_mapped, mapped, plan.mesh, in_specs), tuple(given.values())
+    return partial(call_mapped, mapped, plan.mesh, in_specs), tuple(present.values())
 
 
 def _named(names: Iterable[str], arrays: Sequence[Array]) -> Operands:
@@ -117,8 +117,8 @@ def call_mapped(
 ) -> Results:
     """``arrays``: None where there is no spec."""
     if AxisType.Explicit in mesh.axis_types:  # then shard_map reshards nothing and expects its operands as the specs say
-        given = zip(arrays, in_specs, strict=True)
-        arrays = tuple(None if spec is None else jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in given)
+        pairs = zip(arrays, in_specs, strict=True)
+        arrays = tuple(None if spec is None else jax.reshard(array, NamedSharding(mesh, spec)) for array, spec in pairs)
     return mapped(*arrays)
 
 
@@ -126,7 +126,7 @@ def axis_names(axes: Axes) -> tuple[str, ...]:
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
-def _given_specs(in_specs: Sequence[PartitionSpec | None] | None) -> dict[str, PartitionSpec]:
+def _specs_by_name(in_specs: Sequence[PartitionSpec | None] | None) -> dict[str, PartitionSpec]:
     if in_specs is None:
         return {}
     if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec) or not 3 <= len(in_specs) <= len(_ORDER):
@@ -153,7 +153,7 @@ def _query_axes(
             )
     else:
         sequence = ring_axes(mesh, axis_name)
-        batch, heads = kept_axes(operands.query, operands.key.shape[2], mesh, axis_names(sequence), said)
+        batch, heads = batch_and_head_axes(operands.query, operands.key.shape[2], mesh, axis_names(sequence), said)
     unknown = [axis for axis in (*axis_names(batch), *axis_names(sequence), *axis_names(heads)) if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(f"the mesh has axes {mesh.axis_names}; {', '.join(map(repr, unknown))} is not among them")
@@ -166,7 +166,9 @@ def ring_axes(mesh: Mesh, axis_name: Axes) -> Axes:
     return mesh.axis_names[0] if axis_name is None else axis_name
 
 
-def kept_axes(query: Array, kv_heads: int, mesh: Mesh, ring: tuple[str, ...], said: PartitionSpec | None) -> tuple[Axes, Axes]:
+def batch_and_head_axes(
+    query: Array, kv_heads: int, mesh: Mesh, ring: tuple[str, ...], said: PartitionSpec | None
+) -> tuple[Axes, Axes]:
     """The axes that split batch and heads without a spec of the query: those that are said, or those of the array. If the array
     does not show them (XLA decides on the Auto axes of a traced array), the batch is split over the other axes as far as they
     divide it: gathering it would repeat the work along those axes."""
@@ -202,24 +204,24 @@ def _check_spec(plan: MeshPlan, operands: Operands, name: str, spec: PartitionSp
     if array is None:
         return
     needed = tuple(operand_spec(plan, operands, name)) if name != "softmax_aux" else (plan.heads, None)
-    given = tuple(spec)
-    if len(given) > array.ndim:
+    axes_of_dims = tuple(spec)
+    if len(axes_of_dims) > array.ndim:
         raise ValueError(f"in_specs has {name} as {spec}, more dimensions than its shape {tuple(array.shape)}")
     strict = name in ("query", "key", "value")
-    given += (None,) * (len(needed) - len(given)) if strict else ()
-    wrong = [i for i, axes in enumerate(given) if axis_names(axes) != axis_names(needed[i]) and (strict or axes is not None)]
+    axes_of_dims += (None,) * (len(needed) - len(axes_of_dims)) if strict else ()
+    wrong = [i for i, axes in enumerate(axes_of_dims) if axis_names(axes) != axis_names(needed[i]) and (strict or axes is not None)]
     if wrong:
         raise ValueError(f"in_specs has {name} as {spec}, but with the query split so it must be {PartitionSpec(*needed)}")
 
 
-def _check_out_specs(given: Any, needed: PartitionSpec | tuple[PartitionSpec, PartitionSpec]) -> None:
+def _check_out_specs(out_specs: Any, needed: PartitionSpec | tuple[PartitionSpec, PartitionSpec]) -> None:
     """The result is sharded as the query is; out_specs may only say the same."""
     several = isinstance(needed, tuple) and not isinstance(needed, PartitionSpec)
-    pair = isinstance(given, (tuple, list)) and not isinstance(given, PartitionSpec)
-    pairs = zip(given, needed, strict=False) if several and pair else [(given, needed)]
-    fits = given is None or (pair == several and (not pair or len(given) == len(needed)))
-    if not fits or (given is not None and any(_axes(one) != _axes(other) for one, other in pairs)):
-        raise ValueError(f"out_specs must be {needed}, as the query is split; got {given}")
+    pair = isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, PartitionSpec)
+    pairs = zip(out_specs, needed, strict=False) if several and pair else [(out_specs, needed)]
+    fits = out_specs is None or (pair == several and (not pair or len(out_specs) == len(needed)))
+    if not fits or (out_specs is not None and any(_axes(one) != _axes(other) for one, other in pairs)):
+        raise ValueError(f"out_specs must be {needed}, as the query is split; got {out_specs}")
 
 
 def _axes(spec: Iterable[Any]) -> list[tuple[str, ...]]:

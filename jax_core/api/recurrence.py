@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_core.api.differentiable import axis_size
-from jax_core.api.mesh import MeshPlan, axis_names, call_mapped, check_divides, kept_axes, ring_axes
+from jax_core.api.mesh import MeshPlan, axis_names, batch_and_head_axes, call_mapped, check_divides, ring_axes
 from jax_core.keywords import explains
 from jax_core.masks.layout import Layout, check_whole_length
 from jax_core.options import AxisName
@@ -228,13 +228,13 @@ def _differentiable(layer: Layer, pieces: Pieces, given: Given) -> tuple[Array, 
 
 
 def _forward(layer: Layer, pieces: Pieces, given: Given) -> tuple[tuple[Array, Array], _Residuals]:
-    y, last, kept = layer.forward(pieces, given)
-    return (y, last), (given, kept)
+    y, last, saved = layer.forward(pieces, given)
+    return (y, last), (given, saved)
 
 
 def _backward(layer: Layer, pieces: Pieces, residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Given]:
-    given, kept = residuals
-    gradients, dstate = layer.backward(pieces, given, kept, Cotangents(*cotangents))
+    given, saved = residuals
+    gradients, dstate = layer.backward(pieces, given, saved, Cotangents(*cotangents))
     return (Given(tuple(gradients), None if given.state is None else dstate, None),)
 
 
@@ -250,7 +250,7 @@ def _on_mesh(layer: Layer, layout: Layout, axis_name: AxisName, mesh: Mesh, arra
     sizes, first, along = layer.sizes(operands, state, ids), operands[0], ring_axes(mesh, axis_name)
     assert first is not None
     split = next(sizes[letter] for letter in "nhc" if letter in sizes)
-    batch, heads = kept_axes(first, split, mesh, axis_names(along), None)
+    batch, heads = batch_and_head_axes(first, split, mesh, axis_names(along), None)
     by_letter = {"b": batch, "t": along} | dict.fromkeys("hnc", heads)
     dims = [operand.dims for operand in layer.signature] + [(layer.state_dims,), ("bt",), ("",)]
     names = [operand.name for operand in layer.signature] + ["initial_state", "segment_ids", "cu_seqlens"]

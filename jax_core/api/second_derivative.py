@@ -41,10 +41,10 @@ def attention_gradients(spec: RingSpec, operands: Operands, out: Array, lse: Arr
 
 def _forward(spec: RingSpec, operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> tuple[Operands, _Residuals]:
     gradients = attention_gradients(spec, operands, out, lse, dout, dlse)
-    return gradients, kept((operands, dout, dlse, _done(spec, (gradients, out))))
+    return gradients, as_new_arrays((operands, dout, dlse, _done(spec, (gradients, out))))
 
 
-def kept(residuals: Tree) -> Tree:
+def as_new_arrays(residuals: Tree) -> Tree:
     """The residuals of a function that is differentiated inside another derivative, as arrays of their own. Of those that are its
     arguments JAX (0.10 and 0.11) keeps the number alone, which is another's where a scan in a scan is differentiated twice: the
     backward then gets wrong arrays, in silence if they have the shapes of the right ones."""
@@ -61,7 +61,9 @@ def _backward(spec: RingSpec, residuals: _Residuals, direction: Operands) -> tup
 attention_gradients.defvjp(_forward, _backward)
 
 
-def _made_of(spec: RingSpec, operands: Operands, dout: Array, dlse: Array, direction: Operands, done: Array | None) -> _Changes:
+def _directional_derivative(
+    spec: RingSpec, operands: Operands, dout: Array, dlse: Array, direction: Operands, done: Array | None
+) -> _Changes:
     """How the gradients, ``out`` and ``lse`` change as the operands move in ``direction``; and zeros like ``out``. ``done``: what
     the transfers must wait for; those after them wait for the zeros."""
     spec = replace(spec, differentiable=True)
@@ -87,7 +89,7 @@ def _made_of(spec: RingSpec, operands: Operands, dout: Array, dlse: Array, direc
     return nothing._replace(**changes), *others
 
 
-_changes = jax.custom_vjp(_made_of, nondiff_argnums=(0,))
+_changes = jax.custom_vjp(_directional_derivative, nondiff_argnums=(0,))
 
 
 def _floating(values: Operands, operands: Operands) -> dict[str, Array]:
@@ -105,7 +107,7 @@ def _done(spec: RingSpec, tree: object) -> Array | None:
 
 
 def _changes_forward(spec: RingSpec, *arguments: *_Arguments) -> tuple[_Changes, _Arguments]:
-    return _changes(spec, *arguments), kept(arguments)
+    return _changes(spec, *arguments), as_new_arrays(arguments)
 
 
 def _changes_backward(spec: RingSpec, arguments: _Arguments, cotangents: _Changes) -> tuple[Operands, Array, Array, Operands, None]:
@@ -119,7 +121,7 @@ def _changes_backward(spec: RingSpec, arguments: _Arguments, cotangents: _Change
     nothing = jax.tree.map(lambda _: None, operands)
 
     def changes(moving: dict[str, Array], dout: Array, dlse: Array, direction: dict[str, Array]) -> _Changes:
-        return _made_of(spec, operands.replaced(**moving), dout, dlse, nothing._replace(**direction), done)
+        return _directional_derivative(spec, operands.replaced(**moving), dout, dlse, nothing._replace(**direction), done)
 
     _, transpose = jax.vjp(changes, *moving)
     doperands, ddout, ddlse, ddirection = transpose(cotangents)

@@ -75,14 +75,16 @@ def balance(
             raise ValueError(f"{name} must be a positive int, got {number!r}")
     if isinstance(documents, str):
         return _in_turns(length, ranks, piece, documents, (cu_seqlens, prefix, tuple(spans), mask_mod, areas))
-    given = _Given(make_mask(causal, sliding_window, chunk_size), _documents(documents, cu_seqlens), prefix, tuple(spans), mask_mod)
+    mask_spec = _MaskSpec(
+        make_mask(causal, sliding_window, chunk_size), _documents(documents, cu_seqlens), prefix, tuple(spans), mask_mod
+    )
     if areas is None:
-        given.check(length)
+        mask_spec.check(length)
         tries: Iterator[tuple[Areas, int]] = (
-            (given.areas(_padded(length, ranks, one), one), one) for one in _pieces(length, ranks, piece)
+            (mask_spec.areas(_padded(length, ranks, one), one), one) for one in _pieces(length, ranks, piece)
         )
     else:
-        grid = _grid(length, ranks, areas, given, piece)
+        grid = _grid(length, ranks, areas, mask_spec, piece)
         tries = iter([(grid, grid.cell)])
     return _first_even(tries, ranks, tolerance, "ring_imbalance" if steps else "imbalance")
 
@@ -117,7 +119,7 @@ def _first_even(tries: Iterator[tuple[Areas, int]], ranks: int, tolerance: float
 
 
 @dataclass(frozen=True)
-class _Given:
+class _MaskSpec:
     """The mask as it was given."""
 
     mask: Mask
@@ -159,8 +161,8 @@ def _documents(lengths: Sequence[int] | None, ends: Sequence[int] | None) -> np.
     return np.diff(places)
 
 
-def _grid(length: int, ranks: int, areas: ArrayLike, given: _Given, piece: int | None) -> Grid:
-    if given != _Given(Mask(), None, None, (), None):
+def _grid(length: int, ranks: int, areas: ArrayLike, mask_spec: _MaskSpec, piece: int | None) -> Grid:
+    if mask_spec != _MaskSpec(Mask(), None, None, (), None):
         raise ValueError("areas says all there is to know of the mask; give no causal, window, documents or others beside it")
     pairs = np.asarray(areas)
     count = len(pairs) if pairs.ndim else 0

@@ -55,21 +55,21 @@ def choose(options: Options, problem: Problem, axes: tuple[str, ...] = ()) -> Ch
     ``axes``: the names of several mesh axes, which may mean a strategy that "auto" then tries first. Raises ValueError for unknown
     or contradictory names, NotImplementedError for what cannot be computed.
     """
-    given = options.cfg or RingAttentionConfig()
-    platform = named_platform(options.platform, given)
-    if given.backend not in ("any", problem.backend):
-        raise ValueError(f'cfg is for backend "{given.backend}", but this program runs on "{problem.backend}"; use "any"')
+    cfg = options.cfg or RingAttentionConfig()
+    platform = named_platform(options.platform, cfg)
+    if cfg.backend not in ("any", problem.backend):
+        raise ValueError(f'cfg is for backend "{cfg.backend}", but this program runs on "{problem.backend}"; use "any"')
     if options.strategy not in ("auto", *STRATEGIES):
         raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}; got {options.strategy!r}")
     if Empty().unsupported(problem, *_NO_PARAMS) is None:
         return Choice(Empty(), None, *_NO_PARAMS)
     if options.strategy != "auto":
-        return _with_strategy(options.strategy, platform, given, problem)
+        return _with_strategy(options.strategy, platform, cfg, problem)
     *first, last = _order(problem, axes)
     for name in first:
         with suppress(NotImplementedError):
-            return _with_strategy(name, platform, given, problem)
-    return _with_strategy(last, platform, given, problem)
+            return _with_strategy(name, platform, cfg, problem)
+    return _with_strategy(last, platform, cfg, problem)
 
 
 def _order(problem: Problem, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -78,9 +78,9 @@ def _order(problem: Problem, axes: tuple[str, ...]) -> tuple[str, ...]:
     return *named, *preferred_strategies(problem, windowed)
 
 
-def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem: Problem) -> Choice:
+def _with_strategy(name: str, platform: str, cfg: RingAttentionConfig, problem: Problem) -> Choice:
     strategy = STRATEGIES[name]
-    params = _params(strategy, given, problem)
+    params = _params(strategy, cfg, problem)
     reason = _strategy_reason(strategy, platform, params, problem)
     if reason is not None:
         raise NotImplementedError(f'strategy="{name}": {reason}; use strategy="auto"')
@@ -88,12 +88,12 @@ def _with_strategy(name: str, platform: str, given: RingAttentionConfig, problem
         warn_experimental(f'strategy="{name}"', strategy.EXPERIMENTAL)
     if strategy.FIXED_PLATFORM is not None:
         return Choice(strategy, None, *params)
-    return _with_kernel(strategy, platform, params, given.autotune, problem)
+    return _with_kernel(strategy, platform, params, cfg.autotune, problem)
 
 
-def _params(strategy: Strategy, given: RingAttentionConfig, problem: Problem) -> tuple[FwdParams, BwdParams]:
+def _params(strategy: Strategy, cfg: RingAttentionConfig, problem: Problem) -> tuple[FwdParams, BwdParams]:
     forward, backward = strategy.default_params(problem)
-    return given.fwd_params.completed(forward), given.bwd_params.completed(backward)
+    return cfg.fwd_params.completed(forward), cfg.bwd_params.completed(backward)
 
 
 def _strategy_reason(strategy: Strategy, platform: str, params: tuple[FwdParams, BwdParams], problem: Problem) -> str | None:
@@ -103,10 +103,10 @@ def _strategy_reason(strategy: Strategy, platform: str, params: tuple[FwdParams,
 
 def strategies_reasons(options: Options, problem: Problem) -> dict[str, str | None]:
     """Of each strategy why it cannot compute the request, by itself or because no kernel can for it; None if it can."""
-    given = options.cfg or RingAttentionConfig()
-    platform, reasons = named_platform(options.platform, given), {}
+    cfg = options.cfg or RingAttentionConfig()
+    platform, reasons = named_platform(options.platform, cfg), {}
     for name, strategy in STRATEGIES.items():
-        params = _params(strategy, given, problem)
+        params = _params(strategy, cfg, problem)
         reason = _strategy_reason(strategy, platform, params, problem)
         if reason is None and strategy.FIXED_PLATFORM is None:
             of_kernels = _kernels_reasons(strategy, params, problem)

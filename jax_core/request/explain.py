@@ -65,7 +65,9 @@ def explanation_of(options: Options, spec: RingSpec) -> Explanation:
     problem, strategy, kernel = spec.problem, spec.strategy, spec.kernel
     params, (name, chosen) = (spec.fwd_config.params, spec.bwd_config.params), _names(strategy, kernel)
     if name is None:
-        return Explanation("nothing to compute", None, "empty", *params, {}, {}, _NOTHING, _NOTHING, _given(problem), problem.size)
+        return Explanation(
+            "nothing to compute", None, "empty", *params, {}, {}, _NOTHING, _NOTHING, _operand_bytes(problem), problem.size
+        )
     named = options.platform not in (None, "auto") or (options.cfg is not None and options.cfg.platform != "auto")
     of_kernels = {} if kernel is None else kernels_reasons(options, problem, strategy)
     return Explanation(
@@ -78,7 +80,7 @@ def explanation_of(options: Options, spec: RingSpec) -> Explanation:
         kernels={other: why for other, why in of_kernels.items() if other != chosen},
         forward=strategy.traffic(problem, backward=False) if problem.size > 1 else _NOTHING,
         backward=strategy.traffic(problem, backward=True) if problem.size > 1 else _NOTHING,
-        given=_given(problem),
+        given=_operand_bytes(problem),
         ranks=problem.size,
     )
 
@@ -99,7 +101,7 @@ def _by(strategy: str, kernel: str | None) -> str:
     return f"the {strategy} strategy with {'its own kernel' if kernel is None else f'the {kernel} kernel'}"
 
 
-def _given(problem: Problem) -> int:
+def _operand_bytes(problem: Problem) -> int:
     nbytes = sizes(problem)
     return nbytes.queries + nbytes.keys + nbytes.out + nbytes.rows
 

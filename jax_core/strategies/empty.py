@@ -43,8 +43,8 @@ class Empty(Strategy):
         def results(sinks: Array | None) -> tuple[Array, Array]:
             return self.forward(spec, operands._replace(softmax_aux=sinks))
 
-        (found_out, found_lse), transpose = jax.vjp(results, operands.softmax_aux)
-        (dsinks,) = transpose((dout.astype(found_out.dtype), jnp.zeros_like(found_lse) if dlse is None else dlse))
+        (out, lse), transpose = jax.vjp(results, operands.softmax_aux)
+        (dsinks,) = transpose((dout.astype(out.dtype), jnp.zeros_like(lse) if dlse is None else dlse))
         zeros = operands._replace(predicate_arrays=())
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, zeros)
         none = jax.tree.map(lambda _: None, operands.predicate_arrays)

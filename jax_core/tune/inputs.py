@@ -11,7 +11,7 @@ from jax_core.kernels.contract import Extras, Pair, Problem, Scores
 from jax_core.masks.layout import Run
 
 DOCUMENTS = 8  # in a shard with segment ids
-_KEPT = 0.9  # of a boolean mask
+_VISIBLE = 0.9  # of a boolean mask
 
 
 class Inputs(NamedTuple):
@@ -54,7 +54,7 @@ def _extras(problem: Problem) -> Extras:
     q_positions, kv_positions = (_positions(problem.batch, length) for length in (problem.q_length, problem.k_length))
     return Extras(
         bias=_normal(4, plane, problem.dtype) if "bias" in asked else None,
-        mask=jax.random.bernoulli(jax.random.key(5), _KEPT, plane) if "mask" in asked else None,
+        mask=jax.random.bernoulli(jax.random.key(5), _VISIBLE, plane) if "mask" in asked else None,
         q_segment_ids=q_segments if "q_segment_ids" in asked else None,
         kv_segment_ids=kv_segments if "kv_segment_ids" in asked else None,
         q_position_ids=q_positions if "q_position_ids" in asked else None,

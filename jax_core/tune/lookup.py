@@ -17,7 +17,7 @@ from jax_core.tune import search, store
 from jax_core.tune.agreement import agreed
 from jax_core.tune.devices import device_name, file_name
 from jax_core.tune.keys import key_of
-from jax_core.tune.table import PASSES, Found, Table, from_json
+from jax_core.tune.table import PASSES, Table, Tuned, from_json
 
 SHIPPED = Path(__file__).parent / "shipped"
 Params = tuple[FwdParams, BwdParams]
@@ -26,20 +26,20 @@ Params = tuple[FwdParams, BwdParams]
 class Origin(NamedTuple):
     """A pass's configuration that was measured, and where it is kept."""
 
-    found: Found
+    tuned: Tuned
     place: str
 
 
-def completed(name: str, kernel: Kernel, problem: Problem, given: Params, autotune: bool = False) -> Params:
-    """``given`` with every number in place. A pass of which it gives some numbers is completed by the kernel; what was measured
+def completed(name: str, kernel: Kernel, problem: Problem, params: Params, autotune: bool = False) -> Params:
+    """``params`` with every number in place. A pass of which it gives some numbers is completed by the kernel; what was measured
     stands for a pass as a whole.
 
     Nothing is looked up for a kernel without candidates, nor for devices that JAX does not run on here (a program that is compiled
     ahead of time). In a job of several processes the one that asks first decides.
     """
     defaults = kernel.default_params(problem)
-    chosen = given[0].completed(defaults[0]), given[1].completed(defaults[1])
-    open_passes = [way for way, part in zip(PASSES, given, strict=True) if set(vars(part).values()) == {None}]
+    chosen = params[0].completed(defaults[0]), params[1].completed(defaults[1])
+    open_passes = [way for way, part in zip(PASSES, params, strict=True) if set(vars(part).values()) == {None}]
     if not open_passes or problem.backend != jax.default_backend() or not hasattr(kernel, "configs"):
         return chosen
     device, key = device_name(problem.backend), key_of(name, problem)
@@ -54,7 +54,7 @@ def completed(name: str, kernel: Kernel, problem: Problem, given: Params, autotu
 
 
 def _decide(name: str, kernel: Kernel, problem: Problem, key: str, device: str, autotune: bool) -> dict[str, dict[str, int | None]]:
-    params_of = {way: origin.found.params for way, origin in origins(key, device).items()}
+    params_of = {way: origin.tuned.params for way, origin in origins(key, device).items()}
     if autotune and len(params_of) < len(PASSES):
         params_of = _searched(name, kernel, problem, key, device) | params_of
     return {way: vars(params) for way, params in params_of.items()}
@@ -63,7 +63,7 @@ def _decide(name: str, kernel: Kernel, problem: Problem, key: str, device: str, 
 def origins(key: str, device: str) -> dict[str, Origin]:
     """By pass, what the user's cache or the shipped data hold for a key."""
     tables = {"shipped": shipped(device), "cache": user_table(device)}
-    return {way: Origin(found, place) for place, table in tables.items() for way, found in table.get(key, {}).items()}
+    return {way: Origin(tuned, place) for place, table in tables.items() for way, tuned in table.get(key, {}).items()}
 
 
 @cache
@@ -102,7 +102,7 @@ def remember(device: str, results: Table) -> None:
 
 
 @cache
-def _searched_here() -> dict[str, Mapping[str, Found]]:
+def _searched_here() -> dict[str, Mapping[str, Tuned]]:
     return {}
 
 
@@ -115,8 +115,8 @@ def _searched(name: str, kernel: Kernel, problem: Problem, key: str, device: str
         except Exception as error:  # the attention itself can still be computed
             warn_once(f"the search for {key} failed ({type(error).__name__}: {error}); the kernel's own configuration is used")
             return {}
-        remember(device, {key: {way: result.found for way, result in results.items() if result.found is not None}})
-    return {way: found.params for way, found in _searched_here()[key].items()}
+        remember(device, {key: {way: result.tuned for way, result in results.items() if result.tuned is not None}})
+    return {way: tuned.params for way, tuned in _searched_here()[key].items()}
 
 
 def _runs(kernel: Kernel, problem: Problem, key: str, params: FwdParams) -> bool:

@@ -16,7 +16,7 @@ from jax_core.tune import timing
 from jax_core.tune.devices import versions
 from jax_core.tune.inputs import Inputs, make_inputs
 from jax_core.tune.programs import Program, Reference, Results, calls_per_sample, make_program, make_reference
-from jax_core.tune.table import PASSES, Found
+from jax_core.tune.table import PASSES, Tuned
 
 FINALISTS = 2  # beside the heuristic's
 NOISE = 0.01  # what must be won, as a part of the time, to leave the heuristic
@@ -38,10 +38,10 @@ class Limits:
 
 
 class Result(NamedTuple):
-    """Of one pass. ``found``: None if no candidate could run, or the time was over before there were two. ``tried``: how many of
+    """Of one pass. ``tuned``: None if no candidate could run, or the time was over before there were two. ``tried``: how many of
     ``listed`` were compiled. ``dropped``: which of them were left out, with the reasons."""
 
-    found: Found | None
+    tuned: Tuned | None
     heuristic: FwdParams
     tried: int
     listed: int
@@ -100,7 +100,7 @@ def _search_pass(way: str, kernel: Kernel, problem: Problem, inputs: Inputs, ref
         if reason is None:
             right[params] = program
         else:
-            dropped.append(f"{in_words(params)}: {reason}")
+            dropped.append(f"{formatted(params)}: {reason}")
     tried = len(right) + len(dropped)
     complete = tried == len(listed)
     fastest = _fastest(right, heuristic, problem, limits, calls, complete) if right and (complete or tried > 1) else None
@@ -117,7 +117,7 @@ def _in_time(listed: Iterable[FwdParams], limits: Limits) -> Iterable[FwdParams]
 
 def _fastest(
     programs: dict[FwdParams, Program], heuristic: FwdParams, problem: Problem, limits: Limits, calls: int, complete: bool
-) -> Found:
+) -> Tuned:
     rest = 0.0 if problem.backend == "cpu" else timing.REST
     with limits.turn():
         once = timing.take_turns(programs, 1, 0.0)
@@ -128,7 +128,7 @@ def _fastest(
     if heuristic_time is not None and times[best] > (1 - NOISE) * heuristic_time:
         best = heuristic
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Found(best, times[best] / calls, None if heuristic_time is None else heuristic_time / calls, complete, today, versions())
+    return Tuned(best, times[best] / calls, None if heuristic_time is None else heuristic_time / calls, complete, today, versions())
 
 
 def wrong(results: Results, reference: Results, dtype: str) -> str | None:
@@ -149,7 +149,7 @@ def difference(result: jax.Array, exact: jax.Array) -> float:
     return float(jnp.sqrt(jnp.mean((a - b) ** 2)) / jnp.where(scale > 0, scale, 1))
 
 
-def in_words(params: FwdParams) -> str:
+def formatted(params: FwdParams) -> str:
     """As ``64 x 128, 3 stages, 8 warps``."""
     words = [f"{params.q_blocksize} x {params.kv_blocksize}"]
     words += [f"{number} {name}" for name, number in (("stages", params.num_stages), ("warps", params.num_warps)) if number]

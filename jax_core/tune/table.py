@@ -13,7 +13,7 @@ PASSES: Mapping[str, type[FwdParams]] = {"forward": FwdParams, "backward": BwdPa
 
 
 @dataclass(frozen=True)
-class Found:
+class Tuned:
     """What a search found for one pass: its parameters; milliseconds a call with them, and with those that the kernel chooses (None
     if it could not run with these); whether all candidates were tried, or time ended the search; the day, and the versions of what
     compiled it."""
@@ -31,7 +31,7 @@ class Found:
         return None if self.heuristic_ms is None else 100 * (1 - self.ms / self.heuristic_ms)
 
 
-Table = Mapping[str, Mapping[str, Found]]  # by the problem's key, then by pass
+Table = Mapping[str, Mapping[str, Tuned]]  # by the problem's key, then by pass
 
 
 class NewerSchemaError(ValueError):
@@ -44,11 +44,11 @@ def joined(table: Table, added: Table) -> Table:
 
 
 def to_json(table: Table, device: str) -> str:
-    entries = {key: {name: _plain(found) for name, found in passes.items()} for key, passes in table.items()}
+    entries = {key: {name: _plain(tuned) for name, tuned in passes.items()} for key, passes in table.items()}
     return json.dumps({"schema": SCHEMA, "device": device, "configurations": entries}, indent=1) + "\n"
 
 
-def _plain(entry: Found) -> dict[str, object]:
+def _plain(entry: Tuned) -> dict[str, object]:
     params = {name: value for name, value in vars(entry.params).items() if value is not None}
     return {**asdict(entry), "params": params, "versions": dict(entry.versions)}
 
@@ -67,14 +67,14 @@ def from_json(text: str, device: str) -> Table:
     return {key: _passes(key, passes) for key, passes in data["configurations"].items()}
 
 
-def _passes(key: str, passes: Any) -> dict[str, Found]:
+def _passes(key: str, passes: Any) -> dict[str, Tuned]:
     try:
-        return {name: _found(PASSES[name], **entry) for name, entry in passes.items()}
+        return {name: _tuned(PASSES[name], **entry) for name, entry in passes.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the entry {key!r} is not one of a table ({type(error).__name__}: {error})") from None
 
 
-def _found(
+def _tuned(
     kind: type[FwdParams],
     *,
     params: dict[str, int | None],
@@ -83,13 +83,13 @@ def _found(
     complete: bool,
     day: str,
     versions: dict[str, str],
-) -> Found:
+) -> Tuned:
     texts = (day, *versions, *versions.values())
     if not all(isinstance(text, str) for text in texts) or not all(_is_time(time) for time in (ms, heuristic_ms or 1.0)):
         raise ValueError(f"times are positive numbers, day and versions are text; got {ms!r}, {heuristic_ms!r}, {texts!r}")
     if not isinstance(complete, bool):
         raise ValueError(f"complete is true or false, got {complete!r}")
-    return Found(kind(**params), ms, heuristic_ms, complete, day, versions)
+    return Tuned(kind(**params), ms, heuristic_ms, complete, day, versions)
 
 
 def _is_time(time: object) -> bool:

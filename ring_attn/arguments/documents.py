@@ -8,7 +8,7 @@ from torch import Tensor
 from jax_core.masks.layout import Layout, runs
 from jax_core.operands import EIGHTHS, Operands
 from jax_core.options import Options
-from ring_attn.arguments.local_lengths import doubt_local_lengths
+from ring_attn.arguments.local_lengths import warn_of_local_lengths
 from ring_attn.documents.cumulative import check_cumulative, documents_of, or_padding, require
 from ring_attn.documents.table import Documents, of_cumulative
 from ring_attn.sharding.marks import bounds_of, ranks_of, shard_of
@@ -64,7 +64,7 @@ def with_documents(where: MeshArg, packing: Packing, qkv_format: str, operands: 
     check_cumulative("cu_seqlens_q", cu_q, query.shape[1] * per_sequence, query.device, longest[0], padding)
     if not same or longest[0] != longest[1]:
         check_cumulative("cu_seqlens_k", cu_k, key.shape[1] * per_sequence, query.device, longest[1], padding)
-    doubt_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
+    warn_of_local_lengths("cu_seqlens_q", cu_q, query.shape[1], query.shape[1] * per_sequence)
     options, relative = replace(options, bottom_right=False), options.chunk_size is not None or options.mask_mod is not None
     if same and not relative and (table := of_cumulative(cu_q)) is not None:
         return operands.replaced(documents=table), options
@@ -151,9 +151,9 @@ def ids_by_document(layout: str, cu_seqlens: Tensor, length: int, group: MeshLik
 def rank_in(group: MeshLike, device: torch.device) -> tuple[int, int]:
     """This process's rank in the ring, and the ring's size."""
     ring = backend_of(device).resolve(group, None)
-    if len(ring.held) != 1:
+    if len(ring.ranks_here) != 1:
         raise NotImplementedError("one process holds all shards here (torch-xla): use flash_attn_varlen_func, with whole tensors")
-    return ring.held[0], ring.size
+    return ring.ranks_here[0], ring.size
 
 
 @constant
@@ -167,15 +167,15 @@ def tensors_per_sequence_of(where: MeshArg, device: torch.device) -> int:
 
 
 @constant
-def _held(where: MeshArg, device: torch.device) -> tuple[tuple[int, ...], int]:
+def _local_ranks(where: MeshArg, device: torch.device) -> tuple[tuple[int, ...], int]:
     """The ring ranks whose shards this process's tensor holds, and the size of the ring."""
     ring = backend_of(device).resolve(*where)
-    return tuple(ring.held), ring.size
+    return tuple(ring.ranks_here), ring.size
 
 
 def index_of(where: MeshArg, layout: Layout, x: Tensor) -> Tensor:
     """``[seq]``: where the rows of a shard are in the whole sequence. torch.compile may hold the length for variable."""
-    held, size = _held(where, x.device)
-    pieces = [run for rank in held for run in runs(layout, rank, size, x.shape[1] // len(held))]
+    ranks, size = _local_ranks(where, x.device)
+    pieces = [run for rank in ranks for run in runs(layout, rank, size, x.shape[1] // len(ranks))]
     ends = [(run.start, run.start + run.stride * run.length, run.stride) for run in pieces]
     return torch.cat([torch.arange(*end, dtype=torch.int32, device=x.device) for end in ends])

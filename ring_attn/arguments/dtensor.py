@@ -32,7 +32,7 @@ class Split(NamedTuple):
     batch: int
 
     def parts(self, role: str) -> int:
-        return self.over([found == role for found in self.roles])
+        return self.over([axis_role == role for axis_role in self.roles])
 
     def over(self, chosen: Sequence[bool]) -> int:
         """The number of processes over the chosen mesh dimensions. A loop, for torch.compile cannot trace prod of a generator."""
@@ -44,8 +44,8 @@ class Split(NamedTuple):
     def first(self, role: str, whole: int) -> int:
         """The first index of the dimension that this process holds."""
         place = 0
-        for dim, found in enumerate(self.roles):
-            if found == role:
+        for dim, axis_role in enumerate(self.roles):
+            if axis_role == role:
                 place = place * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
                 whole //= self.mesh.size(dim)
         return place * whole
@@ -87,8 +87,8 @@ def local_parts(
 
 def where_sharded(query: DTensor, dim: int) -> MeshArg:
     """The mesh dimensions over which the query's dimension ``dim``, its sequence, is sharded; no ring if it is over none."""
-    found = tuple(index for index, placement in enumerate(query.placements) if placement == Shard(dim))
-    return (query.device_mesh, found) if found else ("local", None)
+    dims = tuple(index for index, placement in enumerate(query.placements) if placement == Shard(dim))
+    return (query.device_mesh, dims) if dims else ("local", None)
 
 
 def _roles(query: DTensor, name: str) -> Roles:
@@ -163,8 +163,8 @@ def _part(split: Split, name: str, word: str, x: Tensor) -> Tensor:
     if not isinstance(x, DTensor):
         if name not in ("query", "key", "value"):
             _check_whole(split, word, x, axes)
-        held = [place if role == _SEQUENCE else Replicate() for role, place in zip(split.roles, needed, strict=True)]
-        x = DTensor.from_local(x, split.mesh, held, run_check=False)
+        placements = [place if role == _SEQUENCE else Replicate() for role, place in zip(split.roles, needed, strict=True)]
+        x = DTensor.from_local(x, split.mesh, placements, run_check=False)
     _check_placements(split, word, x, needed)
     # An operand that all processes hold whole has a part of its gradient where each computes something else with it.
     gradient = [

@@ -22,7 +22,7 @@ class _Asked(NamedTuple):
 _asked: list[_Asked] = []
 
 
-def doubt_local_lengths(name: str, ends: Tensor, shard: int, total: int) -> None:
+def warn_of_local_lengths(name: str, ends: Tensor, shard: int, total: int) -> None:
     """Doubt ``cu_seqlens`` of the whole sequence of ``total`` tokens that end within the first rank's shard. All are looked at,
     once while they are the same; those on a GPU at a later call, without a wait."""
     if shard == total or torch.compiler.is_compiling():
@@ -35,10 +35,10 @@ def doubt_local_lengths(name: str, ends: Tensor, shard: int, total: int) -> None
         end = ends.detach()[-1].to("cpu", non_blocking=True)
         _asked.append(_Asked(name, end, recorded(ends.device), shard, total))
     while _asked and (_asked[0].arrived is None or _asked[0].arrived.query()):  # in the order in which they were asked
-        _look(_asked.pop(0))
+        _check(_asked.pop(0))
 
 
-def _look(asked: _Asked) -> None:
+def _check(asked: _Asked) -> None:
     if 0 < (last := int(asked.end)) <= asked.shard:
         warn_once(
             f"{asked.name} ends at {last}, within the first rank's shard of {asked.shard} tokens, and the rest is padding: it must "

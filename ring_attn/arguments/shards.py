@@ -19,13 +19,13 @@ _MOST_CALLS = 64
 
 class Called(NamedTuple):
     """A call of ``kind``: attention, or a layer with a state. ``layout``: None where any would do. ``length``: of its shards, in an
-    attention of the queries. ``told``: whether something says which tokens one sees besides the static masks, as documents need
+    attention of the queries. ``masked``: whether something says which tokens one sees besides the static masks, as documents need
     it."""
 
     kind: str
     layout: str | None
     length: int
-    told: bool
+    masked: bool
 
 
 _calls: set[Called] = set()  # since the last loss
@@ -46,26 +46,26 @@ def check_shards(
         return
     dim = _DIMS.get(qkv_format, 1)
     layout = options.layout if _places_matter(operands, packing, options) else None
-    told = _by_place(operands, packing, options) or operands.q_segment_ids is not None or options.mask_mod is not None
-    _note("attention", layout, query, dim, told)
+    masked = _by_place(operands, packing, options) or operands.q_segment_ids is not None or options.mask_mod is not None
+    _note("attention", layout, query, dim, masked)
     for name, x in zip(Operands._fields, operands.qkv, strict=False):
         _check_shard(where, names.get(name, name), x, dim, layout)
 
 
-def check_shards_of_layer(where: MeshArg, layout: Layout, operands: Mapping[str, Tensor | None], told: bool) -> None:
+def check_shards_of_layer(where: MeshArg, layout: Layout, operands: Mapping[str, Tensor | None], masked: bool) -> None:
     """The same for the ``operands [batch, seq, ...]`` of a layer with a state, by the caller's names: those that have tokens, and
     the ids. Its state goes from each token to the next, so every layout matters."""
-    given = {name: x for name, x in operands.items() if x is not None}
-    for x in list(given.values())[:1]:
-        _note("layer with a state", layout, x, 1, told)
-    for name, x in given.items():
+    present = {name: x for name, x in operands.items() if x is not None}
+    for x in list(present.values())[:1]:
+        _note("layer with a state", layout, x, 1, masked)
+    for name, x in present.items():
         _check_shard(where, name, x, 1, layout)
 
 
-def _note(kind: str, layout: Layout | None, x: Tensor, dim: int, told: bool) -> None:
+def _note(kind: str, layout: Layout | None, x: Tensor, dim: int, masked: bool) -> None:
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
-    _calls.add(Called(kind, layout if type(layout) is str else None, x.shape[dim] if dim < x.ndim else 0, told))
+    _calls.add(Called(kind, layout if type(layout) is str else None, x.shape[dim] if dim < x.ndim else 0, masked))
 
 
 def _check_shard(where: MeshArg, name: str, x: Tensor, dim: int, layout: Layout | None) -> None:
@@ -75,9 +75,9 @@ def _check_shard(where: MeshArg, name: str, x: Tensor, dim: int, layout: Layout 
 
 def called_since(length: int) -> set[Called]:
     """The calls on shards of this length since this was asked last."""
-    found = {called for called in _calls if called.length == length}
+    recent = {called for called in _calls if called.length == length}
     _calls.clear()
-    return found
+    return recent
 
 
 def _by_place(operands: Operands[Tensor], packing: Packing | None, options: Options) -> bool:

@@ -32,11 +32,11 @@ def from_process(module: str, limit: float, environment: Mapping[str, str]) -> t
         os.killpg(process.pid, signal.SIGKILL)  # with what it has started: compilers hold its pipes open
         out, _ = process.communicate()
         became = f"timed out after {limit:g} s"
-    lines = list(_told(out))
+    lines = list(_parsed(out))
     return [each for each in lines if each is not None], None if None in lines else became
 
 
-def _told(out: str) -> Iterator[dict[str, Any] | None]:
+def _parsed(out: str) -> Iterator[dict[str, Any] | None]:
     """Of lines that were cut short, or that anything else has printed, nothing."""
     for line in out.splitlines():
         with suppress(json.JSONDecodeError):

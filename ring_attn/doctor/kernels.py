@@ -41,13 +41,13 @@ def main() -> None:
 def _tried() -> Iterator[dict[str, str]]:
     import ring_attn
 
-    given = inputs()
+    arrays = inputs()
     # It starts JAX, which the oracle needs. Asked in 16 bits, which all kernels take.
-    explained = ring_attn.explain(*(x.bfloat16() for x in given[:3]), causal=True, mesh="local")
-    exact = oracle(*given)
-    usual = error(results(dense, *given), exact)
-    usual_ms = _milliseconds(lambda: results(dense, *given))
-    for name, refusal in [(explained.kernel, None), *explained.kernels.items()]:
+    explanation = ring_attn.explain(*(x.bfloat16() for x in arrays[:3]), causal=True, mesh="local")
+    exact = oracle(*arrays)
+    usual = error(results(dense, *arrays), exact)
+    usual_ms = _milliseconds(lambda: results(dense, *arrays))
+    for name, refusal in [(explanation.kernel, None), *explanation.kernels.items()]:
         if refusal is not None:
             yield {"kernel": str(name), "verdict": "note", "text": f"cannot run here: {refusal}"}
             continue
@@ -56,8 +56,8 @@ def _tried() -> Iterator[dict[str, str]]:
             return ring_attn.ring_attention(q, k, v, causal=True, mesh="local", platform=name)
 
         try:
-            our_error = error(results(ours, *given), exact)
-            ms = _milliseconds(lambda ours=ours: results(ours, *given))  # type: ignore[misc]
+            our_error = error(results(ours, *arrays), exact)
+            ms = _milliseconds(lambda ours=ours: results(ours, *arrays))  # type: ignore[misc]
         except Exception as failure:
             yield {"kernel": str(name), "verdict": "wrong", "text": f"{type(failure).__name__}: {failure}"}
             continue
@@ -89,12 +89,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def oracle(*given: Tensor) -> list[Tensor]:
+def oracle(*arrays: Tensor) -> list[Tensor]:
     """The output and the gradients in float64, on the CPU, by the oracle that the tests have. JAX must have been started by a call
     of the library before."""
     from jax_core.testing.oracle import reference_gradients
 
-    return [torch.from_numpy(x) for x in reference_gradients(*(x.double().cpu().numpy() for x in given), causal=True)]
+    return [torch.from_numpy(x) for x in reference_gradients(*(x.double().cpu().numpy() for x in arrays), causal=True)]
 
 
 def results(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cotangent: Tensor) -> list[Tensor]:

@@ -30,7 +30,7 @@ def check(limit: float = LIMIT) -> Iterator[Finding]:
     """On all ranks alike. ``limit``: for each finding, in seconds. A collective that does not come to its end is left behind, and
     said. The next finding is looked for once the caller asks for it, having printed the last: a crash takes nothing with it."""
     findings: Queue[Finding | None] = Queue()
-    threading.Thread(target=_look, args=(findings,), daemon=True).start()
+    threading.Thread(target=_collect, args=(findings,), daemon=True).start()
     while True:
         try:
             finding = findings.get(timeout=limit)
@@ -43,7 +43,7 @@ def check(limit: float = LIMIT) -> Iterator[Finding]:
         findings.task_done()
 
 
-def _look(findings: "Queue[Finding | None]") -> None:
+def _collect(findings: "Queue[Finding | None]") -> None:
     for finding in _findings():
         findings.put(finding)
         findings.join()
@@ -84,17 +84,17 @@ def _ring() -> Iterator[Finding]:
     """Each strategy and each kernel that can run, forward and gradients; why the others cannot."""
     from ring_attn import Ring, explain
 
-    given = inputs()
+    arrays = inputs()
     ring = Ring(layout="zigzag")
-    shards = [ring.shard(x) for x in given]
+    shards = [ring.shard(x) for x in arrays]
     # It starts JAX, which the oracle needs. Asked in 16 bits, which all kernels take.
-    explained = explain(*(x.bfloat16() for x in shards[:3]), causal=True, **ring.arguments())
-    exact = oracle(*given)
-    usual = error(results(dense, *given), exact)
-    ways = [("strategy", "strategy", {explained.strategy: None, **explained.strategies})]
-    if explained.kernel is not None:
-        ways.append(("kernel", "platform", {explained.kernel: None, **explained.kernels}))
-    for kind, option, reasons in ways:
+    explanation = explain(*(x.bfloat16() for x in shards[:3]), causal=True, **ring.arguments())
+    exact = oracle(*arrays)
+    usual = error(results(dense, *arrays), exact)
+    choices = [("strategy", "strategy", {explanation.strategy: None, **explanation.strategies})]
+    if explanation.kernel is not None:
+        choices.append(("kernel", "platform", {explanation.kernel: None, **explanation.kernels}))
+    for kind, option, reasons in choices:
         for name, refusal in reasons.items():
             check = f"{kind} {name}, {ring.size} ranks"
             if refusal is not None:

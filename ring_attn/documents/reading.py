@@ -16,11 +16,11 @@ PACKING = (*CUMULATIVE, *NUMBERED, *LONGEST)  # what says nothing but where docu
 
 
 class Reading(NamedTuple):
-    """``numbers [rows, seq]``, int64: tokens of a row with one number are one document, negative ones are padding. ``told_by``: the
+    """``numbers [rows, seq]``, int64: tokens of a row with one number are one document, negative ones are padding. ``source``: the
     entry that says so; None where each row is one document."""
 
     numbers: Tensor
-    told_by: str | None
+    source: str | None
 
     @property
     def begins(self) -> Tensor:
@@ -41,7 +41,7 @@ def read_documents(batch: Mapping[str, Any], shape: torch.Size, device: torch.de
 
     Raises ValueError where they disagree, where position ids alone leave it open, and for other shapes.
     """
-    sources = {name: numbers.to(device) for name, numbers in _told(batch, shape)}
+    sources = {name: numbers.to(device) for name, numbers in _document_numbers(batch, shape)}
     real = torch.ones(shape, dtype=torch.bool, device=device)
     for numbers in sources.values():
         real &= numbers >= 0
@@ -67,7 +67,7 @@ def read_documents(batch: Mapping[str, Any], shape: torch.Size, device: torch.de
     return reading
 
 
-def _told(batch: Mapping[str, object], shape: torch.Size) -> Iterator[tuple[str, Tensor]]:
+def _document_numbers(batch: Mapping[str, object], shape: torch.Size) -> Iterator[tuple[str, Tensor]]:
     """The document number of each token, negative on padding, by everything in the batch that says it."""
     for name in CUMULATIVE:
         if batch.get(name) is not None:
@@ -121,15 +121,15 @@ def _check_restarts(reading: Reading, jumps: Jumps) -> None:
     begins, first = reading.begins & within, reading.begins & ~within
     restart = bool(jumps.restarts.any())
     if restart and bool(((jumps.restarts & ~begins) | (begins & ~jumps.restarts & ~jumps.others)).any()):
-        _check_agreed(str(reading.told_by), reading.begins, "position_ids", first | jumps.restarts)
+        _check_agreed(str(reading.source), reading.begins, "position_ids", first | jumps.restarts)
 
 
 def _check_longest(batch: Mapping[str, Any], reading: Reading) -> None:
-    given = {name: int(batch[name]) for name in LONGEST if batch.get(name) is not None}
-    if not given:
+    stated = {name: int(batch[name]) for name in LONGEST if batch.get(name) is not None}
+    if not stated:
         return
     numbers = (reading.begins.flatten().cumsum(0) - 1)[(reading.numbers >= 0).flatten()]
     longest = int(numbers.bincount().max()) if len(numbers) else 0
-    for name, length in given.items():
+    for name, length in stated.items():
         if length < longest:
             raise ValueError(f"{name} is {length}, but a document has {longest} tokens")

@@ -38,7 +38,7 @@ class _New(NamedTuple):
     positions: Tensor
     segments: Tensor
     places: dict[tuple[int, int, bool], Tensor]
-    kept: set[int]
+    stored: set[int]
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """The memory of this rank's slots."""
-        return sum(layer.held.nbytes for layer in self.layers.values())
+        return sum(layer.contents.nbytes for layer in self.layers.values())
 
     @contextmanager
     def prompt(self, input_ids: Tensor, lengths: Tensor | None = None, segment_ids: Tensor | None = None) -> Iterator[Prompt]:
@@ -150,7 +150,7 @@ class KVCache:
 
     def memory(self) -> tuple[int, ...]:
         """Where a step finds what it reads and writes: what a CUDA graph goes by."""
-        slots = (x for layer in self.layers.values() for x in (layer.held.key, layer.held.positions))
+        slots = (x for layer in self.layers.values() for x in (layer.contents.key, layer.contents.positions))
         ids = (x for x in (self.lengths, self.segments, *self._first.get(1, ())) if x is not None)
         return tuple(x.data_ptr() for x in (*slots, *ids))
 
@@ -193,7 +193,7 @@ class KVCache:
             self._append(cached, new)
         elif not cached.written:
             raise ValueError(f"layer {layer} was filled by self-attention, which needs k and v of the new tokens; got none")
-        slots = cached.held
+        slots = cached.contents
         options |= dict(q_segment_ids=segments, kv_segment_ids=slots.segments)
         # One new token sees all the others, wherever they are.
         if not cached.written and (q.shape[1] > 1 or any(options.get(name) is not None for name in _BY_POSITION)):
@@ -282,7 +282,7 @@ class KVCache:
         if q.shape[:2] != positions.shape:
             raise ValueError(f"on the prompts q must be this rank's shard {list(positions.shape)}, got {list(q.shape[:2])}")
         if k is None or v is None:
-            slots = self._layer(layer, {}).held
+            slots = self._layer(layer, {}).contents
             # No mask goes by these positions, but with them the keys need not lie in the ring's layout.
             options |= dict(q_position_ids=positions, kv_position_ids=slots.positions)
             options |= dict(q_segment_ids=segments.clamp_max(0), kv_segment_ids=slots.segments)
@@ -336,11 +336,11 @@ class KVCache:
             step.places[kind] = layer.places(step.before, new.slots)
         places = step.places[kind]
         if new.segments is not step.segments:  # segments of the caller's
-            layer.own_ids()
+            layer.copy_ids()
             return layer.append(new, places)
-        kept, memory = step.kept, layer.held.segments.data_ptr()
-        layer.append(new, places, ids=memory not in kept)
-        return kept.add(memory)
+        stored, memory = step.stored, layer.contents.segments.data_ptr()
+        layer.append(new, places, ids=memory not in stored)
+        return stored.add(memory)
 
     def _appended_on_device(self, appended: int) -> Tensor:
         """The count that a CUDA graph reads and adds to. Outside of one it is what the host knows."""

@@ -23,19 +23,19 @@ def check_prompt(input_ids: Tensor, lengths: Tensor | None, segment_ids: Tensor 
 
 def check_operands(*operands: Tensor | None) -> None:
     """``q, k, v``, or any of them; k and v come both or neither."""
-    given = [x for x in operands if x is not None]
-    if len(given) == 2 and len(operands) == 3:
+    present = [x for x in operands if x is not None]
+    if len(present) == 2 and len(operands) == 3:
         raise ValueError("k and v come both, as those of new tokens, or neither, for cross attention; got one of them")
-    if any(x.dim() != 4 for x in given):
-        raise ValueError(f"q, k and v must be [batch, tokens, heads, dim], got {', '.join(str(list(x.shape)) for x in given)}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if any(x.dim() != 4 for x in present):
+        raise ValueError(f"q, k and v must be [batch, tokens, heads, dim], got {', '.join(str(list(x.shape)) for x in present)}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in present):
         raise ValueError("a KVCache keeps no gradients: run the model within torch.no_grad()")
 
 
 def check_appended(number: int, layer: Layer, new: CacheSlots, longest: int, max_length: int) -> None:
     if layer.written:
         raise ValueError(f"the keys of layer {number} were written once, for cross attention: call attend without k and v")
-    now, old = ([(x.shape[0], *x.shape[2:], x.dtype, x.device) for x in tensors[:2]] for tensors in (new, layer.held))
+    now, old = ([(x.shape[0], *x.shape[2:], x.dtype, x.device) for x in tensors[:2]] for tensors in (new, layer.contents))
     if now != old:
         raise ValueError(
             f"layer {number} holds keys and values of (batch, heads, dim, dtype, device) {old}, but new ones of {now} came"
@@ -77,11 +77,11 @@ def reach_of(options: dict[str, Any], max_length: int) -> int | None:
     return min((side for side in sides if side < max_length), default=None)
 
 
-def check_cropped(layers: dict[int, Layer], appended: int, kept: int) -> None:
-    if not 0 <= kept <= appended:
-        raise ValueError(f"crop must leave between 0 and the {appended} tokens that were appended to the prompt, got {kept}")
+def check_cropped(layers: dict[int, Layer], appended: int, left: int) -> None:
+    if not 0 <= left <= appended:
+        raise ValueError(f"crop must leave between 0 and the {appended} tokens that were appended to the prompt, got {left}")
     for number, layer in layers.items():
-        gone = max(layer.furthest, layer.appended) - kept
+        gone = max(layer.furthest, layer.appended) - left
         if layer.reach is not None and gone > layer.at_once:
             raise ValueError(
                 f"layer {number} has a window and has kept what {layer.at_once} tokens back see, and {gone} are to be taken back: "

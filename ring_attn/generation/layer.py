@@ -55,7 +55,7 @@ class Layer:
     on all ranks together; ``furthest``: the most there have been. ``source``: the segments that it was filled with; layers filled
     with the same share their ids."""
 
-    held: CacheSlots
+    contents: CacheSlots
     rank: int
     size: int
     first: int
@@ -69,7 +69,7 @@ class Layer:
     def slots(self) -> int:
         """Those for tokens. One more, the last, takes what other ranks keep, so that where a token goes is known to the device
         alone."""
-        return self.held.slots - 1
+        return self.contents.slots - 1
 
     @property
     def room(self) -> int | None:
@@ -90,46 +90,46 @@ class Layer:
     def append(self, new: CacheSlots, places: Tensor, ids: bool = True) -> None:
         """Keeps this rank's share of ``new [batch, tokens, ...]``, which all ranks hold, at :meth:`places`. ``ids``: False where
         another layer, which shares its positions and segments with this one, has kept them."""
-        append(self.held[:2], new[:2], places)
+        append(self.contents[:2], new[:2], places)
         if ids:
-            for whole, part in zip(self.held[2:], new[2:], strict=True):
+            for whole, part in zip(self.contents[2:], new[2:], strict=True):
                 whole.index_copy_(1, places, part)
-            self.held.segments[:, -1] = EMPTY
+            self.contents.segments[:, -1] = EMPTY
         self.appended += new.slots
 
     def crop(self, appended: int, end: Tensor, done: set[int]) -> None:
         """Empties the slots of tokens from ``end [batch, 1]`` on. ``done``: the addresses of shared ids of which it is done."""
         self.furthest, self.appended = max(self.furthest, self.appended), appended
-        if (address := self.held.segments.data_ptr()) not in done:
-            self.held.segments.masked_fill_(self.held.positions >= end, EMPTY)
+        if (address := self.contents.segments.data_ptr()) not in done:
+            self.contents.segments.masked_fill_(self.contents.positions >= end, EMPTY)
             done.add(address)
 
     def share_ids(self, other: "Layer") -> None:
-        self.held = CacheSlots(*self.held[:2], *other.held[2:])
+        self.contents = CacheSlots(*self.contents[:2], *other.contents[2:])
 
-    def own_ids(self) -> None:
+    def copy_ids(self) -> None:
         """Shares no positions and segments from here on."""
         if self.source is not None:
-            self.held = CacheSlots(*self.held[:2], *(x.clone() for x in self.held[2:]))
+            self.contents = CacheSlots(*self.contents[:2], *(x.clone() for x in self.contents[2:]))
             self.source = None
 
     def reorder(self, index: Tensor, done: set[int]) -> None:
         """In its own memory. ``done``: the addresses of what other layers share with this one and have reordered."""
-        for x in self.held:
+        for x in self.contents:
             if x.data_ptr() not in done:
                 x.copy_(x.index_select(0, index))
                 done.add(x.data_ptr())
 
     def taken(self, index: Tensor) -> "Layer":
         """A copy with these batch entries."""
-        return replace(self, held=CacheSlots(*(x.index_select(0, index) for x in self.held)), source=None)
+        return replace(self, contents=CacheSlots(*(x.index_select(0, index) for x in self.contents)), source=None)
 
     def grown(self, room: int) -> "Layer":
         """A copy that takes ``room`` tokens more."""
         if self.reach is not None or self.written:
             return self
         more = -(-(self.appended + room) // self.size)
-        return replace(self, held=self.held.padded(_rounded(self.first + more + 1)), source=None)
+        return replace(self, contents=self.contents.padded(_rounded(self.first + more + 1)), source=None)
 
 
 def whole_layer(slots: CacheSlots, rank: int, size: int, room: int) -> Layer:

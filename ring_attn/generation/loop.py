@@ -82,11 +82,11 @@ def decode(
     return torch.stack(tokens, 1) if tokens else token.new_zeros(len(token), 0)
 
 
-def _logits(found: Tensor | None, batch: int) -> Tensor:
-    if found is None or found.shape[:2] != (batch, 1):
-        got = "None" if found is None else str(list(found.shape))
+def _logits(logits: Tensor | None, batch: int) -> Tensor:
+    if logits is None or logits.shape[:2] != (batch, 1):
+        got = "None" if logits is None else str(list(logits.shape))
         raise ValueError(f"the model must return logits [batch, 1, vocabulary] of new tokens, got {got}")
-    return found[:, -1]
+    return logits[:, -1]
 
 
 def _check(ring: ProcessRing, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:

@@ -95,8 +95,8 @@ class RingParallelism(ParallelismConfig):
         self.layout, self.buckets, self.place_documents = ring.layout, ring.buckets, place_documents
         self.operators = operators
         self.levers = Levers(checkpoint, loss_chunk, mlp_tile, head_groups, offload_inputs)
-        given = dict(loss_chunk=loss_chunk, mlp_tile=mlp_tile, place_documents=place_documents or None, operators=operators)
-        for name, value in given.items():
+        levers = dict(loss_chunk=loss_chunk, mlp_tile=mlp_tile, place_documents=place_documents or None, operators=operators)
+        for name, value in levers.items():
             if value is not None and self.cp_size == 1:
                 raise ValueError(
                     f"{name} needs a ring, and with cp_size=1 the model stays as it is; leave it out, or call "

@@ -59,9 +59,9 @@ class Plan(NamedTuple):
     def advice(self) -> str:
         if self.levers is None or self.peak is None:
             return "does not fit: more GPUs, or fewer tokens"
-        given = "".join(f", {_written(name, value)}" for name, value in self.levers.items())
+        levers = "".join(f", {_written(name, value)}" for name, value in self.levers.items())
         host = f", and {self.peak.host / GIB:.1f} of the host" if self.peak.host else ""
-        return f"fits with context_parallel(model, mesh{given}): {self.peak.device / GIB:.1f} GiB of each GPU{host}"
+        return f"fits with context_parallel(model, mesh{levers}): {self.peak.device / GIB:.1f} GiB of each GPU{host}"
 
 
 _PREDICTED = "GiB a GPU, predicted from sizes: AdamW, activation checkpointing in every layer, one row of tokens. Nothing was run."

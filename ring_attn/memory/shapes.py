@@ -112,10 +112,10 @@ def _of_fields(fields: Mapping[str, Any], counted: int | None = None) -> Shapes:
         )
     shapes: dict[str, Any] = {}
     for field, names in _FIELDS.items():
-        given = next((value for name in names if (value := fields.get(name)) is not None), None)
-        if given is None:
+        number = next((value for name in names if (value := fields.get(name)) is not None), None)
+        if number is None:
             raise ValueError(f"the model's configuration must have {' or '.join(names)}, and has none")
-        shapes[field] = given
+        shapes[field] = number
     heads, experts = shapes["heads"], next((value for name in _EXPERTS if (value := fields.get(name))), 0)
     shapes |= {"kv_heads": fields.get("num_key_value_heads") or heads, "dim": fields.get("head_dim") or shapes["hidden"] // heads}
     if experts:

@@ -263,8 +263,8 @@ class RingAttention(nn.MultiheadAttention):
         return new
 
     def __getstate__(self) -> dict[str, object]:
-        kept = self.mesh is None or isinstance(self.mesh, str)
-        return {**self.__dict__, "mesh": self.mesh if kept else _LOST_MESH}
+        picklable = self.mesh is None or isinstance(self.mesh, str)
+        return {**self.__dict__, "mesh": self.mesh if picklable else _LOST_MESH}
 
     def _check_call(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
         if need_weights:
@@ -328,13 +328,13 @@ class RingAttention(nn.MultiheadAttention):
     def _padding(self, key_padding_mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
         """Which of this process's keys are padding ``[N, S]``, and what is added to the logits ``[N, 1, L, S * R]``, or None."""
         expected = tuple(key.shape[:2])
-        given = key_padding_mask.unsqueeze(0) if key_padding_mask.ndim == 1 else key_padding_mask
-        if tuple(given.shape) != expected:
+        mask = key_padding_mask.unsqueeze(0) if key_padding_mask.ndim == 1 else key_padding_mask
+        if tuple(mask.shape) != expected:
             raise ValueError(
                 f"key_padding_mask must be {expected}, the batch and this process's key positions, got "
                 f"{tuple(key_padding_mask.shape)}; cut a whole mask with ring_attn.shard(dim=-1)"
             )
-        forbidden, added = split_mask(given, "key_padding_mask")
+        forbidden, added = split_mask(mask, "key_padding_mask")
         if added is None:
             return forbidden, None
         # nn.TransformerEncoder turns a bool mask into one of 0 and -inf, which segment ids express fully in memory linear in the

@@ -54,14 +54,14 @@ def replace_attention(
     ``leave`` that is no attention module.
     """
     place = as_ring(ring, mesh, mesh_dim, layout)
-    found = dict(_attention_modules(model))
-    unknown = sorted(set(leave) - set(found))
+    modules = dict(_attention_modules(model))
+    unknown = sorted(set(leave) - set(modules))
     if unknown:
-        raise ValueError(f"leave must hold names of attention modules, {sorted(found)}, got {unknown}")
-    left = {name: reason for name, module in found.items() if (reason := "named in leave" if name in leave else _reason(module))}
-    swapped = tuple(name for name in found if name not in left)
+        raise ValueError(f"leave must hold names of attention modules, {sorted(modules)}, got {unknown}")
+    left = {name: reason for name, module in modules.items() if (reason := "named in leave" if name in leave else _reason(module))}
+    swapped = tuple(name for name in modules if name not in left)
     for name in swapped:
-        _swap(found[name], place)
+        _swap(modules[name], place)
     if swapped:
         _turn_off_nested_tensors(model)
     return Replaced(swapped, left)

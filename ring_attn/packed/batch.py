@@ -117,7 +117,7 @@ def shard_packed(
     total = max(multiple, rounded_up(len(documents.tokens), multiple, where.buckets))
     placement = place(documents.lengths, processes.size, total // processes.size)
     order = torch.from_numpy(placement.order(documents.lengths, total // processes.size))
-    local = order.view(processes.size, -1)[list(processes.held)].flatten()
+    local = order.view(processes.size, -1)[list(processes.ranks_here)].flatten()
 
     def take(tensor: Tensor, fill: float) -> Tensor:
         """``[n, ...]``, for the real tokens, as the shard ``[1, shard length, ...]``."""
@@ -132,8 +132,8 @@ def shard_packed(
     device = input_ids.device
     labels = _labels(batch, documents, real, ignore_index)
     offsets = documents.offsets.to(device)
-    given = batch.get("position_ids")
-    positions = offsets if given is None else real(given.long().expand(input_ids.shape))
+    position_ids = batch.get("position_ids")
+    positions = offsets if position_ids is None else real(position_ids.long().expand(input_ids.shape))
     count = int((labels != ignore_index).sum())
     numbers = torch.from_numpy(placement.numbers)[documents.numbers].to(device)
     shifted = take(labels, ignore_index)

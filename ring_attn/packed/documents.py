@@ -49,12 +49,12 @@ def read_documents(batch: Mapping[str, Any]) -> Documents:
 
     Raises ValueError as that does, and where a number of a document comes back after another's: what is placed is one piece.
     """
-    found = reading.read_documents(batch, batch["input_ids"].shape, torch.device("cpu"))
-    begins = found.begins
-    for row, first in zip(found.numbers, begins, strict=True):
+    numbered = reading.read_documents(batch, batch["input_ids"].shape, torch.device("cpu"))
+    begins = numbered.begins
+    for row, first in zip(numbered.numbers, begins, strict=True):
         if len(row[first].unique()) < int(first.sum()):
             raise ValueError(
-                f"{found.told_by} gives one number to tokens that are apart, and shard_packed places documents in one piece; "
+                f"{numbered.source} gives one number to tokens that are apart, and shard_packed places documents in one piece; "
                 "number them apart, or use shard_batch, where equal ids attend to each other wherever they are"
             )
-    return documents_in(found.numbers, begins)
+    return documents_in(numbered.numbers, begins)

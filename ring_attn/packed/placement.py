@@ -62,9 +62,9 @@ class Placement(NamedTuple):
         """Of a shard, its first rows, how many hold all of the documents that several ranks have a part of: one of few numbers, for
         each is a program of its own."""
         shared, rows = {piece.document for piece in self._shared()}, 0
-        for held in self.pieces:
-            ends = accumulate(piece.stop - piece.start for piece in held)
-            rows = max(rows, *(end for end, piece in zip(ends, held, strict=True) if piece.document in shared), 0)
+        for local_pieces in self.pieces:
+            ends = accumulate(piece.stop - piece.start for piece in local_pieces)
+            rows = max(rows, *(end for end, piece in zip(ends, local_pieces, strict=True) if piece.document in shared), 0)
         return next(eighths for eighths in _SHARED if rows * EIGHTHS <= eighths * shard_length)
 
     def order(self, lengths: Sequence[int], shard_length: int) -> np.ndarray:
@@ -79,8 +79,8 @@ class Placement(NamedTuple):
 
     def _shared(self) -> Iterator[Piece]:
         """Pieces of documents that several ranks have a part of."""
-        ranks = Counter(document for held in self.pieces for document in {piece.document for piece in held})
-        return (piece for held in self.pieces for piece in held if ranks[piece.document] > 1)
+        ranks = Counter(document for local_pieces in self.pieces for document in {piece.document for piece in local_pieces})
+        return (piece for local_pieces in self.pieces for piece in local_pieces if ranks[piece.document] > 1)
 
     def _makes_rectangles(self) -> bool:
         starts: dict[int, list[list[int]]] = defaultdict(list)

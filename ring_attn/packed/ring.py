@@ -19,7 +19,7 @@ from ring_attn.sharding import sequence
 from ring_attn.sharding.marks import mark_bounds, mark_shard
 from torch_bridge.mesh.rings import MeshDim
 
-_ITS_OWN = (
+_NEEDS_BATCH = (
     "with place_documents=True each batch has an order of its own, which the ring does not know; call cp.unshard(tensor, batch) "
     "with the batch that cp.shard made"
 )
@@ -70,7 +70,7 @@ class PlacingRing(Ring):
         return Ring(self.mesh, **_options(self))
 
     def unshard(self, tensor: Tensor, *, dim: int = 1, length: int | None = None) -> NoReturn:
-        raise ValueError(_ITS_OWN)
+        raise ValueError(_NEEDS_BATCH)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -117,13 +117,13 @@ class PlacedRing(Ring):
         return order
 
     @property
-    def _own(self) -> Tensor:
+    def _local_order(self) -> Tensor:
         return self._order.view(self.size, -1)[self.rank]
 
     def shard(self, tensor: Tensor, *, dim: int = 1) -> Tensor:
         if tensor.shape[dim] != self.padded:
             raise ValueError(f"this row has {self.padded} tokens with its padding, got {tensor.shape[dim]} in dim {dim}; pad it")
-        shard = tensor.index_select(dim, self._own.to(tensor.device))
+        shard = tensor.index_select(dim, self._local_order.to(tensor.device))
         if self.size > 1:
             mark_shard(shard)
         return shard
@@ -139,4 +139,4 @@ class PlacedRing(Ring):
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
         """Where this rank's tokens are in the row of this ``length``, or its padded length."""
-        return self._own.to(device)
+        return self._local_order.to(device)

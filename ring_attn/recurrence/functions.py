@@ -210,24 +210,24 @@ def layer_along(
     _check({**operands, "initial_state": initial_state, "segment_ids": segment_ids}, first)
     if not torch.compiler.is_compiling():
         tokens = {name: x for name, x in operands.items() if x is not None and x.ndim > 2}
-        told = segment_ids is not None or cu_seqlens is not None
-        check_shards_of_layer(where, layout, tokens | {"segment_ids": segment_ids}, told)
+        masked = segment_ids is not None or cu_seqlens is not None
+        check_shards_of_layer(where, layout, tokens | {"segment_ids": segment_ids}, masked)
     if cu_seqlens is not None:
         if segment_ids is not None:
             raise ValueError("segment_ids and cu_seqlens both say where documents are; give one of the two")
         segment_ids = _ids(where, layout, cu_seqlens, first)
-    given: dict[str, Any] = {name: plain(value) for name, value in settings.items()}
-    given["final_state"] = bool(output_final_state)
+    options: dict[str, Any] = {name: plain(value) for name, value in settings.items()}
+    options["final_state"] = bool(output_final_state)
     # Imported here so that importing ring_attn does not load JAX.
     if by is not None and first.numel():
         from jax_core.recurrence.operators import Recurrence
         from ring_attn.recurrence.operators import by_operator
 
-        y, last = by_operator(by, where, layout, Recurrence(**given), operands, initial_state, segment_ids)
+        y, last = by_operator(by, where, layout, Recurrence(**options), operands, initial_state, segment_ids)
     else:
         from torch_bridge.recurrence.functional import layer_with_state
 
-        y, last = layer_with_state(where, (*operands.values(), initial_state), segment_ids, layout=layout, **given)
+        y, last = layer_with_state(where, (*operands.values(), initial_state), segment_ids, layout=layout, **options)
     return (y, last) if output_final_state else y
 
 

@@ -64,10 +64,10 @@ class StateSpace(Protocol):
 
 
 class _Piece(NamedTuple):
-    """Of each of this rank's pieces: ``own [pieces, tokens, heads, value_dim]``, the output where no state enters; ``reads [...,
+    """Of each of this rank's pieces: ``local [pieces, tokens, heads, value_dim]``, the output where no state enters; ``reads [...,
     key_dim]``, of the state that does; and its map, ``m [pieces, heads (, key_dim, key_dim)]``, ``e [..., key_dim, value_dim]``."""
 
-    own: Tensor
+    local: Tensor
     reads: Tensor
     m: Tensor
     e: Tensor
@@ -90,19 +90,19 @@ class _Documents(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """``given``: the operands, cut into pieces. ``layout``: its name. ``pieces``: of a rank. ``told``, ``compared``: what ranks
-    compare, in words and as :class:`Maps` takes it."""
+    """``operands``: cut into pieces. ``layout``: its name. ``pieces``: of a rank. ``settings``, ``compared``: what ranks compare,
+    as text and as :class:`Maps` takes it."""
 
     operator: Operator
     layer: Recurrence
-    given: Mapping[str, Tensor | None]
+    operands: Mapping[str, Tensor | None]
     initial_state: Tensor | None
     documents: _Documents | None
     where: MeshArg
     layout: str
     size: int
     pieces: int
-    told: str
+    settings: str
     compared: tuple[Tensor | None, ...]
 
 
@@ -125,17 +125,17 @@ def by_operator(
     pieces, name = _pieces(layout if isinstance(layout, str) else layout.name, size, sizes["t"])  # type: ignore[attr-defined]
     _check(operator, layer, ids)
     documents = None if ids is None else _documents_of(ids, like.shape[0], pieces)
-    given = {name: _given(x, pieces, documents) for name, x in named.items()}
+    operands = {name: _masked_pieces(x, pieces, documents) for name, x in named.items()}
     dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named.items() if x is not None)
-    told = f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
+    settings = f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
     compared = tuple(None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
-    call = _Call(operator, layer, given, initial_state, documents, where, name, size, pieces, told, compared)
+    call = _Call(operator, layer, operands, initial_state, documents, where, name, size, pieces, settings, compared)
     y, last = (_state_space if layer.name == "ssd" else _delta_rule)(call)
     y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
     return y.reshape(like.shape).to(like.dtype), last
 
 
-def _given(x: Tensor | None, count: int, documents: _Documents | None) -> Tensor | None:
+def _masked_pieces(x: Tensor | None, count: int, documents: _Documents | None) -> Tensor | None:
     """Cut into pieces, and 0 on padding, whatever was there."""
     if x is None or x.ndim < 3:
         return x
@@ -144,7 +144,7 @@ def _given(x: Tensor | None, count: int, documents: _Documents | None) -> Tensor
 
 
 def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
-    q, k, v, g, beta = (call.given[name] for name in ("q", "k", "v", "g", "beta"))
+    q, k, v, g, beta = (call.operands[name] for name in ("q", "k", "v", "g", "beta"))
     assert q is not None and k is not None and v is not None and beta is not None
     layer, documents = call.layer, call.documents
     (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
@@ -159,17 +159,17 @@ def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
         unit = torch.eye(key_dim, dtype=accumulation(v.dtype), device=v.device).expand(pieces, heads, key_dim, key_dim)
         wide, state = F.pad(v, (0, key_dim)), F.pad(unit, (value_dim, 0))
         y, left = _computed(operator, [q, k, wide, g, beta], state, documents)
-        (own, reads), (e, m) = y.split([value_dim, key_dim], -1), left.split([value_dim, key_dim], -1)
-        y, last = _around_ring(call, _Piece(own, reads, m, e), call.initial_state)
+        (local, reads), (e, m) = y.split([value_dim, key_dim], -1), left.split([value_dim, key_dim], -1)
+        y, last = _around_ring(call, _Piece(local, reads, m, e), call.initial_state)
     return y if layer.scale is None else y * (layer.scale * key_dim**0.5), last
 
 
 def _state_space(call: _Call) -> tuple[Tensor, Tensor]:
-    x, dt, a, b, c = (call.given[name] for name in ("x", "dt", "A", "B", "C"))
+    x, dt, a, b, c = (call.operands[name] for name in ("x", "dt", "A", "B", "C"))
     assert x is not None and dt is not None and a is not None and b is not None and c is not None
     documents = call.documents
     more = {} if documents is None else {"seq_idx": documents.number.to(torch.int32)}
-    y, left = call.operator(x, dt, a, b, c, call.layer.chunk, D=call.given["D"], return_final_states=True, **more)
+    y, left = call.operator(x, dt, a, b, c, call.layer.chunk, D=call.operands["D"], return_final_states=True, **more)
     y, left = _checked(y, x, (x.shape[0], *x.shape[2:], b.shape[-1]), left)
     so_far = (dt.to(accumulation(x.dtype)) * a.to(accumulation(x.dtype))).cumsum(1)
     decay = so_far.exp()
@@ -194,13 +194,13 @@ def _around_ring(call: _Call, piece: _Piece, initial_state: Tensor | None) -> tu
         ends = documents.ends.flatten(0, 1)
     places = call.pieces if documents is None else 2 * call.pieces
     maps, ends = [_uncut(x, places) for x in maps], None if ends is None else _uncut(ends, places)
-    settings = dict(of=call.told, layout=_of_maps(call.layout, places // call.pieces), final_state=call.layer.final_state)
+    settings = dict(of=call.settings, layout=_of_maps(call.layout, places // call.pieces), final_state=call.layer.final_state)
     with torch.autocast(piece.e.device.type, enabled=False):
         entering, last = layer_with_state(call.where, (*maps, *call.compared, initial_state), ends, **settings)
         entering = _cut(entering, call.pieces)[:, -1].to(piece.reads.dtype)
-        own, reads = (x.transpose(1, 2) for x in (piece.own.to(piece.reads.dtype), piece.reads))
-        y = torch.baddbmm(own.flatten(0, 1), reads.flatten(0, 1), entering.flatten(0, 1))
-    return y.unflatten(0, own.shape[:2]).transpose(1, 2), last
+        local, reads = (x.transpose(1, 2) for x in (piece.local.to(piece.reads.dtype), piece.reads))
+        y = torch.baddbmm(local.flatten(0, 1), reads.flatten(0, 1), entering.flatten(0, 1))
+    return y.unflatten(0, local.shape[:2]).transpose(1, 2), last
 
 
 _OF_PLANS: "WeakKeyDictionary[Plan, dict[int, Plan]]" = WeakKeyDictionary()  # by the places of a piece
@@ -209,8 +209,8 @@ _OF_PLANS: "WeakKeyDictionary[Plan, dict[int, Plan]]" = WeakKeyDictionary()  # b
 @constant
 def _pieces(layout: str, size: int, tokens: int) -> tuple[int, str]:
     """How many of a shard, and the layout's name on this ring. ValueError where it does not divide the tokens."""
-    found = pieces_of(None, size, named_layout(layout), tokens)
-    return found.table.shape[1], found.layout.name if isinstance(found.layout, Plan) else str(found.layout)
+    pieces = pieces_of(None, size, named_layout(layout), tokens)
+    return pieces.table.shape[1], pieces.layout.name if isinstance(pieces.layout, Plan) else str(pieces.layout)
 
 
 @constant
@@ -220,20 +220,22 @@ def _of_maps(layout: str, places: int) -> str:
     return _OF_PLANS.setdefault(plan, {}).setdefault(places, Plan(places, plan.table)).name if isinstance(plan, Plan) else layout
 
 
-def _computed(operator: Operator, given: list[Tensor], state: Tensor | None, documents: _Documents | None) -> tuple[Tensor, Tensor]:
+def _computed(
+    operator: Operator, operands: list[Tensor], state: Tensor | None, documents: _Documents | None
+) -> tuple[Tensor, Tensor]:
     """``(y, state)`` of each piece by itself: the one that leaves it, for the one that enters its first document."""
-    pieces, _, heads, value_dim = given[2].shape
-    shape = heads, given[1].shape[-1], value_dim
+    pieces, _, heads, value_dim = operands[2].shape
+    shape = heads, operands[1].shape[-1], value_dim
     if documents is None:
-        y, left = operator(*given, initial_state=state, output_final_state=True)
-        return _checked(y, given[2], (pieces, *shape), left)
+        y, left = operator(*operands, initial_state=state, output_final_state=True)
+        return _checked(y, operands[2], (pieces, *shape), left)
     sequences = len(documents.cu_seqlens) - 1
     entering = None if state is None else state.new_zeros(sequences, *shape).index_copy(0, documents.first, state)
-    flat = [x.flatten(0, 1)[None] for x in given]
+    flat = [x.flatten(0, 1)[None] for x in operands]
     more = {"cu_seqlens": documents.cu_seqlens}
     y, left = operator(*flat, initial_state=entering, output_final_state=True, **more)
     y, left = _checked(y, flat[2], (sequences, *shape), left)
-    return y.view(given[2].shape), left.index_select(0, documents.last)
+    return y.view(operands[2].shape), left.index_select(0, documents.last)
 
 
 def _checked(y: Tensor, like: Tensor, shape: tuple[int, ...], left: Tensor) -> tuple[Tensor, Tensor]:

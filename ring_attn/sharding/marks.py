@@ -45,9 +45,9 @@ def is_shard(value: object) -> bool:
 
 def shard_of(tensor: Tensor) -> Shard | None:
     """Which part of what a tensor is, or a view of one; None where that is not known."""
-    own = getattr(tensor, _MARK, None)
-    if own is not None:
-        return Shard(*own) if own else None
+    mark = getattr(tensor, _MARK, None)
+    if mark is not None:
+        return Shard(*mark) if mark else None
     base = tensor._base if type(tensor) is Tensor else None
     mark = None if base is None else getattr(base, _MARK, None)
     return _of_view(tensor, base, Shard(*mark)) if base is not None and mark else None
@@ -112,7 +112,7 @@ def bounds_of(queries: Tensor | None, keys: Tensor | None) -> Documents | None:
 def ranks_of(ring: AnyRing) -> tuple[int, ...]:
     """Empty where no rank has a part of its own: one process holds all, or there is one alone."""
     ranks: tuple[int, ...] = getattr(ring, "ranks", ())
-    return ranks if len(ring.held) < ring.size else ()
+    return ranks if len(ring.ranks_here) < ring.size else ()
 
 
 def refuse_shard(tensor: Tensor, name: str, ring: AnyRing, dim: int) -> None:

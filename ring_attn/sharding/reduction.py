@@ -56,9 +56,9 @@ def _sum_of_halves(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Each rank sums a part of all tensors in float32. What travels is 16 bits wide: half of an all-reduce in float32."""
     size, flat = group.size(), tensor.reshape(-1)
     missing = -flat.numel() % size
-    given = F.pad(flat, (0, missing)) if missing else flat
-    parts = torch.empty_like(given)
-    dist.all_to_all_single(parts, given, group=group)
+    padded = F.pad(flat, (0, missing)) if missing else flat
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=group)
     local = parts.view(size, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
     dist.all_gather_into_tensor(parts, local, group=group)
     return parts[: flat.numel()].view(tensor.shape)
@@ -69,11 +69,11 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-def in_buckets(items: Iterable[T], limit: int, form: Callable[[T], tuple[torch.dtype, torch.device, int]]) -> Iterator[list[T]]:
-    """Items of one dtype and device at a time, as many as make ``limit`` bytes. ``form``: an item's dtype, device and bytes."""
+def in_buckets(items: Iterable[T], limit: int, spec: Callable[[T], tuple[torch.dtype, torch.device, int]]) -> Iterator[list[T]]:
+    """Items of one dtype and device at a time, as many as make ``limit`` bytes. ``spec``: an item's dtype, device and bytes."""
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for item in items:
-        dtype, device, nbytes = form(item)
+        dtype, device, nbytes = spec(item)
         bucket, full = filling.get((dtype, device), ([], 0))
         bucket.append(item)
         filling[dtype, device] = bucket, full + nbytes

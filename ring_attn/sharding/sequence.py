@@ -74,9 +74,9 @@ def shard(
     if not torch.compiler.is_compiling():
         refuse_shard(tensor, "the tensor", ring, dim)
         note_layout(ring, layout, tensor.shape[dim] // ring.size)
-    shards = _take(tensor, dim, _held(layout, ring, tensor.shape[dim] // ring.size))
+    shards = _take(tensor, dim, _local_runs(layout, ring, tensor.shape[dim] // ring.size))
     if not torch.compiler.is_compiling():
-        if len(ring.held) < ring.size:
+        if len(ring.ranks_here) < ring.size:
             mark_shard(shards, Shard(ranks_of(ring), str(layout), dim, tensor.shape[dim]))
         carry_padding(tensor, shards, dim)
     return ring.split(shards, dim)
@@ -110,7 +110,7 @@ def unshard(
     """
     _check_tensor(tensor)
     ring = _ring(mesh, mesh_dim, tensor.device)
-    if len(ring.held) == ring.size:
+    if len(ring.ranks_here) == ring.size:
         return _natural_order(tensor, _checked_dim(tensor, dim), layout, ring, length)
     assert isinstance(ring, ProcessRing)  # any other holds all shards
     return _gathered(tensor, dim, layout, length, ring)
@@ -186,10 +186,10 @@ def positions(
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     ring = _ring(mesh, mesh_dim, torch.get_default_device() if device is None else torch.device(device))
-    held_length = padded_length(layout, ring.size, length, buckets) // ring.size
+    local_length = padded_length(layout, ring.size, length, buckets) // ring.size
     if not torch.compiler.is_compiling():
-        note_layout(ring, layout, held_length)
-    shard_runs = _held(layout, ring, held_length)
+        note_layout(ring, layout, local_length)
+    shard_runs = _local_runs(layout, ring, local_length)
     return torch.cat([torch.arange(*_span(run), run.stride, dtype=torch.int64, device=device) for run in shard_runs])
 
 
@@ -249,17 +249,17 @@ def shard_batch(
     length = input_ids.shape[1]
     if position_ids is None:
         counted = positions(length, device=input_ids.device, buckets=buckets, **ring_options).clamp_max(max(0, length - 1))
-        own_positions = counted.expand(input_ids.shape[0], -1)
+        local_positions = counted.expand(input_ids.shape[0], -1)
     else:
-        own_positions = local(position_ids.expand(input_ids.shape), 0)
+        local_positions = local(position_ids.expand(input_ids.shape), 0)
     num_labels = (labels != ignore_index).sum()
-    own_segments = marks.mark_bounds(local(segments, -1), of_numbers(segments))
-    batch = ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), own_positions, own_segments, length, num_labels)
+    local_segments = marks.mark_bounds(local(segments, -1), of_numbers(segments))
+    batch = ShardedBatch(local(input_ids, pad_id), local(labels, ignore_index), local_positions, local_segments, length, num_labels)
     if not torch.compiler.is_compiling():
         marks.mark_batch(
             batch.input_ids, batch.labels, (input_ids, labels, position_ids, segments), _ring(mesh, mesh_dim, input_ids.device)
         )
-        if documents.told_by is not None and bool((documents.begins.sum(1) > 1).any()):
+        if documents.source is not None and bool((documents.begins.sum(1) > 1).any()):
             marks.mark_documents(batch.labels)
     return batch
 
@@ -268,9 +268,9 @@ def _ring(mesh: MeshLike, mesh_dim: MeshDim, device: torch.device) -> AnyRing:
     return backend_of(device).resolve(mesh, mesh_dim)
 
 
-def _held(layout: Layout, ring: AnyRing, length: int) -> tuple[Run, ...]:
+def _local_runs(layout: Layout, ring: AnyRing, length: int) -> tuple[Run, ...]:
     """The runs of positions of all shards held here, ``length`` positions per shard."""
-    return tuple(run for rank in ring.held for run in runs(layout, rank, ring.size, length))
+    return tuple(run for rank in ring.ranks_here for run in runs(layout, rank, ring.size, length))
 
 
 def _span(run: Run) -> tuple[int, int]:
@@ -289,7 +289,7 @@ def _natural_order(tensor: Tensor, dim: int, layout: Layout, ring: AnyRing, leng
     whole = tensor.shape[dim]
     check_whole_length(layout, ring.size, whole, f" in dim {dim}")
     _check_trim(length, whole)
-    shard_runs = _held(layout, ring, whole // ring.size)
+    shard_runs = _local_runs(layout, ring, whole // ring.size)
     order = torch.cat([torch.arange(*_span(run), run.stride) for run in shard_runs]).argsort()
     return tensor.index_select(dim, order[:length].to(tensor.device))
 
@@ -311,7 +311,7 @@ class _SumOfShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: OfShard, whole: Tensor, dim: int, layout: Layout, ring: ProcessRing, call: str, length: int) -> Tensor:
         ctx.unshard = dim, layout, ring, call
-        return _take(sum_over_ring(whole, ring, "unshard backward", call), dim, _held(layout, ring, length))
+        return _take(sum_over_ring(whole, ring, "unshard backward", call), dim, _local_runs(layout, ring, length))
 
     @staticmethod
     def backward(ctx: OfShard, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -159,6 +159,6 @@ def _masks(mask: Tensor, sizes: _Sizes, ring: Ring) -> dict[str, Tensor]:
 def _padding(visible: Tensor, sizes: _Sizes, ring: Ring) -> dict[str, Tensor]:
     """Segment ids in which hidden keys ``[batch or 1, columns]`` are padding; every query keeps its own."""
     batch = math.prod(sizes.lead)
-    own = ring.shard(visible.expand(batch, -1))
+    keys = ring.shard(visible.expand(batch, -1))
     queries = torch.zeros(batch, sizes.rows, dtype=torch.int32, device=visible.device)
-    return {"q_segment_ids": queries, "kv_segment_ids": own.to(torch.int32) - 1}
+    return {"q_segment_ids": queries, "kv_segment_ids": keys.to(torch.int32) - 1}

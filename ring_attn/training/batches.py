@@ -21,13 +21,13 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
     shard, whole = shard_of(labels), whole_of(labels)
     called = called_since(labels.shape[-1])
     if shard is not None and shard.ring and shard.role == IDS:
-        _doubt_ids()
+        _warn_of_ids()
     for kind in sorted({each.kind for each in called}):
         alike = [each for each in called if each.kind == kind]
         if shard is not None and shard.ring:
             _warn_of_layouts(shard, kind, {each.layout for each in alike})
-        if has_documents(labels) and not any(each.told for each in alike):
-            _doubt_documents(kind)
+        if has_documents(labels) and not any(each.masked for each in alike):
+            _warn_of_documents(kind)
     if whole is not None and has_gradient:
         ring, sums = whole
         count, before = _since[ring]
@@ -35,7 +35,7 @@ def note_loss(labels: Tensor, has_gradient: bool) -> None:
         _since[ring] = count + 1, before.to(sums.device) * _FACTOR + number
 
 
-def _doubt_ids() -> None:
+def _warn_of_ids() -> None:
     warn_once(
         "cross_entropy: the labels are the input_ids of shard_batch itself, so each token is to predict itself. Give the "
         "batch, or its labels, which are shifted before they are sharded; right only for a model that predicts tokens in place"
@@ -52,7 +52,7 @@ def _warn_of_layouts(shard: Shard, kind: str, called: set[str | None]) -> None:
         )
 
 
-def _doubt_documents(kind: str) -> None:
+def _warn_of_documents(kind: str) -> None:
     warn_once(
         f"the batch of this loss has several documents in a row, and no {kind} since the last loss was told of them: they see each "
         "other. Give attention q_segment_ids=batch.segment_ids (and its positions, for rotary embeddings), or cu_seqlens, or a "

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
+from torch_bridge.call.checkpointed_calls import CheckpointedCalls
 from torch_bridge.call.host_copy import HostCopy
-from torch_bridge.call.kept_results import CheckpointedCalls
 from torch_bridge.tracing import untraced
 
 

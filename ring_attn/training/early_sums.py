@@ -31,7 +31,7 @@ _BUCKET = 25 * 2**20  # bytes of gradients, as many as DistributedDataParallel's
 _STEP = "sync_gradients"
 
 
-class _Form(NamedTuple):
+class _GradientSpec(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -43,14 +43,14 @@ class _Form(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """The numbers of its parameters, and the forms of their gradients."""
+    """The numbers of its parameters, and the specs of their gradients."""
 
     parameters: tuple[int, ...]
-    forms: tuple[_Form, ...]
+    specs: tuple[_GradientSpec, ...]
 
     @property
     def kind(self) -> tuple[int, torch.dtype, torch.device]:
-        return sum(form.shape.numel() for form in self.forms), self.forms[0].dtype, self.forms[0].device
+        return sum(spec.shape.numel() for spec in self.specs), self.specs[0].dtype, self.specs[0].device
 
 
 class _Begun(NamedTuple):
@@ -89,9 +89,9 @@ class EarlySums:
         for parameter in parameters:
             if parameter.is_leaf and parameter not in _sums and not hasattr(parameter, "to_local"):
                 _sums[parameter] = self
-                came = partial(self._came, len(self._parameters))
+                hook = partial(self._on_gradient, len(self._parameters))
                 self._parameters.append(weakref.ref(parameter))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(came))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def stop(self) -> None:
         """Makes the parameters what they were. The process group stays, as all of torch's do."""
@@ -103,7 +103,7 @@ class EarlySums:
         self._begun.clear()
 
     @torch.no_grad()
-    def _came(self, number: int, parameter: Tensor) -> None:
+    def _on_gradient(self, number: int, parameter: Tensor) -> None:
         """The hook: a backward has added to this parameter's gradient."""
         with self._lock:
             self._times[number] = times = self._times.pop(number, 0) + 1
@@ -161,14 +161,14 @@ class EarlySums:
                 if report[number] == self.ring.size:
                     written |= self._write(bucket, begun.total, wanted)
                 del self._begun[number], begun
-                watched.event = recorded(bucket.forms[0].device)
+                watched.event = recorded(bucket.specs[0].device)
         self._ran |= {bucket.kind for bucket in self._chosen}
         return written
 
     def _write(self, bucket: _Bucket, total: Tensor, wanted: set[int]) -> set[int]:
         if total.is_cuda:
             total.record_stream(torch.cuda.current_stream(total.device))
-        parts = total.split([form.shape.numel() for form in bucket.forms])
+        parts = total.split([spec.shape.numel() for spec in bucket.specs])
         pairs = [(x, part) for x, part in zip(self._of(bucket), parts, strict=True) if x is not None and id(x) in wanted]
         for parameter, part in pairs:
             assert parameter.grad is not None
@@ -180,20 +180,20 @@ class EarlySums:
         ``trained`` parameters. ``report`` as for :meth:`finish`."""
         places, nowhere = report[len(self._chosen) :], self.ring.size * len(self._parameters)
         alive = {number for number, reference in enumerate(self._parameters) if id(reference()) in trained}
-        came = {number for number in alive if places[number] < nowhere}
+        arrived = {number for number in alive if places[number] < nowhere}
         planned = {number for bucket in self._chosen for number in bucket.parameters}
-        if not came <= planned <= alive or not all(self._fits(bucket) for bucket in self._chosen):
-            self._chosen = self._buckets(sorted((came | planned) & alive, key=places.__getitem__))
+        if not arrived <= planned <= alive or not all(self._fits(bucket) for bucket in self._chosen):
+            self._chosen = self._buckets(sorted((arrived | planned) & alive, key=places.__getitem__))
         if self._chosen and self._group is None:
             with watch(self.ring, _STEP, call):
-                self._group = _own_group(self.ring)
+                self._group = _new_group(self.ring)
         self._before, self._times = self._times, {}
         self._streams.clear()
         awaited = [{number for number in bucket.parameters if number in self._before} for bucket in self._chosen]
         self._awaited = {x: left for bucket, left in zip(self._chosen, awaited, strict=True) for x in bucket.parameters}
 
     def _buckets(self, numbers: list[int]) -> list[_Bucket]:
-        specs = [(number, form) for number in numbers if (form := _form(self._parameters[number]())) is not None]
+        specs = [(number, spec) for number in numbers if (spec := _spec(self._parameters[number]())) is not None]
         groups = in_buckets(specs, _BUCKET, lambda pair: (pair[1].dtype, pair[1].device, pair[1].nbytes))
         return [_Bucket(*zip(*group, strict=True)) for group in groups]
 
@@ -201,11 +201,11 @@ class EarlySums:
         return [self._parameters[number]() for number in bucket.parameters]
 
     def _copy(self, bucket: _Bucket) -> Tensor:
-        """All gradients in a row; zeros for those that are not there, or not of the forms that were planned."""
+        """All gradients in a row; zeros for those that are not there, or not of the specs that were planned."""
         parts, fits = [], self._fits(bucket)
-        for parameter, form in zip(self._of(bucket), bucket.forms, strict=True):
+        for parameter, spec in zip(self._of(bucket), bucket.specs, strict=True):
             if parameter is None or parameter.grad is None or not fits:
-                parts.append(torch.zeros(form.shape.numel(), dtype=form.dtype, device=form.device))
+                parts.append(torch.zeros(spec.shape.numel(), dtype=spec.dtype, device=spec.device))
             else:
                 parts.append(parameter.grad.reshape(-1))
         return torch.cat(parts)
@@ -215,19 +215,19 @@ class EarlySums:
         return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def _fits(self, bucket: _Bucket) -> bool:
-        """Whether the gradients are of the forms that were planned."""
-        return all(map(eq, map(_form, self._of(bucket)), bucket.forms))
+        """Whether the gradients are of the specs that were planned."""
+        return all(map(eq, map(_spec, self._of(bucket)), bucket.specs))
 
 
-def _form(parameter: Tensor | None) -> _Form | None:
+def _spec(parameter: Tensor | None) -> _GradientSpec | None:
     """Of its gradient, or of the one that it would have."""
     if parameter is None:
         return None
     like = parameter if parameter.grad is None else parameter.grad
-    return _Form(like.shape, like.dtype, like.device, like.layout)
+    return _GradientSpec(like.shape, like.dtype, like.device, like.layout)
 
 
-def _own_group(ring: ProcessRing) -> dist.ProcessGroup:
+def _new_group(ring: ProcessRing) -> dist.ProcessGroup:
     """In any order, which is nothing to a sum."""
     backend = dist.get_backend_config(ring.groups[0])
     group = dist.new_group(sorted(ring.ranks), backend=backend, use_local_synchronization=True)

@@ -70,7 +70,7 @@ def sync_gradients(
     trained = _trained(parameters)
     device = trained[0].device if trained else torch.device("cpu")
     processes = backend_of(device).resolve(chosen.mesh, chosen.mesh_dim)
-    if len(processes.held) == processes.size:
+    if len(processes.ranks_here) == processes.size:
         return
     assert isinstance(processes, ProcessRing)  # any other holds all shards
     _check_wrappers(parameters, processes, overlap)
@@ -106,11 +106,11 @@ def check_overlap(overlap: bool) -> None:
 
 
 def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    strange = next((x for x in given if not isinstance(x, Tensor)), None)
+    tensors = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    strange = next((x for x in tensors if not isinstance(x, Tensor)), None)
     if strange is not None:
         raise ValueError(f"sync_gradients needs a module or its parameters, got {type(strange).__name__} among them")
-    return list({id(x): x for x in given if x.requires_grad}.values())
+    return list({id(x): x for x in tensors if x.requires_grad}.values())
 
 
 @untraced

@@ -134,7 +134,7 @@ def _count(labels: Tensor, weights: Tensor | None, ignore_index: int, ring: Ring
 @untraced
 def _total(number: Tensor, ring: Ring, call: str, must: str) -> Tensor:
     processes = backend_of(number.device).resolve(ring.mesh, ring.mesh_dim)
-    if len(processes.held) == processes.size:
+    if len(processes.ranks_here) == processes.size:
         return number
     assert isinstance(processes, ProcessRing)  # any other holds all shards
     with propagating(processes, number.device):  # under torch.compile, cross_entropy does not

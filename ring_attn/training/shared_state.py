@@ -48,19 +48,19 @@ class SharedState:
         self._ring, self._forwards = ring, 0
         self._answers: list[_Answer] = []
 
-    def compare(self, batch: Mapping[str, Tensor], given: Tensor, model: nn.Module, items: int | Tensor | None = None) -> None:
+    def compare(self, batch: Mapping[str, Tensor], like: Tensor, model: nn.Module, items: int | Tensor | None = None) -> None:
         """Once a forward, by all ranks: the whole ``batch`` each time, integers or :func:`fingerprints` of floats, and ``items``,
         the number of labels that a loss is divided by; at the first forwards, and now and then, the buffers, and the parameters
-        that are not meant to differ. ``given``: one of the forward's inputs; a batch may be moved after it is sharded.
+        that are not meant to differ. ``like``: one of the forward's inputs; a batch may be moved after it is sharded.
 
         Raises ValueError, then or when it is called next, on all ranks of the ring, by name of what differs.
         """
         self.settle()
         self._forwards += 1
-        ring = backend_of(given.device).resolve(self._ring.mesh, self._ring.mesh_dim)
+        ring = backend_of(like.device).resolve(self._ring.mesh, self._ring.mesh_dim)
         if not isinstance(ring, ProcessRing) or ring.size == 1:
             return
-        device = _sending_device(ring, given, model)
+        device = _sending_device(ring, like, model)
         labels = {name: x for name, x in batch.items() if "labels" in name}
         inputs = {name: x for name, x in batch.items() if name not in labels}
         sums = {f"the batch's {kind}": _together(x, device) for kind, x in (("inputs", inputs), ("labels", labels))}
@@ -102,11 +102,11 @@ class SharedState:
                 raise ValueError(f"{wrong[0]}{more}. {advice}")
 
 
-def _sending_device(ring: ProcessRing, given: Tensor, model: nn.Module) -> torch.device:
+def _sending_device(ring: ProcessRing, like: Tensor, model: nn.Module) -> torch.device:
     """Where the ring's collectives take tensors from. Inputs may still be on the host where a wrapper of the model moves them."""
     if dist.get_backend(ring.groups[0]) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
-    return next(model.parameters(), given).device if given.device.type == "cpu" else given.device
+    return next(model.parameters(), like).device if like.device.type == "cpu" else like.device
 
 
 def fingerprints(floats: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Tiles:
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *parameters))):
             with torch.no_grad():
                 return call.whole(_computed(call, rows), tensors)
-        inputs = _Held.apply(len(rows), *rows, *parameters[:1])
+        inputs = _SavedInputs.apply(len(rows), *rows, *parameters[:1])
         return call.whole(_InTiles.apply(call, inputs, len(rows), *rows, *parameters), tensors)
 
     def rows(self, x: Tensor) -> int:
@@ -147,8 +147,10 @@ class Tiles:
                 f"{self._name} uses a tensor {list(leaf.shape)} that needs a gradient and is none of its parameters, so in tiles "
                 "it would get none: make it a parameter of the module, or give it as an argument with a row for each token"
             )
-        apart = sum(_apart(x, torch.cat([each[at] for each in alone])) for at, x in enumerate(together) if x.is_floating_point())
-        if isinstance(apart, Tensor) and 2 * int((apart > 0).sum()) > len(few[0]):
+        differences = sum(
+            _difference(x, torch.cat([each[at] for each in alone])) for at, x in enumerate(together) if x.is_floating_point()
+        )
+        if isinstance(differences, Tensor) and 2 * int((differences > 0).sum()) > len(few[0]):
             raise NotImplementedError(
                 f"{self._name} cannot be computed in tiles: what it makes of a token depends on other tokens; leave it as it is"
             )
@@ -172,7 +174,7 @@ class _Call:
         values = [*arguments, *options.values()]
         self._dims = {place: x.ndim for place, x in enumerate(values) if isinstance(x, Tensor)}
         self._others = [None if isinstance(x, Tensor) else x for x in values]
-        self._single, self._made = False, list[int]()  # whether it returns one tensor; the dims of what it returns
+        self._single, self._result_dims = False, list[int]()  # whether it returns one tensor; the dims of what it returns
 
     def __call__(self, rows: Sequence[Tensor]) -> list[Tensor]:
         values = list(self._others)
@@ -187,17 +189,17 @@ class _Call:
                 f"{type(self.tiles.module).__name__} cannot be computed in tiles: it does not return tensors with a row for each "
                 "token; leave it as it is"
             )
-        self._made = [x.ndim for x in outputs]
+        self._result_dims = [x.ndim for x in outputs]
         return [x.flatten(0, -2) for x in outputs]
 
     def whole(self, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """What the module returns of all tokens, with the leading dims of an argument of as many dims."""
         lead = {x.ndim: x.shape[:-1] for x in reversed(tensors)}
-        outputs = [x.unflatten(0, lead[dims]) if dims in lead else x for x, dims in zip(rows, self._made, strict=True)]
+        outputs = [x.unflatten(0, lead[dims]) if dims in lead else x for x, dims in zip(rows, self._result_dims, strict=True)]
         return outputs[0] if self._single else tuple(outputs)
 
 
-class _Held(torch.autograd.Function):
+class _SavedInputs(torch.autograd.Function):
     """A node that holds the tiles' inputs, before theirs: a checkpoint's second run has all that it needs once they are there, and
     computes no tile."""
 
@@ -214,7 +216,7 @@ class _Held(torch.autograd.Function):
 
 class _Tiled(Context, Protocol):
     call: _Call
-    held: Any  # the node of ``_Held``
+    saved: Any  # the node of ``_SavedInputs``
     count: int
     surroundings: "_Surroundings"
 
@@ -223,9 +225,9 @@ class _InTiles(torch.autograd.Function):
     """``count`` inputs and the parameters -> what the module makes of them."""
 
     @staticmethod
-    def forward(ctx: _Tiled, call: _Call, held: Tensor, count: int, *given: Tensor) -> tuple[Tensor, ...]:
-        rows = given[:count]
-        ctx.call, ctx.held, ctx.count, ctx.surroundings = call, held.grad_fn, count, _Surroundings(rows[0])
+    def forward(ctx: _Tiled, call: _Call, saved: Tensor, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rows = tensors[:count]
+        ctx.call, ctx.saved, ctx.count, ctx.surroundings = call, saved.grad_fn, count, _Surroundings(rows[0])
         ctx.set_materialize_grads(False)
         outputs = _computed(call, rows)
         ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
@@ -237,7 +239,7 @@ class _InTiles(torch.autograd.Function):
             raise NotImplementedError(
                 "the gradients of a module in tiles are not differentiable again (create_graph=True); leave the module as it is"
             )
-        rows, parameters = ctx.held.saved_tensors, ctx.call.tiles.parameters()
+        rows, parameters = ctx.saved.saved_tensors, ctx.call.tiles.parameters()
         needed = ctx.needs_input_grad[3 : 3 + ctx.count]
         # Rows of which some tile makes no gradient get zeros, as a slice's backward gives.
         of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needed, strict=True)]
@@ -313,7 +315,7 @@ def _tokens(x: Tensor) -> int:
     return x.shape[:-1].numel() if x.ndim else 0
 
 
-def _apart(x: Tensor, other: Tensor) -> Tensor:
+def _difference(x: Tensor, other: Tensor) -> Tensor:
     """1 for each row that is not near the other's."""
     x, other = x.detach().float(), other.detach().float()
     return ((x - other).abs().amax(-1) > _NEAR * x.abs().max()).int()

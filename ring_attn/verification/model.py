@@ -51,10 +51,10 @@ def verify_model(model: nn.Module, batch: Batch, ring: Ring, forward: Forward | 
 
 def _forward(model: nn.Module, batch: Batch, ring: Ring) -> tuple[Tensor, Tensor]:
     """This rank's share of the loss, and the logits of the whole."""
-    given = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-    shard = ring.shard_batch(**given)
+    inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    shard = ring.shard_batch(**inputs)
     takes = signature(model.forward).parameters
-    if "segment_ids" not in takes and _has_documents(given, shard):
+    if "segment_ids" not in takes and _has_documents(inputs, shard):
         raise ValueError(
             f"{type(model).__name__}.forward takes no segment_ids, and the batch has documents or padding: give verify forward=, a "
             "function (model, batch, ring) that gives this rank's share of the loss, as your training does"
@@ -64,10 +64,10 @@ def _forward(model: nn.Module, batch: Batch, ring: Ring) -> tuple[Tensor, Tensor
     return cross_entropy(logits, shard), ring.unshard(logits.detach(), length=shard.length)
 
 
-def _has_documents(given: Mapping[str, object], shard: ShardedBatch) -> bool:
-    mask = given.get("attention_mask")
+def _has_documents(inputs: Mapping[str, object], shard: ShardedBatch) -> bool:
+    mask = inputs.get("attention_mask")
     padded = isinstance(mask, Tensor) and bool((mask == 0).any())
-    return padded or given.get("segment_ids") is not None or bool((shard.segment_ids > 0).any())
+    return padded or inputs.get("segment_ids") is not None or bool((shard.segment_ids > 0).any())
 
 
 def _tokens(batch: Batch) -> Tensor:

@@ -78,11 +78,11 @@ def run_step(step: Callable[[], object], trial: Trial) -> Run:
 def named_parameters(trained: object) -> dict[str, Tensor]:
     """The parameters of a module, of several by their names or places, or of nothing but tensors; without the names that wrappers
     give them."""
-    given = trained if isinstance(trained, Mapping) else {"": trained} if isinstance(trained, nn.Module) else None
-    if given is None:
-        given = {str(place): x for place, x in enumerate(trained)} if isinstance(trained, Iterable) else {"": trained}
+    parts = trained if isinstance(trained, Mapping) else {"": trained} if isinstance(trained, nn.Module) else None
+    if parts is None:
+        parts = {str(place): x for place, x in enumerate(trained)} if isinstance(trained, Iterable) else {"": trained}
     named: dict[str, Tensor] = {}
-    for name, x in given.items():
+    for name, x in parts.items():
         if isinstance(x, nn.Module):
             named |= {f"{name}.{suffix}" if name else suffix: p for suffix, p in x.named_parameters()}
         elif isinstance(x, Tensor):
@@ -111,11 +111,11 @@ def alone(ring: Ring) -> Trial:
     """A run in which each process of the ring is by itself. A collective of nobody but this process."""
     processes = ring.processes
     rank = processes.ranks[processes.rank]
-    return Trial(processes.ranks, rank, _own_group(rank, dist.group.WORLD))
+    return Trial(processes.ranks, rank, _group_of_one(rank, dist.group.WORLD))
 
 
 @cache  # by the default group too: a job may destroy its groups and begin anew
-def _own_group(rank: int, world: "dist.ProcessGroup") -> "dist.ProcessGroup":
+def _group_of_one(rank: int, world: "dist.ProcessGroup") -> "dist.ProcessGroup":
     del world
     group = dist.new_group([rank], use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this process is a member

@@ -40,8 +40,8 @@ class _Pair(NamedTuple):
 
     ring: Run
     process: Run
-    found: Values
-    own: Values
+    ring_values: Values
+    process_values: Values
     reference: Values
 
     @property
@@ -166,9 +166,9 @@ def _errors(pair: _Pair, ring: ProcessRing) -> dict[str, tuple[float, float]]:
         for what in _steps(pair.reference):
             scale = _scale(pair.reference, what, name)
             expected = pair.reference[what, name]
-            errors = [largest(side[what, name] - expected) / scale for side in (pair.found, pair.own)]
+            errors = [largest(side[what, name] - expected) / scale for side in (pair.ring_values, pair.process_values)]
             table[f"{_GRADIENT}{name}{_at(what, pair)}"] = errors[0], errors[1]
-        errors = [_of_update(side, pair, name) for side in (pair.found, pair.own)]
+        errors = [_of_update(side, pair, name) for side in (pair.ring_values, pair.process_values)]
         table[_label(name)] = errors[0], errors[1]
     numbers = iter(largest_of_all([number for both in table.values() for number in both], ring, pair.device))
     return {name: (next(numbers), next(numbers)) for name in table}
@@ -251,7 +251,7 @@ def _ignored(pair: _Pair, ring: ProcessRing) -> str | None:
 
 def _about_the_ranks(pair: _Pair, ring: ProcessRing, allowed: float) -> str:
     """What differs between ranks that each run the step by themselves."""
-    before = [off_by(pair.own["before", name], x) for (what, name), x in pair.reference.items() if what == "before"]
+    before = [off_by(pair.process_values["before", name], x) for (what, name), x in pair.reference.items() if what == "before"]
     if not everywhere(max(before, default=0.0) <= allowed, ring, pair.device):
         return _OTHER_PARAMETERS
     return (
@@ -263,7 +263,7 @@ def _about_the_ranks(pair: _Pair, ring: ProcessRing, allowed: float) -> str:
 def _about_gradients(
     pair: _Pair, wrong: list[str], errors: Mapping[str, tuple[float, float]], ring: ProcessRing, allowed: float
 ) -> str:
-    begun = [off_by(x, of_rank_0(x, ring)) for (what, _), x in pair.found.items() if what == "before"]
+    begun = [off_by(x, of_rank_0(x, ring)) for (what, _), x in pair.ring_values.items() if what == "before"]
     if not everywhere(max(begun, default=0.0) <= allowed, ring, pair.device):
         return _OTHER_PARAMETERS
     gradients = [name for name in wrong if name.startswith(_GRADIENT)]
@@ -275,7 +275,9 @@ def _about_gradients(
         )
     steps = _steps(pair.reference)
     first = next(what for what in steps if any(name.endswith(_at(what, pair)) for name in gradients))
-    flat = [torch.cat([x.flatten() for (other, _), x in side.items() if other == first]) for side in (pair.found, pair.reference)]
+    flat = [
+        torch.cat([x.flatten() for (other, _), x in side.items() if other == first]) for side in (pair.ring_values, pair.reference)
+    ]
     known = known_cause(flat[0], flat[1], ring, allowed)
     if first != steps[0]:
         late = (
@@ -297,9 +299,13 @@ def gradients_of(pair: _Pair, what: str) -> list[Tensor]:
 
 def _unrepeatable(pair: _Pair, again: _Pair, ring: ProcessRing, allowed: float) -> list[str]:
     """The reason that explains all others: in one process the step is not even what it was in one process."""
-    steps = _steps(pair.own)
-    apart = [largest(again.own[key] - x) / _scale(pair.own, *key) for key, x in pair.own.items() if key[0] in steps]
-    begun = [off_by(again.own[key], x) for key, x in pair.own.items() if key[0] == "before"]
+    steps = _steps(pair.process_values)
+    apart = [
+        largest(again.process_values[key] - x) / _scale(pair.process_values, *key)
+        for key, x in pair.process_values.items()
+        if key[0] in steps
+    ]
+    begun = [off_by(again.process_values[key], x) for key, x in pair.process_values.items() if key[0] == "before"]
     if not everywhere(max(begun, default=0.0) <= allowed, ring, pair.device):
         return [
             "the step does not begin anew: called again it begins with other parameters. It must make the model and the optimizer "

@@ -303,7 +303,7 @@ def held(rank: int) -> None:
     import jax
 
     torch.cuda.synchronize()
-    views = launch.launcher(q.device)._views._made.values()  # which own nothing
+    views = launch.launcher(q.device)._views._arrays.values()  # which own nothing
     assert {id(x) for x in jax.live_arrays()} <= {id(x) for x in views}, jax.live_arrays()
 
 

@@ -332,13 +332,13 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_attention_is_kept_in_checkpoints(monkeypatch, kind, late):
     """Turned on before the model is made parallel or after; with the bits of full recomputation."""
-    forwards, run = [], compiled.Program._run
+    forwards, run = [], compiled.CompiledProgram._run
 
     def noting(self, step, *arguments):
         forwards.extend([step] * (step == "forward"))
         return run(self, step, *arguments)
 
-    monkeypatch.setattr(compiled.Program, "_run", noting)
+    monkeypatch.setattr(compiled.CompiledProgram, "_run", noting)
     if kind == "offload":  # pinned memory needs a GPU
         monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", lambda **_: save_on_cpu(), raising=False)
     gradients = {}
@@ -369,13 +369,13 @@ COMPILED = {"plain": lambda model: None, "not reentrant": by_transformers(False)
 @pytest.mark.parametrize("checkpointing", COMPILED)
 def test_compiled_layers(monkeypatch, checkpointing):
     """One graph for the first length and one for all others, nothing left out of them, and no attention that runs twice."""
-    steps, run = [], compiled.Program._run
+    steps, run = [], compiled.CompiledProgram._run
 
     def noting(self, step, *arguments):
         steps.append(step)
         return run(self, step, *arguments)
 
-    monkeypatch.setattr(compiled.Program, "_run", noting)
+    monkeypatch.setattr(compiled.CompiledProgram, "_run", noting)
     torch._dynamo.reset()
     counters.clear()
     losses = []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jax_core import caches
-from jax_core.caches import VARIABLE, cache_folder, make_folder, parse_json, read_kept, read_regular, write_kept, write_whole
+from jax_core.caches import VARIABLE, cache_folder, make_folder, parse_json, read_cached, read_regular, write_cached, write_whole
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_folders_on_the_way_are_this_users_alone(tmp_path):
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
 def test_a_folder_that_others_may_write_to_is_not_used_with_one_warning(tmp_path, mode):
     path = tmp_path / "cache" / "triton" / "kernel"
-    write_kept(path, b"program")
+    write_cached(path, b"program")
     path.parents[1].chmod(mode)
     with pytest.warns(RuntimeWarning, match="cache is not used: others may write to it.*chmod go-w") as warned:
         assert cache_folder(path.parents[1]) is None and cache_folder(path.parents[1]) is None
@@ -78,9 +78,9 @@ def test_a_folder_that_others_may_write_to_is_not_used_with_one_warning(tmp_path
     assert cache_folder(path.parents[1]) == path.parents[1]
     path.parent.chmod(mode)  # a folder inside
     with pytest.warns(RuntimeWarning, match="triton is not used"):
-        assert read_kept(path) is None
+        assert read_cached(path) is None
     with pytest.raises(PermissionError, match="others may write"):
-        write_kept(path, b"program")
+        write_cached(path, b"program")
 
 
 def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
@@ -102,11 +102,11 @@ def swap(first, second):
 def test_what_is_kept_is_found_under_its_own_name_alone(tmp_path):
     names = ["a/one", "a/two", "b/one"]
     for name in names:
-        write_kept(tmp_path / name, name.encode())
-    assert [read_kept(tmp_path / name) for name in names] == [name.encode() for name in names]
+        write_cached(tmp_path / name, name.encode())
+    assert [read_cached(tmp_path / name) for name in names] == [name.encode() for name in names]
     for other in names[1:]:
         swap(tmp_path / names[0], tmp_path / other)
-        assert read_kept(tmp_path / names[0]) is None and read_kept(tmp_path / other) is None
+        assert read_cached(tmp_path / names[0]) is None and read_cached(tmp_path / other) is None
         swap(tmp_path / names[0], tmp_path / other)
 
 
@@ -132,9 +132,9 @@ def test_what_is_broken_is_absent_and_replaced(tmp_path, name):
     path = tmp_path / "cache" / "program"
     path.parent.mkdir(mode=0o700)
     BROKEN[name](path)
-    assert read_kept(path) is None
-    write_kept(path, b"program")
-    assert read_kept(path) == b"program"
+    assert read_cached(path) is None
+    write_cached(path, b"program")
+    assert read_cached(path) == b"program"
 
 
 @pytest.mark.parametrize("make", [make_a_pipe, make_a_folder])
@@ -142,7 +142,7 @@ def test_what_is_no_file_is_not_read(tmp_path, make):
     make(tmp_path / "name")
     with pytest.raises(ValueError, match="is no file"):
         read_regular(tmp_path / "name")
-    assert read_kept(tmp_path / "name") is None
+    assert read_cached(tmp_path / "name") is None
 
 
 def test_deep_json_is_as_wrong_as_any_other():

@@ -8,16 +8,16 @@ import time
 import pytest
 
 from jax_core import turns
-from jax_core.caches import read_kept, write_kept
+from jax_core.caches import read_cached, write_cached
 from jax_core.turns import in_turn
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from jax_core.caches import read_kept
+from jax_core.caches import read_cached
 from jax_core.turns import in_turn
 with in_turn():
-    assert read_kept(Path(sys.argv[1])) is None
+    assert read_cached(Path(sys.argv[1])) is None
     print("mine", flush=True)
     time.sleep(60)
 """
@@ -43,10 +43,10 @@ class Other(threading.Thread):
 
     def run(self):
         with in_turn():
-            self.found = read_kept(self.path)
+            self.found = read_cached(self.path)
             self.told.set()
             if self.found is None and self.content is not None:
-                write_kept(self.path, self.content)
+                write_cached(self.path, self.content)
 
     def waits(self):
         return not self.told.wait(0.2)
@@ -54,10 +54,10 @@ class Other(threading.Thread):
 
 def test_the_others_read_what_the_first_one_wrote(path):
     with in_turn():
-        assert read_kept(path) is None
+        assert read_cached(path) is None
         others = [Other(path, b"another") for _ in range(2)]
         assert all(other.waits() for other in others)
-        write_kept(path, b"made")
+        write_cached(path, b"made")
         for other in others:
             other.join(5)
     assert [other.found for other in others] == [b"made"] * 2
@@ -65,17 +65,17 @@ def test_the_others_read_what_the_first_one_wrote(path):
 
 def test_one_after_another_where_nothing_is_written(path):
     with in_turn():
-        read_kept(path)
+        read_cached(path)
         other = Other(path, b"made")
         assert other.waits()
     other.join(5)
-    assert other.found is None and read_kept(path) == b"made"
+    assert other.found is None and read_cached(path) == b"made"
 
 
 def test_a_turn_ends_with_an_error(path):
     def fails():
         with in_turn():
-            read_kept(path)
+            read_cached(path)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -96,7 +96,7 @@ def test_who_has_died_is_not_waited_for(path):
 def test_who_takes_too_long_is_waited_for_no_longer(path, monkeypatch):
     monkeypatch.setattr(turns, "LIMIT", 0.3)
     with in_turn():
-        read_kept(path)
+        read_cached(path)
         with pytest.warns(RuntimeWarning, match="has been compiling one for 0.3 s, so this one"):
             (other := Other(path)).join(5)
     assert other.told.is_set() and other.found is None
@@ -107,8 +107,8 @@ def test_nobody_waits_while_others_wait_for_him(path):
     second = path.with_name("another")
     assert turns._opened(path) != turns._opened(second)
     with in_turn():
-        read_kept(path)
-        read_kept(second)
+        read_cached(path)
+        read_cached(second)
         other = Other(path)
         assert not other.waits()
 
@@ -121,9 +121,9 @@ def test_nobody_waits_without_turns(path, why, monkeypatch):
         monkeypatch.setattr(turns, "fcntl", None)
     started = time.monotonic()
     with in_turn():
-        read_kept(path)
+        read_cached(path)
         if why == "outside":
-            threading.Thread(target=read_kept, args=(path,)).start()
+            threading.Thread(target=read_cached, args=(path,)).start()
         else:
             assert not Other(path).waits()
     assert time.monotonic() - started < 5

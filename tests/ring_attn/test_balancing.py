@@ -13,7 +13,7 @@ from torch_bridge.backends import shared_memory
 class OneOfFour:
     """A ring that sends nothing, seen by its rank 1."""
 
-    size, rank, held = 4, 1, (1,)
+    size, rank, ranks_here = 4, 1, (1,)
 
     def split(self, tensor, dim):
         return tensor

@@ -31,13 +31,13 @@ class Layer(nn.Module):
 def calls(monkeypatch):
     """The programs that run: forwards and backwards."""
     counted = {"forward": 0, "backward": 0}
-    run = compiled.Program._run
+    run = compiled.CompiledProgram._run
 
     def counting(self, step, *arguments):
         counted[step] += 1
         return run(self, step, *arguments)
 
-    monkeypatch.setattr(compiled.Program, "_run", counting)
+    monkeypatch.setattr(compiled.CompiledProgram, "_run", counting)
     return counted
 
 
@@ -168,14 +168,14 @@ def test_a_second_run_that_fails_leaves_nothing_behind(calls):
 @pytest.mark.parametrize("way", ["kept", "kept, wrapped", "kept, reentrant"])
 def test_nothing_is_held_after_the_backward(way, monkeypatch):
     made = []
-    run = compiled.Program._run
+    run = compiled.CompiledProgram._run
 
     def noting(self, step, *arguments):
         results = run(self, step, *arguments)
         made.extend(weakref.ref(x) for x in results if step == "forward")
         return results
 
-    monkeypatch.setattr(compiled.Program, "_run", noting)
+    monkeypatch.setattr(compiled.CompiledProgram, "_run", noting)
     gc.disable()  # a circle would be found some day, and hold memory until then
     try:
         layers, x = model()

@@ -9,7 +9,7 @@ from document_cases import CASES, Case, same
 
 from ring_attn import ring_attention, shard_batch, shard_packed
 from ring_attn.arguments import documents, local_lengths
-from ring_attn.arguments.local_lengths import doubt_local_lengths
+from ring_attn.arguments.local_lengths import warn_of_local_lengths
 from ring_attn.documents.cumulative import check_cumulative
 from ring_attn.documents.positions import of_text
 from ring_attn.documents.reading import read_documents
@@ -111,7 +111,7 @@ def doubted(ends: torch.Tensor, shard: int = 8, total: int = 24) -> list[str]:
     sanity_checks.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        doubt_local_lengths("cu_seqlens_q", ends, shard, total)
+        warn_of_local_lengths("cu_seqlens_q", ends, shard, total)
     return [str(warning.message) for warning in caught]
 
 
@@ -146,7 +146,7 @@ def test_a_packed_call_doubts_them():
     """Over a ring of two they are those of the whole, and after a right call, too."""
     called = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "doubt_local_lengths", lambda *given: called.append(given))
+        patch.setattr(documents, "warn_of_local_lengths", lambda *given: called.append(given))
         for ends in (torch.tensor([0, 5, 12]), torch.tensor([0, 5, 12])):
             flash_attn_varlen_func(*[torch.randn(12, 2, 8)] * 3, ends, ends, 7, 7, group="local")
     assert [(name, shard, total) for name, _, shard, total in called] == [("cu_seqlens_q", 12, 12)] * 2

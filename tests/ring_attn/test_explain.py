@@ -8,7 +8,7 @@ from launch import torchrun
 
 import jax_core
 from ring_attn import Explaining, RingAttention, explain, ring_attention
-from torch_bridge.call import explained, programs
+from torch_bridge.call import explanation, programs
 
 
 def test_nothing_is_computed():
@@ -57,7 +57,7 @@ def test_errors_name_the_arguments_of_the_call():
 
 def test_a_call_made_again_is_explained_once(monkeypatch):
     decided = []
-    monkeypatch.setattr(explained, "explain_request", lambda key, request: decided.append(request))
+    monkeypatch.setattr(explanation, "explain_request", lambda key, request: decided.append(request))
     with Explaining() as calls:
         for length in (4, 4, 6):
             ring_attention(*torch.zeros(3, 1, length, 2, 8))

@@ -25,11 +25,11 @@ def test_forked_entries_go_on_by_themselves():
     arrays, index = make_arrays(case), torch.tensor([2, 0, 2])
     cache, _ = run(case, Ring(), arrays)
     fork = cache.fork(index)
-    before = cache.layers[0].held.key.clone()
+    before = cache.layers[0].contents.key.clone()
     fork.grow(case.whole + 1)
     new = [torch.randn(BATCH, 1, heads, DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     forked = fork.attend(0, *new, softcap=3.0, sinks=arrays["sinks"])
-    assert torch.equal(cache.layers[0].held.key, before)
+    assert torch.equal(cache.layers[0].contents.key, before)
     cache.grow(case.whole + 1)
     cache.reorder(index)
     assert torch.equal(cache.attend(0, *new, softcap=3.0, sinks=arrays["sinks"]), forked)
@@ -171,7 +171,7 @@ class Recorded:
 
     def capture(self, function) -> None:
         self.function, self.cache = function, function.__self__._cache
-        kept = [x for layer in self.cache.layers.values() for x in layer.held] + [self.cache._count]
+        kept = [x for layer in self.cache.layers.values() for x in layer.contents] + [self.cache._count]
         before = [x.clone() for x in kept]
         self.replay(self.token, restored=False)
         for x, old in zip(kept, before, strict=True):
@@ -303,7 +303,7 @@ def test_new_tokens_go_round_the_ranks(size: int):
         for layer in layers:
             layer.append(held(tokens, 5 * size + appended), layer.places(torch.tensor(appended), tokens))
         appended += tokens
-        kept = [int((layer.held.segments >= 0).sum()) for layer in layers]
+        kept = [int((layer.contents.segments >= 0).sum()) for layer in layers]
         assert max(kept) - min(kept) <= 1
         assert sum(kept) == 5 * size + appended
     assert sorted(positions(layers)) == list(range(5 * size + 10))
@@ -337,14 +337,14 @@ def gathered(shard: CacheSlots, reach: int, at_once: int, lengths: torch.Tensor,
 
 
 def positions(layers: list[Layer]) -> list[int]:
-    return [position for layer in layers for position in layer.held.positions[layer.held.segments >= 0].tolist()]
+    return [position for layer in layers for position in layer.contents.positions[layer.contents.segments >= 0].tolist()]
 
 
 def check_window(layers: list[Layer], length: int, reach: int) -> None:
     assert set(positions(layers)) >= set(range(max(0, length - reach), length))
     for layer in layers:
-        real = layer.held.segments >= 0
-        assert torch.equal(layer.held.key[real][:, 0, 0], layer.held.positions[real].double())
+        real = layer.contents.segments >= 0
+        assert torch.equal(layer.contents.key[real][:, 0, 0], layer.contents.positions[real].double())
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -410,7 +410,7 @@ def test_layers_share_positions_until_a_caller_gives_segments_of_its_own():
     with cache.prompt(torch.zeros(1, 6, dtype=torch.int64)):
         for layer, more in enumerate(options):
             cache.attend(layer, q[:, :6], k[:, :6], v[:, :6], **more)
-    assert len({layer.held.segments.data_ptr() for layer in cache.layers.values()}) == 2
+    assert len({layer.contents.segments.data_ptr() for layer in cache.layers.values()}) == 2
     for place in range(6, 9):
         new = [x[:, place : place + 1] for x in (q, k, v)]
         found = [cache.attend(layer, *new, **more) for layer, more in enumerate(options)]

@@ -29,7 +29,7 @@ class FakeRing:
     size: int
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def ranks_here(self) -> tuple[int, ...]:
         return (self.rank,)
 
     def split(self, tensor, dim):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_core.config import BwdParams, FwdParams
 from jax_core.kernels.contract import Grads, Pair, Partial, Problem, Scores, finish
 from jax_core.masks.static import Mask
-from jax_core.tune.table import Found
+from jax_core.tune.table import Tuned
 
 NO_MASK = Mask()
 FORWARD, BACKWARD = FwdParams(32, 16), BwdParams(16, 32)
@@ -21,9 +21,9 @@ def problem(asked: str = "", mask: Mask = NO_MASK, **changed: Any) -> Problem:
     return Problem(**(dict(scores=Scores(mask, 0.3), dtype="float32", features=features) | sizes | changed))
 
 
-def found(params: FwdParams = FORWARD, ms: float = 1.0, **changed: Any) -> Found:
+def found(params: FwdParams = FORWARD, ms: float = 1.0, **changed: Any) -> Tuned:
     settings = dict(heuristic_ms=2.0, complete=True, day="2026-11-22", versions={"jax": "0.10.2"})
-    return Found(**(dict(params=params, ms=ms) | settings | changed))
+    return Tuned(**(dict(params=params, ms=ms) | settings | changed))
 
 
 def _logits(pair: Pair):

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if cache_folder() is None:
         return _refused(f"caches are off, so nothing that is found could be kept: set {VARIABLE}, or give --cache FOLDER")
-    wanted = works if options.again else [one for one in works if not _kept(one.key, device)]
+    wanted = works if options.again else [one for one in works if not _is_cached(one.key, device)]
     shapes = sum(one.also + 1 for one in works)
     print(
         f"{device}: {shapes} shapes of {len(works)} configurations, {len(works) - len(wanted)} of them in {user_file(device)}",
@@ -49,12 +49,12 @@ def _search(wanted, device: str, options) -> int:
     all_done = []
     for done in work.run(wanted, options.workers, options.seconds, options.rounds):
         all_done.append(done)
-        found = {way: result.found for way, result in done.results.items() if result.found is not None}
-        if found:
-            remember(device, {done.work.key: found})
+        tuned = {way: result.tuned for way, result in done.results.items() if result.tuned is not None}
+        if tuned:
+            remember(device, {done.work.key: tuned})
         print(f"[{len(all_done)}/{len(wanted)}]", report.line(done), flush=True)
     print(report.summary(all_done))
-    missing = sum(not _kept(one.key, device) for one in wanted)
+    missing = sum(not _is_cached(one.key, device) for one in wanted)
     if missing:
         print(
             f"{missing} of {len(wanted)} problems were not searched to their end; the same command goes on where this one stopped"
@@ -62,10 +62,10 @@ def _search(wanted, device: str, options) -> int:
     return 1 if missing else 0
 
 
-def _kept(key: str, device: str) -> bool:
+def _is_cached(key: str, device: str) -> bool:
     """Whether the cache has both passes, searched to the end with the versions that are installed."""
     passes = user_table(device).get(key, {})
-    return set(passes) == set(PASSES) and all(found.complete and dict(found.versions) == versions() for found in passes.values())
+    return set(passes) == set(PASSES) and all(tuned.complete and dict(tuned.versions) == versions() for tuned in passes.values())
 
 
 def _refused(reason: str) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from jax_core.request.dispatch import KERNELS
 from jax_core.tune.lookup import origins
-from jax_core.tune.search import in_words
+from jax_core.tune.search import formatted
 from jax_core.tune.table import PASSES
 from tools.tune.work import Done, Work
 
@@ -17,8 +17,8 @@ def _lines(done: Done) -> Iterable[str]:
     if done.failed:
         yield f"not searched: {done.failed}"
     for way, result in done.results.items():
-        found = result.found
-        best = "nothing found" if found is None else f"{in_words(found.params)} in {found.ms:.3f} ms{_won(found.gain)}"
+        tuned = result.tuned
+        best = "nothing found" if tuned is None else f"{formatted(tuned.params)} in {tuned.ms:.3f} ms{_won(tuned.gain)}"
         yield f"{way}: {result.tried} of {result.listed} tried; {best}"
         yield from (f"{way}: dropped {reason}" for reason in result.dropped)
 
@@ -32,11 +32,13 @@ def summary(all_done: Sequence[Done]) -> str:
     rows = [("for", "pass", "heuristic", "ms", "found", "ms", "won")]
     for done in all_done:
         for way, result in done.results.items():
-            if (found := result.found) is None:
+            if (tuned := result.tuned) is None:
                 continue
-            own = "-" if found.heuristic_ms is None else f"{found.heuristic_ms:.3f}"
-            won = "-" if found.gain is None else f"{found.gain:.1f} %"
-            rows.append((done.work.name, way, in_words(result.heuristic), own, in_words(found.params), f"{found.ms:.3f}", won))
+            default = "-" if tuned.heuristic_ms is None else f"{tuned.heuristic_ms:.3f}"
+            won = "-" if tuned.gain is None else f"{tuned.gain:.1f} %"
+            rows.append(
+                (done.work.name, way, formatted(result.heuristic), default, formatted(tuned.params), f"{tuned.ms:.3f}", won)
+            )
     return _aligned(rows)
 
 
@@ -51,13 +53,13 @@ def used(works: Sequence[Work], device: str) -> str:
     rows = [("for", "pass", "configuration", "from", "won", "found")]
     for work in works:
         there, defaults = origins(work.key, device), KERNELS[work.platform].default_params(work.problem)
-        for way, own in zip(PASSES, defaults, strict=True):
+        for way, default in zip(PASSES, defaults, strict=True):
             if way not in there:
-                rows.append((work.name, way, in_words(own), "heuristic", "", ""))
+                rows.append((work.name, way, formatted(default), "heuristic", "", ""))
                 continue
-            found, place = there[way]
-            won = "-" if found.gain is None else f"{found.gain:.1f} %"
-            rows.append((work.name, way, in_words(found.params), place, won, found.day))
+            tuned, place = there[way]
+            won = "-" if tuned.gain is None else f"{tuned.gain:.1f} %"
+            rows.append((work.name, way, formatted(tuned.params), place, won, tuned.day))
     return _aligned(rows)
 
 

@@ -52,13 +52,13 @@ class Done(NamedTuple):
 
 def asked(options: argparse.Namespace) -> list[Work]:
     """The first of each key. ValueError or NotImplementedError for what cannot be."""
-    found: dict[str, Work] = {}
+    works: dict[str, Work] = {}
     for length in options.length:
         for name, sizes, settings, arrays in _shapes(options):
             work = _work(f"{name}, {length}", options, length, sizes, settings, arrays)
-            first = found.get(work.key)
-            found[work.key] = work if first is None else first._replace(also=first.also + 1)
-    return list(found.values())
+            first = works.get(work.key)
+            works[work.key] = work if first is None else first._replace(also=first.also + 1)
+    return list(works.values())
 
 
 Sizes = tuple[int, int, int, int]  # heads, kv_heads, dim, value_dim
@@ -100,23 +100,23 @@ def _operands(options: argparse.Namespace, length: int, sizes: Sizes, settings: 
     """By shape and dtype alone."""
     heads, kv_heads, dim, value_dim = sizes
 
-    def form(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    def struct(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype) if name in {"always", *arrays} else None
 
     ids, plane = (options.batch, length), (1, 1, length, length)
     with jax.enable_x64(options.dtype == "float64"):
         return Operands(
-            query=form("always", (options.batch, length, heads, dim), options.dtype),
-            key=form("always", (options.batch, length, kv_heads, dim), options.dtype),
-            value=form("always", (options.batch, length, kv_heads, value_dim), options.dtype),
-            softmax_aux=form("sinks", (heads,), jnp.float32),
-            bias=form("bias", plane, options.dtype),
-            mask=form("mask", plane, jnp.bool_),
-            q_segment_ids=form("segments", ids, jnp.int32),
-            kv_segment_ids=form("segments", ids, jnp.int32),
-            q_position_ids=form("positions", ids, jnp.int32),
-            kv_position_ids=form("positions", ids, jnp.int32),
-            alibi_slopes=form("alibi", (heads,), jnp.float32),
+            query=struct("always", (options.batch, length, heads, dim), options.dtype),
+            key=struct("always", (options.batch, length, kv_heads, dim), options.dtype),
+            value=struct("always", (options.batch, length, kv_heads, value_dim), options.dtype),
+            softmax_aux=struct("sinks", (heads,), jnp.float32),
+            bias=struct("bias", plane, options.dtype),
+            mask=struct("mask", plane, jnp.bool_),
+            q_segment_ids=struct("segments", ids, jnp.int32),
+            kv_segment_ids=struct("segments", ids, jnp.int32),
+            q_position_ids=struct("positions", ids, jnp.int32),
+            kv_position_ids=struct("positions", ids, jnp.int32),
+            alibi_slopes=struct("alibi", (heads,), jnp.float32),
             dropout_seed=seed_words(0) if settings.get("dropout_prob") else None,
         )
 

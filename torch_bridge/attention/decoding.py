@@ -21,7 +21,7 @@ from jax_core.strategies.contract import RingSpec
 from torch_bridge.attention.empty import per_head
 from torch_bridge.attention.peer_memory import PeerMemory, follow_the_last, peer_memory
 from torch_bridge.backends import capture
-from torch_bridge.backends.compiled import Program
+from torch_bridge.backends.compiled import CompiledProgram
 from torch_bridge.backends.operation import Results, TensorSpec
 from torch_bridge.failures.device_progress import recorded
 from torch_bridge.failures.watchdog import watch
@@ -42,7 +42,7 @@ _TAKEN = {"query", "key", "value", "softmax_aux", "alibi_slopes", *_IDS}
 
 def decoding_of(program: object) -> "Decoding | None":
     """The same request on torch's stream; None where that has no kernels for it."""
-    if not isinstance(program, Program):
+    if not isinstance(program, CompiledProgram):
         return None
     spec: RingSpec = program.local.spec  # type: ignore[attr-defined]  # of an attention
     if spec.strategy is not STRATEGIES["decode"] or not launches(spec.kernel, program.request.device):
@@ -57,10 +57,10 @@ def launches(kernel: object, device: torch.device) -> bool:
 
 def _computes(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> bool:
     """No mask function, ids of 32 bits and for as many entries on both sides, float32 at most."""
-    given = {name: each for name, each in zip(_NAMES, specs, strict=False) if each is not None}
-    narrow = all(each.dtype == torch.int32 for name, each in given.items() if name in _IDS)
-    alike = all(_rows(given.get(f"q_{name}")) == _rows(given.get(f"kv_{name}")) for name in ("segment_ids", "position_ids"))
-    plain = given.keys() <= _TAKEN and not spec.problem.scores.predicates
+    present = {name: each for name, each in zip(_NAMES, specs, strict=False) if each is not None}
+    narrow = all(each.dtype == torch.int32 for name, each in present.items() if name in _IDS)
+    alike = all(_rows(present.get(f"q_{name}")) == _rows(present.get(f"kv_{name}")) for name in ("segment_ids", "position_ids"))
+    plain = present.keys() <= _TAKEN and not spec.problem.scores.predicates
     return (
         narrow and alike and plain and spec.problem.dtype != "float64" and max(spec.problem.dim, spec.problem.value_dim) <= _WIDEST
     )
@@ -70,7 +70,7 @@ def _computes(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> bool:
 class Decoding:
     """``program``: JAX's for the same, which checks it and has its backward."""
 
-    program: Program
+    program: CompiledProgram
     spec: RingSpec
     operators: None = None
 
@@ -94,11 +94,11 @@ class Decoding:
         return self.program.backward(operands, results, cotangents, wanted)
 
     def _attend(self, ring: ProcessRing, operands: Tensors) -> Results:
-        given = {name: x.contiguous() for name, x in zip(_NAMES, operands, strict=False) if x is not None}
-        query, (out, lse) = given["query"], self.program.request.results
+        present = {name: x.contiguous() for name, x in zip(_NAMES, operands, strict=False) if x is not None}
+        query, (out, lse) = present["query"], self.program.request.results
         heads = query.shape[2]
         with torch.cuda.device_of(query):
-            parts = self._parts(given)
+            parts = self._parts(present)
             if (peers := self._peers) is not None:
                 _join(parts, lse.shape, None, (peers.parts(parts.shape[1:]),), ring.rank)
                 parts = peers.gathered(parts.shape[1:])
@@ -106,19 +106,19 @@ class Decoding:
                 for group in reversed(ring.groups) if ring.size > 1 else ():
                     parts = _gathered(_joined(parts, lse.shape), group)
             results = query.new_empty(out.shape), query.new_empty(lse.shape, dtype=lse.dtype)
-            sinks = given.get("softmax_aux")
+            sinks = present.get("softmax_aux")
             logarithms = None if sinks is None else per_head(sinks.float(), heads).logsumexp(-1)
             _join(parts, lse.shape, logarithms, results)
         return results
 
-    def _parts(self, given: dict[str, Tensor]) -> Tensor:
+    def _parts(self, present: dict[str, Tensor]) -> Tensor:
         """``[parts, rows, value_dim + 1]``, float32: of each part of this rank's keys the output and its LSE."""
         from jax_core.kernels.triton.decode_kernels import decode_kernel
 
-        query, const = given["query"], self._constants
+        query, const = present["query"], self._constants
         batch, queries, heads, _ = query.shape
         parts = query.new_empty(const.parts, batch * queries * heads, const.value_dim + 1, dtype=torch.float32)
-        arrays = [given.get(name, query) for name in ("query", "key", "value", *_IDS, "alibi_slopes")]
+        arrays = [present.get(name, query) for name in ("query", "key", "value", *_IDS, "alibi_slopes")]
         grid = const.parts, const.kv_heads * const.row_blocks, batch
         decode_kernel[grid](*arrays, parts, const=const, **settings_of(const))
         return parts
@@ -138,7 +138,7 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
     """What the kernel is compiled for: parts of the keys so short that the launch fills a GPU."""
     from jax_core.kernels.triton.decode_kernels import DecodeConstants
 
-    problem, given = spec.problem, dict(zip(_NAMES, specs, strict=False))
+    problem, present = spec.problem, dict(zip(_NAMES, specs, strict=False))
     dim, value_dim = padded_dim(problem.dim), padded_dim(problem.value_dim)
     rows = problem.q_length * (problem.heads // problem.kv_heads)
     rows_block = min(64, max(16, 1 << (rows - 1).bit_length()))
@@ -162,9 +162,9 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
         softcap=problem.scores.softcap,
         logits_dtype=problem.scores.logits_dtype,
         input_precision=input_precision(problem.scores),
-        segments=_rows(given.get("q_segment_ids")),
-        positions=_rows(given.get("q_position_ids")),
-        alibi=_rows(given.get("alibi_slopes")),
+        segments=_rows(present.get("q_segment_ids")),
+        positions=_rows(present.get("q_position_ids")),
+        alibi=_rows(present.get("alibi_slopes")),
     )
 
 

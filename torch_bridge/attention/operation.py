@@ -100,10 +100,10 @@ class Attention(Operation):
 
     def layout_in_use(self, specs: Sequence[TensorSpec | None]) -> str:
         """The layout; empty where nothing goes by it: no mask, or by position ids that say all that it would, or in any order."""
-        options, given = self.options, {name for name, spec in zip(OPERANDS, specs, strict=False) if spec is not None}
-        by_place = bool(given & {"bias", "mask", "documents"}) or options.mask_builder is not None
+        options, present = self.options, {name for name, spec in zip(OPERANDS, specs, strict=False) if spec is not None}
+        by_place = bool(present & {"bias", "mask", "documents"}) or options.mask_builder is not None
         static = options.causal or options.sliding_window is not None or options.chunk_size is not None or options.predicates
-        by_position = (static or "alibi_slopes" in given) and "q_position_ids" not in given
+        by_position = (static or "alibi_slopes" in present) and "q_position_ids" not in present
         return str(options.layout) if (by_place or by_position) and not self.shared_queries else ""
 
     @property
@@ -139,16 +139,16 @@ class LocalAttention:
     def __str__(self) -> str:
         return taken(self.spec)
 
-    def explained(self) -> Explanation:
+    def explanation(self) -> Explanation:
         return explanation_of(self.attention.options, self.spec)
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        given = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))
-        return self.spec.strategy.forward(self.spec, given)
+        inputs = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))
+        return self.spec.strategy.forward(self.spec, inputs)
 
     def backward(self, wanted: Sequence[int], *arrays: jax.Array | None) -> list[jax.Array | None]:
         *operands, out, lse, dout, dlse = arrays
         assert out is not None and lse is not None and dout is not None
-        given = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))
-        gradients = self.spec.strategy.backward(self.spec, given, out, lse, dout, dlse)
+        inputs = as_kernel_takes_them(self.spec, self.attention.named(operands, self.built))
+        gradients = self.spec.strategy.backward(self.spec, inputs, out, lse, dout, dlse)
         return [gradients.given[number] for number in wanted]

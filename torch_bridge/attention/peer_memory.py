@@ -20,7 +20,7 @@ _MOST_RANKS, _NUMBERS = 8, 1 << 18  # a rank reads all of this of each other; be
 _LOG = logging.getLogger("ring_attn")
 _WHAT = "whether GPUs read each other's memory"
 _last: dict[torch.device, torch.cuda.Stream] = {}
-_made: "WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None]" = WeakKeyDictionary()
+_memories: "WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None]" = WeakKeyDictionary()
 
 
 class PeerMemory:
@@ -45,9 +45,9 @@ def peer_memory(ring: ProcessRing, numbers: int, device: torch.device) -> PeerMe
     if device.type != "cuda" or len(ring.groups) != 1 or not 1 < ring.size <= _MOST_RANKS or ring.size * numbers > _NUMBERS:
         return None
     (group,) = ring.groups
-    if group not in _made:
-        _made[group] = _make(ring, device)
-    return _made[group]
+    if group not in _memories:
+        _memories[group] = _make(ring, device)
+    return _memories[group]
 
 
 def follow_the_last(device: torch.device) -> None:

@@ -135,8 +135,8 @@ def _step(name: str, node: fx.Node, numbers: dict[fx.Node, _Value]) -> _Step:
             f"{', '.join(sorted(_OPERATORS))}"
         )
     arguments, settings = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
-    kept = {key: _plain(value) for key, value in settings.items() if key not in _OF_TORCH_ALONE}
-    return _Step(_name(node), tuple(map(_plain, arguments)), tuple(sorted(kept.items())))
+    keywords = {key: _plain(value) for key, value in settings.items() if key not in _OF_TORCH_ALONE}
+    return _Step(_name(node), tuple(map(_plain, arguments)), tuple(sorted(keywords.items())))
 
 
 def _plain(value: object) -> object:

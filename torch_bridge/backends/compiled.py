@@ -30,7 +30,7 @@ _MUST_AGREE = (
 
 
 @dataclass(eq=False)
-class Program:
+class CompiledProgram:
     """One request, ready to run on this process's shards, which are given in the order of the request's specs."""
 
     request: Request
@@ -99,17 +99,17 @@ class Program:
         return outcome.results
 
 
-def program(request: Request) -> Program:
+def program(request: Request) -> CompiledProgram:
     """Checks the request (ValueError, NotImplementedError) and makes its program. Starts JAX: with a ring of several processes the
     first call is a collective of all processes."""
     device, ring = request.device, request.ring
     assert isinstance(ring, ProcessRing)
     local, results = _checked(request, ring), request.results
-    way, platform, call = launcher(device), jax_platform(device), str(request)
+    device_launcher, platform, call = launcher(device), jax_platform(device), str(request)
     executables: list[Executable] = []
 
     def compiled(what: str, function: Callable[..., object], operands: int, results: tuple[TensorSpec, ...]) -> Compiled:
-        on_ring = _on_ring(ring, platform, way.in_place, function, operands, results)
+        on_ring = _on_ring(ring, platform, device_launcher.in_place, function, operands, results)
         executables.append(Executable(on_ring, what, f"{call} by {local}", loud=ring.ranks[ring.rank] == 0))
         return Compiled(executables[-1], results)
 
@@ -118,13 +118,13 @@ def program(request: Request) -> Program:
         gradients = tuple(spec for number in wanted if (spec := request.specs[number]) is not None)
         return compiled("backward", partial(local.backward, wanted), len(request.specs) + len(results) + len(given), gradients)
 
-    return Program(
+    return CompiledProgram(
         request=request,
         call=call,
         local=local,
         ring=ring,
         dtype=results[0].dtype,
-        launcher=way,
+        launcher=device_launcher,
         join=joiner(ring, platform),
         compiled_forward=compiled("forward", local.forward, len(request.specs), results),
         compiled_backward=backward,

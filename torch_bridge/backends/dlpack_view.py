@@ -47,7 +47,7 @@ class _Managed(ctypes.Structure):
 _SIZE = ctypes.sizeof(_Managed)
 
 
-class _Form(NamedTuple):
+class _Template(NamedTuple):
     """What the capsules of tensors of one shape, dtype and device have in common: all that follows the pointer to the memory.
     ``shape``: where it points to; kept for as long as the process lives, since a capsule may be."""
 
@@ -56,18 +56,18 @@ class _Form(NamedTuple):
 
 
 @cache
-def _form(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Form:
+def _template(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Template:
     capsule = to_dlpack(torch.empty(0, dtype=dtype, device=device))  # has torch's codes for the dtype and the device
     managed = _Managed.from_buffer_copy(ctypes.string_at(_pointer_of(capsule, _NAME), _SIZE))
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     managed.ndim, managed.shape, managed.strides = len(shape), ctypes.addressof(sizes), None
     managed.byte_offset, managed.manager_ctx, managed.deleter = 0, None, _FREE.value
-    return _Form(bytes(managed)[_POINTER.size :], sizes)
+    return _Template(bytes(managed)[_POINTER.size :], sizes)
 
 
 def view_capsule(tensor: torch.Tensor) -> object:
     """A DLPack capsule of a contiguous ``tensor``'s memory. The caller keeps the tensor for as long as the memory is used."""
-    block = _POINTER.pack(tensor.data_ptr()) + _form(tensor.shape, tensor.dtype, tensor.device).rest
+    block = _POINTER.pack(tensor.data_ptr()) + _template(tensor.shape, tensor.dtype, tensor.device).rest
     return _new_capsule(_memmove(_malloc(_SIZE), block, _SIZE), _NAME, None)
 
 

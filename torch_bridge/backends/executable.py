@@ -31,13 +31,13 @@ class Compilation(NamedTuple):
     temporaries: int | None
 
     def __str__(self) -> str:
-        held = "" if self.temporaries is None else f", {self.temporaries / 2**20:.1f} MiB of temporaries"
-        return f"{self.what} in {self.seconds:.1f} s{held}"
+        temporaries_text = "" if self.temporaries is None else f", {self.temporaries / 2**20:.1f} MiB of temporaries"
+        return f"{self.what} in {self.seconds:.1f} s{temporaries_text}"
 
 
-class _Made(NamedTuple):
+class _Compiled(NamedTuple):
     compiled: "jax.stages.Compiled"
-    told: Compilation
+    compilation: Compilation
 
 
 class Executable:
@@ -52,7 +52,7 @@ class Executable:
         self.meanwhile: Callable[[], object] | None = None  # called once while it is compiled, after it is lowered
         self._function, self._what, self._of, self._loud = function, what, of, loud
         self._compiled: dict[str | None, jax.stages.Compiled] = {}
-        self._ahead: dict[str | None, Future[_Made]] = {}
+        self._ahead: dict[str | None, Future[_Compiled]] = {}
 
     def __call__(self, *arrays: jax.Array | None) -> Sequence[jax.Array]:
         precision = _precision()
@@ -71,18 +71,20 @@ class Executable:
         if precision not in self._compiled and precision not in self._ahead:
             self._ahead[precision] = _on_a_thread(partial(self._compile_within, scope, precision, tuple(arrays)))
 
-    def _compile_within(self, scope: Callable[[], AbstractContextManager[object]], precision: str | None, arrays: Arrays) -> _Made:
+    def _compile_within(
+        self, scope: Callable[[], AbstractContextManager[object]], precision: str | None, arrays: Arrays
+    ) -> _Compiled:
         with scope(), jax.default_matmul_precision(precision):  # None is JAX's default
             return self._compile(arrays)
 
     def _first(self, precision: str | None, arrays: tuple[jax.Array | None, ...]) -> "jax.stages.Compiled":
         ahead = self._ahead.pop(precision, None)
-        made = self._compile(arrays) if ahead is None or ahead.exception() is not None else ahead.result()
-        self.compilations.append(made.told)
-        LOG.info("compiled %s: %s", made.told, self._of)
-        return made.compiled
+        built = self._compile(arrays) if ahead is None or ahead.exception() is not None else ahead.result()
+        self.compilations.append(built.compilation)
+        LOG.info("compiled %s: %s", built.compilation, self._of)
+        return built.compiled
 
-    def _compile(self, arrays: Arrays) -> _Made:
+    def _compile(self, arrays: Arrays) -> _Compiled:
         started = time.perf_counter()
         with in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
             with _lowering:
@@ -91,7 +93,7 @@ class Executable:
             if meanwhile is not None:
                 meanwhile()
             compiled = lowered.compile()
-        return _Made(compiled, Compilation(self._what, time.perf_counter() - started, _temporaries(compiled)))
+        return _Compiled(compiled, Compilation(self._what, time.perf_counter() - started, _temporaries(compiled)))
 
 
 # Lowering compiles kernels, by compilers that are not made for several threads. It holds the GIL anyway, but for those.
@@ -103,8 +105,8 @@ def _precision() -> str | None:
     return precision
 
 
-def _on_a_thread(compute: Callable[[], _Made]) -> "Future[_Made]":
-    future: Future[_Made] = Future()
+def _on_a_thread(compute: Callable[[], _Compiled]) -> "Future[_Compiled]":
+    future: Future[_Compiled] = Future()
 
     def run() -> None:
         try:

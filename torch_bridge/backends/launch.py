@@ -103,17 +103,17 @@ class _Views:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], jax.Array] = {}
+        self._arrays: dict[tuple[object, ...], jax.Array] = {}
         self._uses = 0
 
     def __call__(self, tensor: torch.Tensor, join: Join, make: Callable[[torch.Tensor], jax.Array]) -> jax.Array:
         self._uses += 1
-        if len(self._made) >= _MOST_VIEWS or self._uses % _MOST_USES == 0:
-            self._made.clear()
+        if len(self._arrays) >= _MOST_VIEWS or self._uses % _MOST_USES == 0:
+            self._arrays.clear()
         key = join, tensor.data_ptr(), tensor.shape, tensor.dtype
-        array = self._made.get(key)
+        array = self._arrays.get(key)
         if array is None or array.is_deleted():  # some delete all arrays that JAX knows
-            array = self._made[key] = join(make(tensor))
+            array = self._arrays[key] = join(make(tensor))
         return array
 
 
@@ -142,13 +142,13 @@ class _OnGpu:
             before = self._release(stream)
             homes = self._allocated(lambda: [self._empty(spec) for spec in compiled.results])
             # Held until the stream waits for JAX: they are the only owners of what JAX uses, the caller's tensors or copies.
-            given = self._allocated(lambda: [None if tensor is None else exportable(tensor) for tensor in tensors])
-            held = [*given, *homes]
+            inputs = self._allocated(lambda: [None if tensor is None else exportable(tensor) for tensor in tensors])
+            in_use = [*inputs, *homes]
             try:
-                arrays = self._run(join, compiled.function, given, homes if self.in_place else [], stream)
+                arrays = self._run(join, compiled.function, inputs, homes if self.in_place else [], stream)
             except BaseException as error:
                 if _may_have_begun(error):
-                    self._unfinished.append((stream, held))
+                    self._unfinished.append((stream, in_use))
                 raise
             del before
             self._let_go(stream)
@@ -179,33 +179,33 @@ class _OnGpu:
         return allocate()
 
     def _run(
-        self, join: Join, function: Function, given: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream
+        self, join: Join, function: Function, inputs: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream
     ) -> Sequence[jax.Array]:
         try:
-            return self._sent(join, function, given, homes, stream)
+            return self._sent(join, function, inputs, homes, stream)
         except jax.errors.JaxRuntimeError as error:
             if not _out_of_memory(error):
                 raise
         # JAX cannot use what torch's allocator caches. XLA allocates before it launches, so the other ranks only wait.
         torch.cuda.empty_cache()
-        return self._sent(join, function, given, homes, stream)
+        return self._sent(join, function, inputs, homes, stream)
 
     def _sent(
-        self, join: Join, function: Function, given: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream
+        self, join: Join, function: Function, inputs: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream
     ) -> Sequence[jax.Array]:
         """The results of a program that ``stream`` waits for. JAX dispatches on a thread of its own, so what fails there is
         raised by the wait."""
-        arrays = function(*self.arrays(join, given, homes, stream))
+        arrays = function(*self.arrays(join, inputs, homes, stream))
         self.convert.wait(arrays[-1], _number(stream))  # all results of a program are ready together
         return arrays
 
-    def arrays(self, join: Join, given: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream) -> list[jax.Array | None]:
+    def arrays(self, join: Join, inputs: Tensors, homes: list[torch.Tensor], stream: torch.cuda.Stream) -> list[jax.Array | None]:
         """A program waits for all its arguments, so one that is made for this call carries the event that JAX waits for: after any
         copies that ``exportable`` made. What results are written into is donated, and so is made anew."""
         after, to_array = self.after(stream), self.convert.to_array
         if not homes:
-            return [None if x is None else join(to_array(x, after)) for x in given]
-        views = [None if x is None else self._views(x, join, lambda x: to_array(x, None)) for x in given]
+            return [None if x is None else join(to_array(x, after)) for x in inputs]
+        views = [None if x is None else self._views(x, join, lambda x: to_array(x, None)) for x in inputs]
         first, *others = homes
         return [*views, join(to_array(first, after)), *(join(to_array(x, None)) for x in others)]
 
@@ -224,8 +224,8 @@ class _OnGpu:
             event.record(stream)
             return Outcome(homes, event)
         # XLA may have swapped the memory of two results of the same spec.
-        found = {(home.data_ptr(), home.shape, home.dtype): home for home in homes}
-        results = [found.get((pointer, home.shape, home.dtype)) for pointer, home in zip(pointers, homes, strict=True)]
+        by_memory = {(home.data_ptr(), home.shape, home.dtype): home for home in homes}
+        results = [by_memory.get((pointer, home.shape, home.dtype)) for pointer, home in zip(pointers, homes, strict=True)]
         elsewhere = [array for array, result in zip(arrays, results, strict=True) if result is None]
         self._copied = _Copied(stream, event, elsewhere) if elsewhere else None
         try:

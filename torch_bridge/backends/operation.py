@@ -77,7 +77,7 @@ class ShardProgram(Protocol):
         """The gradients of the operands at the indices ``wanted``. ``arrays``: the operands, the results and their cotangents, of
         which all but the first may be None."""
 
-    def explained(self) -> object:
+    def explanation(self) -> object:
         """What computes it and why, to print."""
 
 

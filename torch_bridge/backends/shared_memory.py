@@ -16,7 +16,7 @@ from torch_bridge.mesh.rings import resolve as resolve
 from torch_bridge.start.runtime import start
 
 if TYPE_CHECKING:
-    from torch_bridge.backends.compiled import Program
+    from torch_bridge.backends.compiled import CompiledProgram
 
 OPERATORS = None
 _DEVICES = ("cpu", "cuda")
@@ -38,7 +38,7 @@ def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def program(request: Request) -> "Program":
+def program(request: Request) -> "CompiledProgram":
     """On a ring of several processes this is a collective, in which they compare their requests."""
     from torch_bridge.backends import compiled
 

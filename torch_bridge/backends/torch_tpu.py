@@ -44,13 +44,13 @@ def tracing(ring: AnyRing, query: torch.Tensor) -> Iterator[None]:
     yield
 
 
-def program(request: Request) -> "Program":
+def program(request: Request) -> "CustomOpProgram":
     """With a ring of several processes, all processes of the world must make the call with equal shapes, dtypes and options, which
     are not compared. Raises NotImplementedError for rings that do not tile the world, ImportError without torch-tpu, RuntimeError
     if JAX would take the TPU."""
     keep_jax_on_cpu()
     warn_experimental('device "tpu" (TorchTPU)', "traced and compiled without a TPU, never run on one")
-    return Program(operators(request).number)
+    return CustomOpProgram(operators(request).number)
 
 
 def keep_jax_on_cpu() -> None:
@@ -90,8 +90,8 @@ def forward(number: int, operands: Tensors) -> Results:
 
 def backward(number: int, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
     # The same program whether or not a rank used all results.
-    given = [torch.zeros_like(x) if d is None else d for x, d in zip(results, cotangents, strict=True) if x is not None]
-    return getattr(torch.ops.ring_attn, f"{BACKWARD}_{number}")(_contiguous((*operands, *results, *given)), list(wanted))
+    filled = [torch.zeros_like(x) if d is None else d for x, d in zip(results, cotangents, strict=True) if x is not None]
+    return getattr(torch.ops.ring_attn, f"{BACKWARD}_{number}")(_contiguous((*operands, *results, *filled)), list(wanted))
 
 
 def _contiguous(tensors: Tensors) -> list[torch.Tensor]:
@@ -104,7 +104,7 @@ OPERATORS = Operators(forward, backward)
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class CustomOpProgram:
     """One request as two custom ops of its own: ``tpu_forward_N (Tensor[] operands) -> (Tensor out, Tensor lse)``, and
     ``tpu_backward_N (Tensor[] arrays, int[] wanted) -> Tensor[]`` of the operands, the results and their cotangents. ``wanted``
     holds indices into the request's specs."""
@@ -118,7 +118,7 @@ class Program:
         return backward(self.operators, operands, results, cotangents, wanted)
 
 
-class Made(NamedTuple):
+class CustomOps(NamedTuple):
     """The two custom ops of a request, and the number in their names."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -127,7 +127,7 @@ class Made(NamedTuple):
 
 
 @cache
-def operators(request: Request) -> Made:
+def operators(request: Request) -> CustomOps:
     """Checks the request and makes its custom ops."""
     assert isinstance(request.ring, ProcessRing)
     grid = tile_world(request.ring)
@@ -142,7 +142,7 @@ def operators(request: Request) -> Made:
         return pallas.jax_op(f"ring_attn::{name}_{number}", function, **specs)
 
     of_rows = over_world(request, local, world, grid)
-    return Made(operator(FORWARD, of_rows[0]), operator(BACKWARD, of_rows[1]), number)
+    return CustomOps(operator(FORWARD, of_rows[0]), operator(BACKWARD, of_rows[1]), number)
 
 
 def _pallas() -> ModuleType:
@@ -170,11 +170,11 @@ def over_world(
 ) -> tuple[Callable[..., object], Callable[..., object]]:
     """Its forward and backward on arrays whose blocks of rows are the shards of the world's processes. As in
     :mod:`torch_bridge.backends.compiled`, no operand needs its own sharding. ``jax_op`` reads the functions' signatures."""
-    rings, given = _rings(world, grid), [number for number, spec in enumerate(request.specs) if spec is not None]
+    rings, present = _rings(world, grid), [number for number, spec in enumerate(request.specs) if spec is not None]
 
     def spread(arrays: Sequence[jax.Array]) -> list[jax.Array | None]:
         """Put the arrays at the indices of the request's specs."""
-        places = dict(zip(given, arrays, strict=False))
+        places = dict(zip(present, arrays, strict=False))
         return [places.get(number) for number in range(len(request.specs))]
 
     def local_forward(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -182,7 +182,7 @@ def over_world(
         return out, lse
 
     def local_backward(arrays: Sequence[jax.Array], wanted: Sequence[int]) -> list[jax.Array]:
-        gradients = local.backward(wanted, *spread(arrays), *arrays[len(given) :])
+        gradients = local.backward(wanted, *spread(arrays), *arrays[len(present) :])
         return [x for x in gradients if x is not None]  # which all are: none of an integer operand is wanted
 
     def forward(operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -34,8 +34,8 @@ _WIDE = (torch.float64, torch.int64)
 
 
 @dataclass(frozen=True)
-class Ring:
-    """``size`` devices along dimension ``dim`` of ``mesh``; without a mesh there is no ring. ``held``: all ranks."""
+class DeviceRing:
+    """``size`` devices along dimension ``dim`` of ``mesh``; without a mesh there is no ring. ``ranks_here``: all ranks."""
 
     mesh: AbstractMesh | None = None
     dim: int = 0
@@ -43,7 +43,7 @@ class Ring:
     devices: spmd.Mesh | None = field(default=None, compare=False, repr=False)
 
     @property
-    def held(self) -> Sequence[int]:
+    def ranks_here(self) -> Sequence[int]:
         return range(self.size)
 
     @property
@@ -57,7 +57,7 @@ class Ring:
         return tensor
 
 
-def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
+def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> DeviceRing:
     """The ring that ``mesh`` stands for, for tensors on an XLA device.
 
     ``mesh``: a ``torch_xla.distributed.spmd.Mesh`` of one dimension, or of several with ``mesh_dim`` (a name, or an index); None
@@ -69,7 +69,7 @@ def resolve(mesh: MeshLike = None, mesh_dim: MeshDim = None) -> Ring:
     if mesh is None or (isinstance(mesh, str) and mesh == "local"):
         if mesh_dim is not None:
             raise ValueError(f"mesh_dim chooses a dimension of a mesh, got mesh_dim={mesh_dim!r} and no mesh; give both or neither")
-        return Ring()
+        return DeviceRing()
     if not isinstance(mesh, spmd.Mesh):
         raise ValueError(
             'with tensors on an XLA device mesh must be a torch_xla.distributed.spmd.Mesh, "local" or None, got '
@@ -106,7 +106,7 @@ def _global_mesh() -> spmd.Mesh | None:
 
 
 @cache  # a mesh is made once, and every call needs its ring
-def _of_mesh(mesh: spmd.Mesh, mesh_dim: str | int | None) -> Ring:
+def _of_mesh(mesh: spmd.Mesh, mesh_dim: str | int | None) -> DeviceRing:
     names = tuple(map(str, mesh.shape()))
     if mesh_dim is None and len(names) > 1:
         raise ValueError(f"a mesh with dimensions {list(names)} needs mesh_dim, the one of the sequence; got None")
@@ -116,7 +116,7 @@ def _of_mesh(mesh: spmd.Mesh, mesh_dim: str | int | None) -> Ring:
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(names):
         raise ValueError(f"mesh_dim must be one of the mesh's dimensions {list(names)} or an index of them, got {mesh_dim!r}")
     sizes = tuple(map(int, mesh.mesh_shape))
-    return Ring(AbstractMesh(sizes, names), index, sizes[index], mesh)
+    return DeviceRing(AbstractMesh(sizes, names), index, sizes[index], mesh)
 
 
 def tracing(ring: AnyRing, query: torch.Tensor) -> AbstractContextManager[None]:
@@ -130,7 +130,7 @@ def check(query: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class GraphProgram:
     """One request as part of torch-xla's graph."""
 
     whole: GlobalProgram
@@ -138,25 +138,25 @@ class Program:
     operators: None = None
 
     def forward(self, operands: Tensors) -> Results:
-        return tuple(call(self.whole.forward, _given(operands), self.platform))
+        return tuple(call(self.whole.forward, _present(operands), self.platform))
 
     def backward(self, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: Sequence[int]) -> list[torch.Tensor]:
         function = self.whole.backward(tuple(wanted), tuple(x is not None for x in cotangents))
-        return call(function, _given((*results, *cotangents, *operands)), self.platform)
+        return call(function, _present((*results, *cotangents, *operands)), self.platform)
 
 
-def _given(tensors: Tensors) -> list[torch.Tensor]:
+def _present(tensors: Tensors) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def program(request: Request) -> Program:
+def program(request: Request) -> GraphProgram:
     ring, platform = request.ring, _platform()
     if platform == "tpu":
         warn_experimental('device "xla" (torch-xla)', "run on CPU devices and lowered for TPUs, never run on one")
-    assert isinstance(ring, Ring)
+    assert isinstance(ring, DeviceRing)
     with _jax_for_torch_xla():
         forward, backward = request.operation.whole(request, ring.mesh, ring.dim, platform)
-    return Program(GlobalProgram(forward, cache(backward)), platform)  # a function is traced anew for each new object
+    return GraphProgram(GlobalProgram(forward, cache(backward)), platform)  # a function is traced anew for each new object
 
 
 def _platform() -> str:

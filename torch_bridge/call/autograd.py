@@ -16,8 +16,8 @@ from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.interface import Operators
 from torch_bridge.backends.operation import Program, Results, TensorSpecs
 from torch_bridge.call.call_cache import PLAIN, CachedCall, observed
+from torch_bridge.call.checkpointed_calls import results_of
 from torch_bridge.call.flops import tell_counters
-from torch_bridge.call.kept_results import results_of
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
 from torch_bridge.call.refusal import Context, NoDerivative, NoForwardMode, Refused
@@ -71,10 +71,10 @@ def cached_call(key: str, operands: Tensors) -> CachedCall:
     again = program, absent
 
     def repeat(operands: Tensors) -> Results:
-        given = operands[:count]
+        inputs = operands[:count]
         if torch.is_grad_enabled() or _in_forward_mode():
-            return _Call.apply(key, again, *given)
-        whole = (*given, *absent)
+            return _Call.apply(key, again, *inputs)
+        whole = (*inputs, *absent)
         return results_of(key, whole, partial(program.forward, whole))  # nothing is to be saved, so torch need not know
 
     return repeat
@@ -104,10 +104,10 @@ class _Traced(torch.autograd.Function):
             return None, None, *_Traced.gradients(ctx, ctx.saved_tensors, cotangents)
         saved = ctx.saved_tensors
         with torch.no_grad():
-            made = _Traced.gradients(ctx, saved, cotangents)
+            gradients = _Traced.gradients(ctx, saved, cotangents)
         # create_graph=True. ``once_differentiable`` would leave a penalty on them out, in silence: nothing would lead from it to
         # the operands, of which they are functions, nor to the cotangents.
-        return None, None, *Refused.apply(ctx.key, len(made), *made, *saved, *cotangents)
+        return None, None, *Refused.apply(ctx.key, len(gradients), *gradients, *saved, *cotangents)
 
     @staticmethod
     def gradients(ctx: Context, saved: Tensors, cotangents: Tensors) -> list[torch.Tensor | None]:
@@ -136,9 +136,9 @@ class _Transformable(NoForwardMode):
 
     @staticmethod
     def backward(ctx: Context, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        def once(operands: Tensors, results: Tensors, cotangents: Tensors, made: list[int]) -> Results:
+        def once(operands: Tensors, results: Tensors, cotangents: Tensors, indices: list[int]) -> Results:
             groups = operands, results, cotangents
-            return _Once.apply(ctx.key, tuple(map(len, groups)), tuple(made), *(x for tensors in groups for x in tensors))
+            return _Once.apply(ctx.key, tuple(map(len, groups)), tuple(indices), *(x for tensors in groups for x in tensors))
 
         return None, *_gradients(ctx.key, ctx.needs_input_grad[1:], ctx.saved_tensors, cotangents, once)
 
@@ -150,9 +150,9 @@ class _Once(NoDerivative):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(key: str, counts: tuple[int, int, int], made: tuple[int, ...], *tensors: torch.Tensor | None) -> Results:
+    def forward(key: str, counts: tuple[int, int, int], indices: tuple[int, ...], *tensors: torch.Tensor | None) -> Results:
         first, second = counts[0], counts[0] + counts[1]
-        return tuple(_backward(key, tensors[:first], tensors[first:second], tensors[second:], made))
+        return tuple(_backward(key, tensors[:first], tensors[first:second], tensors[second:], indices))
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[str, *tuple[object, ...]], output: Results) -> None:
@@ -168,8 +168,8 @@ def _gradients(
         assert results[0] is not None
         cotangents = torch.zeros_like(results[0]), *cotangents[1:]
     wanted = [number for number, need in enumerate(needed) if need]
-    made = sorted({*_differentiated(key), *wanted})
-    gradients = dict(zip(made, backward(operands, results, cotangents, made), strict=True))
+    indices = sorted({*_differentiated(key), *wanted})
+    gradients = dict(zip(indices, backward(operands, results, cotangents, indices), strict=True))
     return [gradients[number] if need else None for number, need in enumerate(needed)]
 
 
@@ -184,11 +184,11 @@ def _forward_of_graph(keys: DispatchKeySet, operands: Tensors, call: str) -> lis
 def _backward_of_graph(
     keys: DispatchKeySet, operands: Tensors, results: Tensors, cotangents: Tensors, wanted: list[int], call: str
 ) -> list[torch.Tensor]:
-    given = *operands, *results, *cotangents
+    inputs = *operands, *results, *cotangents
     with torch._C._AutoDispatchBelowAutograd():
         keys &= torch._C._after_autograd_keyset
-        made = backward_op._opoverload.redispatch(keys, operands, results, cotangents, wanted, call)
-    return list(Refused.apply(call, len(made), *made, *given)) if _differentiable(given) else made
+        gradients = backward_op._opoverload.redispatch(keys, operands, results, cotangents, wanted, call)
+    return list(Refused.apply(call, len(gradients), *gradients, *inputs)) if _differentiable(inputs) else gradients
 
 
 def _differentiable(tensors: Tensors) -> bool:
@@ -216,18 +216,20 @@ def _save(ctx: Context, key: str, operands: Tensors, results: Results) -> None:
 
 
 def _forward(key: str, operands: Tensors) -> Results:
-    own = _own_operators(key, operands)
+    operators = _operators_of_program(key, operands)
     tell_counters()
-    return tuple(forward_op(operands, key)) if own is None else results_of(key, operands, partial(own.forward, operands))
+    return (
+        tuple(forward_op(operands, key)) if operators is None else results_of(key, operands, partial(operators.forward, operands))
+    )
 
 
-def _backward(key: str, operands: Tensors, results: Tensors, cotangents: Tensors, made: Sequence[int]) -> list[torch.Tensor]:
-    own, given = _own_operators(key, operands), (operands, results, cotangents, made)
+def _backward(key: str, operands: Tensors, results: Tensors, cotangents: Tensors, indices: Sequence[int]) -> list[torch.Tensor]:
+    operators, inputs = _operators_of_program(key, operands), (operands, results, cotangents, indices)
     tell_counters()
-    return backward_op(*given, key) if own is None else own.backward(*given)
+    return backward_op(*inputs, key) if operators is None else operators.backward(*inputs)
 
 
-def _own_operators(key: str, operands: Tensors) -> Operators | None:
+def _operators_of_program(key: str, operands: Tensors) -> Operators | None:
     """The program's own custom ops, of a backend that has them. They are for one set of shapes: a length that torch.compile holds
     for variable is fixed here."""
     first = operands[0]

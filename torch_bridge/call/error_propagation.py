@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.utils.checkpoint
 
-from jax_core.keywords import NO_OTHERS, Others, explained
+from jax_core.keywords import NO_OTHERS, Others, clearer_error
 from torch_bridge.backends.capture import is_captured
 from torch_bridge.failures import peers
 from torch_bridge.failures.watchdog import PeerFailure, tell_failure
@@ -44,7 +44,7 @@ def propagates_errors(
             except _NO_FAILURES:
                 raise
             except Exception as raised:
-                error = explained(raised, function, kwargs, others)
+                error = clearer_error(raised, function, kwargs, others)
                 try:
                     with suppress(ValueError):  # not a valid mesh: it is unknown which ranks this call was meant for
                         mesh = where(*args, **kwargs)

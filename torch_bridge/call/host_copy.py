@@ -71,6 +71,6 @@ def _let_go(device: torch.device, but: int) -> None:
     """Of all that is leaving but the last few: their memory is free behind what the current stream waits for here."""
     leaving = _leaving(device)
     while len(leaving) > but:
-        tensor, made = leaving.popleft()
-        torch.cuda.current_stream(device).wait_event(made)
+        tensor, copied = leaving.popleft()
+        torch.cuda.current_stream(device).wait_event(copied)
         del tensor

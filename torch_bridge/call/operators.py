@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_bridge.call import flops
 from torch_bridge.call.batching import of_each_entry
-from torch_bridge.call.kept_results import results_of
+from torch_bridge.call.checkpointed_calls import results_of
 from torch_bridge.call.programs import call_of, check, program_of
 from torch_bridge.call.refusal import refuse_in_compiled
 from torch_bridge.mesh.protocol import Tensors

@@ -25,46 +25,46 @@ from torch_bridge.mesh.trial import current, note_dtype, note_ring
 
 # Programs of a ring that are kept. The one made first is dropped first: programs are made in the same order on all ranks, because
 # making one is a comparison. The order in which they were last used may differ, after a call that failed on one rank.
-KEPT = 256
+MOST_PROGRAMS = 256
 MANY = 16  # shapes of one call after which a warning says that each is compiled
 Names = tuple[tuple[str, str], ...]  # the operation's name of an argument, and the caller's
 
 
-class Call(NamedTuple):
+class CallSpec(NamedTuple):
     """A call without its tensors."""
 
     ring: AnyRing
     operation: Operation
 
 
-class _Made(NamedTuple):
+class _CachedProgram(NamedTuple):
     request: Request
     program: Program
 
 
 # Custom ops take tensors, numbers and text, so a call is passed by its key.
-_CALLS: dict[str, Call] = {}
-_KEYS: dict[Call, str] = {}
+_CALLS: dict[str, CallSpec] = {}
+_KEYS: dict[CallSpec, str] = {}
 _NAMES: dict[str, Names] = {}  # by which the caller who described the call last knows its arguments, for errors
 _NUMBERS: Counter[str] = Counter()  # how many calls have had one description
-_PROGRAMS: dict[tuple[str, TensorSpecs, torch.device], _Made] = {}
+_PROGRAMS: dict[tuple[str, TensorSpecs, torch.device], _CachedProgram] = {}
 _lock = RLock()  # threads describe calls and make programs at once; not held while one is made, which may wait for other ranks
 
 
 def describe(ring: AnyRing, operation: Operation, names: Names) -> str:
     """The call's key, by which its programs are found: equal calls have one. It means the same in every process, for a graph may be
     saved and loaded; so a call with functions, which may differ under one name, names this process."""
-    call = Call(ring, operation)
+    call = CallSpec(ring, operation)
     with _lock:
-        found = _KEYS.get(call)
-        if found is not None and has_ended(_CALLS[found].ring):
-            _begin_anew(found, call)
-        key = _describe(call) if found is None else found
+        existing = _KEYS.get(call)
+        if existing is not None and has_ended(_CALLS[existing].ring):
+            _begin_anew(existing, call)
+        key = _describe(call) if existing is None else existing
         _NAMES[key] = names
     return key
 
 
-def _begin_anew(key: str, call: Call) -> None:
+def _begin_anew(key: str, call: CallSpec) -> None:
     """With the ring's present process groups, and programs of these."""
     del _KEYS[_CALLS[key]]
     _CALLS[key], _KEYS[call] = call, key
@@ -73,7 +73,7 @@ def _begin_anew(key: str, call: Call) -> None:
         del _PROGRAMS[of_ended]
 
 
-def _describe(call: Call) -> str:
+def _describe(call: CallSpec) -> str:
     key = f"{call.operation} on {call.ring}"
     if call.operation.is_process_local:
         key += f", in process {_process()}"
@@ -89,7 +89,7 @@ def _process() -> str:
     return uuid4().hex
 
 
-def call_of(key: str) -> Call:
+def call_of(key: str) -> CallSpec:
     if key not in _CALLS:
         raise ValueError(
             f"no call of ring_attention in this process is the one in this graph, which another process has exported ({key}); "
@@ -110,8 +110,8 @@ def program_for(key: str, specs: TensorSpecs, device: torch.device) -> Program:
     compare their requests. Raises ValueError and NotImplementedError for a request that cannot be, in the caller's words."""
     if current() is not None:
         _note(key, specs)
-    found = _PROGRAMS.get((key, specs, device))
-    return _make(key, specs, device) if found is None else found.program
+    entry = _PROGRAMS.get((key, specs, device))
+    return _make(key, specs, device) if entry is None else entry.program
 
 
 def _note(key: str, specs: TensorSpecs) -> None:
@@ -121,16 +121,16 @@ def _note(key: str, specs: TensorSpecs) -> None:
     note_dtype(first[1])
 
 
-def made_for(key: str, request: Request) -> Program | None:
+def cached_program(key: str, request: Request) -> Program | None:
     """The program of the request, if a call has made it."""
-    found = _PROGRAMS.get((key, request.specs, request.device))
-    return None if found is None else found.program
+    entry = _PROGRAMS.get((key, request.specs, request.device))
+    return None if entry is None else entry.program
 
 
 def last_on(ring: AnyRing) -> Program | None:
     """The program that was made last for the ring, of those that are kept."""
     with _lock:
-        return next((made.program for made in reversed(_PROGRAMS.values()) if made.request.ring == ring), None)
+        return next((entry.program for entry in reversed(_PROGRAMS.values()) if entry.request.ring == ring), None)
 
 
 def request_of(key: str, specs: TensorSpecs, device: torch.device) -> Request:
@@ -142,19 +142,19 @@ def _make(key: str, specs: TensorSpecs, device: torch.device) -> Program:
     call, request = call_of(key), request_of(key, specs, device)
     if capture.is_captured(device):
         raise RuntimeError(capture.FIRST_CALL)
-    with propagating(call.ring, device), in_words_of_the_caller(key):
+    with propagating(call.ring, device), with_caller_names(key):
         program = backend_of(device).program(request)  # also checks the request, even if there is nothing to compute
-    made = _Made(request, request.operation.in_torch(request, program) or program)
+    entry = _CachedProgram(request, request.operation.in_torch(request, program) or program)
     with _lock:
-        _PROGRAMS[key, specs, device] = made
+        _PROGRAMS[key, specs, device] = entry
         _drop_the_oldest(call.ring)
         _warn_of_many(key, request)
-    return made.program
+    return entry.program
 
 
 def _drop_the_oldest(ring: AnyRing) -> None:
-    of_this_ring = [each for each, made in _PROGRAMS.items() if made.request.ring == ring]
-    for oldest in of_this_ring[:-KEPT]:
+    of_this_ring = [each for each, entry in _PROGRAMS.items() if entry.request.ring == ring]
+    for oldest in of_this_ring[:-MOST_PROGRAMS]:
         call_cache.clear()
         del _PROGRAMS[oldest]
         _drop_arrays(oldest[0])
@@ -168,11 +168,11 @@ def _drop_arrays(key: str) -> None:
 
 
 def _warn_of_many(key: str, request: Request) -> None:
-    same = [made for (of, *_), made in _PROGRAMS.items() if of == key and _but_lengths(made.request) == _but_lengths(request)]
+    same = [entry for (of, *_), entry in _PROGRAMS.items() if of == key and _but_lengths(entry.request) == _but_lengths(request)]
     if len(same) == MANY:
         warnings.warn(
             f"{request.operation.name} has met {MANY} different lengths or batch sizes in one call; each is a program of its "
-            f"own, which is compiled when it is first met (the last {KEPT} of a ring are kept); pad to a few lengths",
+            f"own, which is compiled when it is first met (the last {MOST_PROGRAMS} of a ring are kept); pad to a few lengths",
             stacklevel=2,
         )
 
@@ -185,12 +185,12 @@ def check(key: str, tensors: Tensors) -> None:
     """Checks shapes and dtypes, which may be symbols, without making a program. Raises ValueError in the caller's words."""
     call, first = call_of(key), tensors[0]
     assert first is not None
-    with propagating(call.ring, first.device), in_words_of_the_caller(key):
+    with propagating(call.ring, first.device), with_caller_names(key):
         call.operation.check(tensors, call.ring)
 
 
 @contextmanager
-def in_words_of_the_caller(key: str) -> Iterator[None]:
+def with_caller_names(key: str) -> Iterator[None]:
     """Errors with the operation's argument names replaced by the caller's."""
     try:
         yield
@@ -203,4 +203,4 @@ def rename_args(text: str, names: Names) -> str:
     if not names:
         return text
     to = dict(names)
-    return re.sub(r"\b(" + "|".join(map(re.escape, to)) + r")\b", lambda found: to[found[0]], text)
+    return re.sub(r"\b(" + "|".join(map(re.escape, to)) + r")\b", lambda match: to[match[0]], text)

@@ -88,7 +88,7 @@ def different_batches(ranks: list[Holding]) -> str | None:
 
 def check_same_queries(ring: ProcessRing, query: torch.Tensor) -> None:
     """Raises ValueError on all ranks of a ring unless they hold the same queries. A ring call, as :func:`check_shards`."""
-    for _, ranks in _apart(ring, {"queries": query}):
+    for _, ranks in _mismatched(ring, {"queries": query}):
         with known_to_all():
             raise ValueError(
                 f"the queries must be the same on all ranks of the {ring}, as the new tokens that all of them decode; those of "
@@ -98,7 +98,7 @@ def check_same_queries(ring: ProcessRing, query: torch.Tensor) -> None:
 
 def check_shared(ring: ProcessRing, function: str, operands: Mapping[str, torch.Tensor]) -> None:
     """Raises ValueError on all ranks of a ring unless they hold the same ``operands``. A ring call, as :func:`check_shards`."""
-    for name, ranks in _apart(ring, operands):
+    for name, ranks in _mismatched(ring, operands):
         with known_to_all():
             raise ValueError(
                 f"{name} of {function} must be the same on all ranks of the {ring}; those of ring ranks {ranks} differ from rank "
@@ -106,18 +106,18 @@ def check_shared(ring: ProcessRing, function: str, operands: Mapping[str, torch.
             )
 
 
-def _apart(ring: ProcessRing, shared: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[int]]]:
+def _mismatched(ring: ProcessRing, shared: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[int]]]:
     """What the ranks do not share, and which ranks hold something else than the first. Processes may have rounded differently, so
     a few values are compared, not bits."""
     flat = {name: x.detach().float().flatten() for name, x in shared.items() if x.numel()}
     some = {name: x[:: max(1, x.numel() // _SAMPLES)].tolist() for name, x in flat.items()}
     answers = exchange(ring, f"what all ranks share: {', '.join(shared)}", json.dumps(some))
-    told = [json.loads(text) for text in answers] if answers else [some]
+    samples = [json.loads(text) for text in answers] if answers else [some]
     for name in some:
-        ranks = torch.tensor([each[name] for each in told])
-        apart = (ranks - ranks[:1]).abs().amax(1) > _ROUNDING * ranks.abs().max()
-        if bool(apart.any()):
-            yield name, apart.nonzero().flatten().tolist()
+        ranks = torch.tensor([each[name] for each in samples])
+        mismatched = (ranks - ranks[:1]).abs().amax(1) > _ROUNDING * ranks.abs().max()
+        if bool(mismatched.any()):
+            yield name, mismatched.nonzero().flatten().tolist()
 
 
 def probable_mistake(ranks: list[Holding]) -> str | None:

@@ -146,7 +146,7 @@ class Exchange:
         try:
             self._serve(time.monotonic() + timeout)
         except BaseException as error:
-            self._tell(list(self._peers()), {"ends": _in_words(error)})
+            self._tell(list(self._peers()), {"ends": _message(error)})
             raise
 
     def _serve(self, deadline: float) -> None:
@@ -191,7 +191,7 @@ class Exchange:
         except Exception as error:  # whatever a connection brings, it ends no other
             data = b""
             if peer.trusted:
-                self._send(peer, _line({"ends": f"the coordinator could not take what it sent: {_in_words(error)}"}))
+                self._send(peer, _line({"ends": f"the coordinator could not take what it sent: {_message(error)}"}))
         if not data:
             self._close(selector, peer)
 
@@ -330,7 +330,7 @@ def _bounded(peer: _Peer, line: bytes) -> bytes:
     return line
 
 
-def _in_words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """The error and the line of this package where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == Path(__file__).parent]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
@@ -339,7 +339,7 @@ def _in_words(error: BaseException) -> str:
 
 def _report(peer: _Peer, limit: float) -> RankStatus:
     """A rank's last report; if it has not answered since, what is known about it."""
-    report = peer.report or RankStatus(limit, 0.0, "", {}, own=False)
+    report = peer.report or RankStatus(limit, 0.0, "", {}, reported=False)
     if not peer.silent_since:
         return report
     silent = time.monotonic() - peer.silent_since

@@ -54,15 +54,15 @@ Message = Mapping[str, Any]  # between processes: a JSON object, whose keys say 
 
 class RankStatus(NamedTuple):
     """A rank's report about itself. ``idle``: seconds for which it has been in no ring call, 0 while it is in one or prepares one.
-    ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank. ``own``: False
-    where it has never reported, and this is assumed of it. ``stalled``: what its device does not finish."""
+    ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank.
+    ``reported``: False where it has never reported, and this is assumed of it. ``stalled``: what its device does not finish."""
 
     limit: float
     idle: float
     place: str
     rings: dict[Ranks, RingStatus]
     stalled: Stalled | None = None
-    own: bool = True
+    reported: bool = True
 
     @classmethod
     def from_json(cls, message: Message) -> "RankStatus":
@@ -212,6 +212,6 @@ def asked_for(ring: Ranks, reports: Mapping[int, RankStatus]) -> str:
 def _said(report: RankStatus, ring: Ranks) -> str:
     status = report.rings.get(ring)
     if status is None:
-        return f"never called this ring; {report.place}" if report.own else report.place
+        return f"never called this ring; {report.place}" if report.reported else report.place
     call = f"call {status.number}, {status.last}"
     return f"in {call}" if status.waits is not None else f"{call}, which has ended; {report.place}"

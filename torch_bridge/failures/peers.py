@@ -39,7 +39,7 @@ GOODBYE_TIME = 3.0
 _REMEMBERED = 128
 
 
-class Call(RingCall, Protocol):
+class WatchedCall(RingCall, Protocol):
     """A ring call of this process, as the watchdog sees it. ``finished``: whether the device is known to have completed it."""
 
     finished: bool
@@ -72,7 +72,7 @@ class RingCalls:
     launched_at: float = -math.inf
     steps: Counter[str] = field(default_factory=Counter)
     recent: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    last: Call | str = ""
+    last: WatchedCall | str = ""
 
 
 @dataclass
@@ -94,8 +94,8 @@ class State:
     stuck: dict[Ranks, str] = field(default_factory=dict)
     compared: dict[tuple[Ranks, int], list[str] | None] = field(default_factory=dict)
     calls: defaultdict[Ranks, RingCalls] = field(default_factory=lambda: defaultdict(RingCalls))
-    active: dict[int, Call] = field(default_factory=dict)
-    launched: dict[Ranks, tuple[Call, torch.cuda.Event]] = field(default_factory=dict)
+    active: dict[int, WatchedCall] = field(default_factory=dict)
+    launched: dict[Ranks, tuple[WatchedCall, torch.cuda.Event]] = field(default_factory=dict)
     device: DeviceProgress = field(default_factory=lambda: DeviceProgress(DEVICE_TIMEOUT))
     preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
@@ -129,7 +129,7 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[st
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
 
 
-def own_address() -> str:
+def local_address() -> str:
     """This host's address on the network through which it reaches the coordinator's."""
     return str(state.connection.getsockname()[0]) if state.connection else ""
 
@@ -152,8 +152,8 @@ def disconnect() -> None:
         return
     send({"bye": getattr(sys, "last_value", None) is None})
     with state.news:
-        heard = state.news.wait_for(lambda: state.said_goodbye or state.cut_off, timeout=GOODBYE_TIME)
-        state.cut_off = state.cut_off or not heard
+        answered = state.news.wait_for(lambda: state.said_goodbye or state.cut_off, timeout=GOODBYE_TIME)
+        state.cut_off = state.cut_off or not answered
 
 
 def collectives_report_ends() -> None:
@@ -249,14 +249,14 @@ def _ask(now: float) -> None:
         send({"waits": pause / 4})
 
 
-def _unfinished(young: float = math.inf) -> list[Call]:
+def _unfinished(young: float = math.inf) -> list[WatchedCall]:
     """The calls that have not ended. A call launched after ``young`` counts as unfinished without querying its event, because CUDA
     forbids the query while a stream is being captured into a graph."""
     launched = [call for call, event in list(state.launched.values()) if call.begun > young or _runs(call, event)]
     return list(state.active.values()) + launched
 
 
-def _runs(call: Call, event: torch.cuda.Event) -> bool:
+def _runs(call: WatchedCall, event: torch.cuda.Event) -> bool:
     try:
         call.finished = call.finished or event.query()
     except RuntimeError:  # after an error of CUDA, which the program meets too: the device does nothing any more
@@ -277,7 +277,7 @@ def forget_failures(ranks: Ranks, number: int) -> None:
             del state.failed[ring, failed]
 
 
-def _end(call: Call) -> None:
+def _end(call: WatchedCall) -> None:
     print(f"ring_attn.PeerFailure: {call.describe()} This process ends.", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(EXIT_PEER_FAILURE)
@@ -330,7 +330,7 @@ def _digest(step: str, what: str) -> str:
     return hashlib.blake2b(f"{step} {what}".encode(), digest_size=8).hexdigest()
 
 
-def _place(idle: float, unfinished: list[Call]) -> str:
+def _place(idle: float, unfinished: list[WatchedCall]) -> str:
     """Where the main thread is: its innermost line outside installed packages."""
     if unfinished:
         return f"it is in a call of the {unfinished[0].ring}"

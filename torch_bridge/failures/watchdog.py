@@ -41,17 +41,17 @@ def tell_failure(ring: ProcessRing, error: Exception) -> None:
         return
     calls = peers.state.calls[ring.ranks]
     calls.number += 1
-    calls.last = f"an invalid one ({_in_words(error)})"
+    calls.last = f"an invalid one ({_message(error)})"
     _tell(ring, calls.number, error)
 
 
 def _tell(ring: ProcessRing, number: int, error: Exception) -> None:
     _known(error)
-    peers.state.failed[ring.ranks, number] = f"this rank ({_in_words(error)})"
-    peers.send({"failed": {"ring": ring.ranks, "number": number, "error": _in_words(error)}})
+    peers.state.failed[ring.ranks, number] = f"this rank ({_message(error)})"
+    peers.send({"failed": {"ring": ring.ranks, "number": number, "error": _message(error)}})
 
 
-def _in_words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 

@@ -18,7 +18,7 @@ class AnyRing(Protocol):
     def size(self) -> int: ...
 
     @property
-    def held(self) -> Sequence[int]:
+    def ranks_here(self) -> Sequence[int]:
         """The ring ranks whose shards this process's tensors hold."""
 
     @property
@@ -26,9 +26,9 @@ class AnyRing(Protocol):
         """The torch ProcessGroup of the ranks; None if this process holds the shards of all of them."""
 
     def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """``tensor``, the shards in ``held``, with its dimension ``dim`` split over the devices that hold them."""
+        """``tensor``, the shards in ``ranks_here``, with its dimension ``dim`` split over the devices that hold them."""
 
 
 def tensors_per_sequence(ring: AnyRing) -> int:
     """How many tensors like this process's make up the whole sequence."""
-    return ring.size // len(ring.held)
+    return ring.size // len(ring.ranks_here)

@@ -80,7 +80,7 @@ class ProcessRing:
         return self.groups[0] if self.groups else None
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def ranks_here(self) -> tuple[int, ...]:
         """The ring ranks whose shards this process holds."""
         return (self.rank,)
 

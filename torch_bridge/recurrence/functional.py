@@ -35,15 +35,15 @@ def layer_with_state(
         ids = narrow_ids(ids, "segment_ids")
     layout = settings["layout"]
     # A plan is given by its name: torch.compile passes text to what it does not trace, and no dataclass.
-    given = tuple((settings | {"layout": layout.name if isinstance(layout, Plan) else layout}).items())
-    y, last, _ = autograd.apply(_described(where, given, first.device), (*operands, ids))
+    arguments = tuple((settings | {"layout": layout.name if isinstance(layout, Plan) else layout}).items())
+    y, last, _ = autograd.apply(_described(where, arguments, first.device), (*operands, ids))
     return y, last
 
 
 @constant
 def _described(where: MeshArg, settings: Settings, device: torch.device) -> str:
     """The call's key; under ``torch.compile`` made once, while tracing."""
-    given = dict(settings)
-    layout, ring = named(given.pop("layout")), backend_of(device).resolve(*where)
-    kind = Recurrence if "operator" in given else Convolution if "activation" in given else Maps
-    return describe(ring, LayerWithState(kind(**given), layout, ring.size), ())
+    arguments = dict(settings)
+    layout, ring = named(arguments.pop("layout")), backend_of(device).resolve(*where)
+    kind = Recurrence if "operator" in arguments else Convolution if "activation" in arguments else Maps
+    return describe(ring, LayerWithState(kind(**arguments), layout, ring.size), ())

@@ -99,7 +99,7 @@ class LocalLayer:
     def __str__(self) -> str:
         return "plain JAX"
 
-    def explained(self) -> str:
+    def explanation(self) -> str:
         return f"{self.layer.name}: plain JAX" + ("" if self.layer.name == "state_maps" else ", in chunks of tokens")
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_core import internals
-from jax_core.caches import VARIABLE, cache_folder, make_folder, read_kept, write_kept
+from jax_core.caches import VARIABLE, cache_folder, make_folder, read_cached, write_cached
 
 _AT_ONCE = 1.0  # JAX's default for the seconds below which a program is not kept
 
@@ -62,5 +62,5 @@ def _write_whole_files(folder: Path) -> None:
     if settings.jax_compilation_cache_max_size != -1 or settings.jax_compilation_cache_check_contents:
         return
     with suppress(ImportError, AttributeError, TypeError):
-        if internals.keep_programs_with(folder, read_kept, write_kept):
+        if internals.keep_programs_with(folder, read_cached, write_cached):
             internals.share_programs()  # files are written whole

@@ -12,7 +12,7 @@ _ALLOCATOR, _PREALLOCATE = "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_PRE
 _POOL = "cuda_async"
 _BFC = ("default", "bfc")
 _RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
-_KEPT = 2**30
+_POOL_BYTES = 2**30
 
 
 def choose_allocator(running: bool) -> None:
@@ -62,8 +62,8 @@ def reserve_pool(device: torch.device) -> None:
     cuda, pool = default_pool(device)
     threshold = ctypes.c_uint64()
     cuda.cuMemPoolGetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(threshold))
-    if threshold.value < _KEPT:  # more where torch uses the same pool (backend:cudaMallocAsync)
-        cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(ctypes.c_uint64(_KEPT)))
+    if threshold.value < _POOL_BYTES:  # more where torch uses the same pool (backend:cudaMallocAsync)
+        cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(ctypes.c_uint64(_POOL_BYTES)))
 
 
 def trim_jax_memory(device: torch.device) -> None:

@@ -246,13 +246,13 @@ def _await_keys(store: dist.Store, names: list[str], timeout: float, what: str) 
 def _launch(timeout: float, loopbacks: Sequence[str]) -> tuple[coordinator.Endpoint | None, str, str]:
     """The coordinator's endpoint and address, or the reason why it could not start, so that no rank waits for it in vain."""
     try:
-        listens, address = meeting_place(_own_name(), loopbacks)
+        listens, address = meeting_place(_host_name(), loopbacks)
         return coordinator.launch(_world_size(), timeout, listens), address, ""
     except RuntimeError as error:
         return None, "", str(error)
 
 
-def _own_name() -> str:
+def _host_name() -> str:
     """The name under which the others reach this host: the one by which torch's processes found rank 0."""
     return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
@@ -265,7 +265,7 @@ def _initialize(address: str, endpoint: coordinator.Endpoint, device: torch.devi
     # It would catch SIGTERM, with which torchrun and schedulers end a job.
     jax.config.update("jax_enable_preemption_service", False)
     _bypass_proxy()
-    set_gloo_address(peers.own_address())
+    set_gloo_address(peers.local_address())
     jax.distributed.initialize(
         f"localhost:{open_relay(address, endpoint.service_port, timeout)}",
         dist.get_world_size(),

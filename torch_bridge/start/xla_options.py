@@ -9,12 +9,12 @@ ONE_ROTATION = {"xla_gpu_collective_permute_combine_threshold_bytes": str(2**40)
 TWO_AXES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
 # XLA would share the search for the fastest algorithms among the processes of a program, and wait for one that has found its
 # program on disk and searches for nothing.
-EACH_ITS_OWN = {"xla_gpu_shard_autotuning": False}
+NO_SHARED_AUTOTUNING = {"xla_gpu_shard_autotuning": False}
 
 
 def options_of_ring(axes: int) -> dict[str, str | bool]:
     """For ``jax.jit(compiler_options=)``: every program of a ring over so many mesh axes has them, since the first one that
     communicates opens the connections of all."""
-    options = ONE_ROTATION | EACH_ITS_OWN | (TWO_AXES if axes > 1 else {})
+    options = ONE_ROTATION | NO_SHARED_AUTOTUNING | (TWO_AXES if axes > 1 else {})
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in flags}

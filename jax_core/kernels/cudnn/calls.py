@@ -79,7 +79,7 @@ def missing(backend: str, capability: int) -> str | None:
         return f"cuDNN's fused attention needs compute capability 8.0, this GPU has {capability / 10}"
     oldest = 91100 if capability == 103 else 91002  # 9.10.0 and 9.10.1 have bugs that NVIDIA's own front end refuses
     if version() < oldest:
-        return f"the cuDNN kernel needs cuDNN {_in_words(oldest)}, this is {_in_words(version())}"
+        return f"the cuDNN kernel needs cuDNN {_dotted(oldest)}, this is {_dotted(version())}"
     return None
 
 
@@ -112,5 +112,5 @@ def version() -> int:
         return 0
 
 
-def _in_words(number: int) -> str:
+def _dotted(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

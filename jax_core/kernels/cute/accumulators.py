@@ -37,12 +37,12 @@ class Accumulator:
         return replace(self, values=values.reshape(self.values.shape))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["own", "others"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["local", "others"], meta_fields=[])
 @dataclass(frozen=True)
 class Joined:
-    """A gradient in two parts: ``own``, like its operand and with its factor, of a rank's own documents; and sums of all others."""
+    """A gradient in two parts: ``local``, like its operand and with its factor, of a rank's own documents; sums of all others."""
 
-    own: Array
+    local: Array
     others: Accumulator
 
 

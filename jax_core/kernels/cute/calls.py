@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_core.caches import cache_folder, read_kept, write_kept
+from jax_core.caches import cache_folder, read_cached, write_cached
 from jax_core.kernels.contract import no_gpu
 from jax_core.kernels.cute.settings import OfProgram
 from jax_core.kernels.cute.tiles import TILES
@@ -103,11 +103,11 @@ def _code(name: str, settings: OfProgram, types: Types, in_place: int, architect
     versions = sorted((package, metadata.version(package)) for package in PINNED)
     text = repr((name, settings, types, in_place, architecture, versions, jax.__version__, _sources()))
     path = folder / "cute" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.o"
-    code = read_kept(path)
+    code = read_cached(path)
     if code is None:
         code = _compile(name, settings, types, in_place)
         with suppress(OSError):  # a folder that cannot be written is no error: the next process compiles again
-            write_kept(path, code)
+            write_cached(path, code)
     return code
 
 

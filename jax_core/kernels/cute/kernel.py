@@ -93,7 +93,7 @@ def _by_document(
         dk, dv = (_covered(x, launch.keys) for x in (dk, dv))
     total = first.filled(grads[0])
     if diagonal is None:
-        return Grads(Joined(dq.own, total), dk, dv, None, None)
+        return Grads(Joined(dq.local, total), dk, dv, None, None)
     dquery = converted(total, q, scale, launch.where[:2])
     if is_placed(pair.extras.documents) and not alone:  # each pair has tiles of its own
         rows = _covered(dquery, launch.queries)
@@ -138,7 +138,7 @@ def finish(
 
 def _finished(x: Gradient, operand: Array, factor: float) -> Array:
     if isinstance(x, Joined):
-        total: Array = x.own.astype(jnp.float32) + converted(x.others, operand, factor).astype(jnp.float32)
+        total: Array = x.local.astype(jnp.float32) + converted(x.others, operand, factor).astype(jnp.float32)
         return total.astype(operand.dtype)
     return converted(x, operand, factor) if isinstance(x, Accumulator) else x.astype(operand.dtype)
 

@@ -102,7 +102,7 @@ GENERATIONS = (
 
 def generation(name: str) -> Generation:
     """The generation of a device; an unknown one counts as the one with the least memory."""
-    return next((found for found in GENERATIONS if name in found.names), GENERATIONS[-1])
+    return next((each for each in GENERATIONS if name in each.names), GENERATIONS[-1])
 
 
 def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:

@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 
     logits: Array
     tanh: Array | None
-    kept: Array | None
+    keep_mask: Array | None
     distance: Array | None
 
 
@@ -78,7 +78,7 @@ def make_tile(
         x = x - _slope(const, at, blocked.slopes) * distance
     if masked:
         x = jnp.where(_seen(const, at, indices, positions, blocked, transposed), x, -jnp.inf)
-    return Tile(x, tanh, _kept(const, at, indices), distance)
+    return Tile(x, tanh, _keep_mask(const, at, indices), distance)
 
 
 def _slope(const: TileConstants, at: TileIndex, slopes: Ref) -> Array:
@@ -161,7 +161,7 @@ def _global(const: TileConstants, at: TileIndex) -> tuple[Array, Array]:
     return at.scalars[const.origin] + at.batch, at.scalars[const.origin + 1] + at.head
 
 
-def _kept(const: TileConstants, at: TileIndex, indices: _Indices) -> Array | None:
+def _keep_mask(const: TileConstants, at: TileIndex, indices: _Indices) -> Array | None:
     """As ``dropout.keep_mask``, but compares signed numbers, as the hardware does."""
     if not const.scores.dropout_prob:
         return None
@@ -176,7 +176,7 @@ def _kept(const: TileConstants, at: TileIndex, indices: _Indices) -> Array | Non
 
 def dropped(const: TileConstants, tile: Tile, x: Array) -> Array:
     """``x`` where dropout keeps the weight, scaled so that sums keep their expectation; 0 elsewhere."""
-    return x if tile.kept is None else jnp.where(tile.kept, x * (1 / (1 - const.scores.dropout_prob)), 0.0)
+    return x if tile.keep_mask is None else jnp.where(tile.keep_mask, x * (1 / (1 - const.scores.dropout_prob)), 0.0)
 
 
 def logit_gradient(const: TileConstants, tile: Tile, weights: Array, dweights: Array, delta: Array) -> tuple[Array, Array]:

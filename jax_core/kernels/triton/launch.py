@@ -10,7 +10,7 @@ import jax
 from jax import Array
 
 from jax_core.kernels.contract import KernelConfig, no_gpu
-from jax_core.kernels.triton.kept import keep
+from jax_core.kernels.triton.disk_cache import keep
 from jax_core.varying import vary, varying_axes
 
 
@@ -70,14 +70,14 @@ def missing(backend: str, capability: int) -> str | None:
 
 def jax_triton() -> ModuleType:
     """Imported late: it needs a jaxlib for GPUs."""
-    with _kept("TRITON_CACHE_DIR"):
+    with _restoring("TRITON_CACHE_DIR"):
         import jax_triton
     keep(jax_triton)
     return jax_triton
 
 
 @contextmanager
-def _kept(name: str) -> Iterator[None]:
+def _restoring(name: str) -> Iterator[None]:
     """Restores the environment variable afterwards: jax-triton changes Triton's cache folder for the whole process, which would
     break the cache of ``torch.compile``."""
     before = os.environ.get(name)

@@ -21,11 +21,11 @@ Routes = dict[tuple[int, int], tuple[tuple[int, int], ...]]  # from which of a r
 def add_halo(spec: RingSpec, keys: Keys, halo: Reach) -> list[Keys]:
     """The keys of each of this rank's runs, with those before and after it that its queries may see. Zeros stand where the sequence
     has none."""
-    own_runs = [_rows(keys, start, start + halo.run) for start in range(0, keys.key.shape[1], halo.run)]
-    tails = [_rows(run, halo.run - halo.left, halo.run) for run in own_runs]
-    heads = [_rows(run, 0, halo.right) for run in own_runs]
+    local_runs = [_rows(keys, start, start + halo.run) for start in range(0, keys.key.shape[1], halo.run)]
+    tails = [_rows(run, halo.run - halo.left, halo.run) for run in local_runs]
+    heads = [_rows(run, 0, halo.right) for run in local_runs]
     before, after = _send(spec, [_Message(tails, _routes(spec, halo.run, 1)), _Message(heads, _routes(spec, halo.run, -1))])
-    return [jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *run) for run in zip(before, own_runs, after, strict=True)]
+    return [jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *run) for run in zip(before, local_runs, after, strict=True)]
 
 
 def reduce_halo(spec: RingSpec, gradients: Sequence[tuple[Array, ...]], halo: Reach) -> tuple[Array, ...]:

@@ -21,15 +21,15 @@ def launch(
     kernel: Callable[[Array, Refs], None],
     const: RingConstants,
     rank: Array,
-    given: dict[str, Array | None],
+    inputs: dict[str, Array | None],
     results: dict[str, jax.ShapeDtypeStruct],
     scratch: dict[str, pl.MemoryRef],
     *,
     products: int,
 ) -> dict[str, Array]:
-    """Calls ``kernel(rank, refs)``; ``refs`` holds, by name, references into HBM (``given``, ``results``) and to ``scratch``. Of
-    ``given``, the rotating arrays are also written, in their own buffers. ``products``: matrix products per tile."""
-    arrays = {name: array for name, array in given.items() if array is not None}
+    """Calls ``kernel(rank, refs)``; ``refs`` holds, by name, references into HBM (``inputs``, ``results``) and to ``scratch``. Of
+    ``inputs``, the rotating arrays are also written, in their own buffers. ``products``: matrix products per tile."""
+    arrays = {name: array for name, array in inputs.items() if array is not None}
     fixed = [name for name in arrays if name not in ROTATING]
     moving = [name for name in arrays if name in ROTATING]
     # What neighbours write into must be in HBM: XLA would put small results into VMEM.

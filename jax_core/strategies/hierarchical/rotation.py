@@ -70,12 +70,12 @@ class _AtHost(NamedTuple, Generic[Result, Sums]):
 
 
 class _AtStep(NamedTuple, Generic[Result, Sums]):
-    """Before a step for a host. ``number``: how many there were; ``shift``: the second number; ``held``: the keys that are here;
+    """Before a step for a host. ``number``: how many there were; ``shift``: the second number; ``current``: the keys that are here;
     ``dkv``: of those that were here before."""
 
     number: Array
     shift: Array
-    held: Keys
+    current: Keys
     dkv: Sums | None
     keys: _Relay[Keys]
     sums: _Relay[Sums] | None
@@ -134,13 +134,13 @@ class HostRotation(Generic[Result, Computed, Sums]):
         the keys for the next host, and of the sums that this host's are added to."""
         number, shift, current, dkv, keys, sums, before, result = state
         count = len(host.steps)
-        ways = {
-            "held": (current, (0, step.hop_out)) if step.hop_out else None,
+        routes = {
+            "current": (current, (0, step.hop_out)) if step.hop_out else None,
             "dkv": (dkv, (0, step.hop_in)) if step.hop_in and dkv is not None else None,
             "keys": (take_piece(keys.sent, number, count), host.hop_out) if host.hop_out else None,
             "sums": (take_piece(sums.sent, number, count), host.hop_in) if host.hop_in and sums else None,
         }
-        sent = {name: way for name, way in ways.items() if way is not None}
+        sent = {name: route for name, route in routes.items() if route is not None}
         pair = self._pair(current, (host_shift, shift), diagonal=not (host.hop_in or step.hop_in))
         pair_step = PairStep(pair, last=not (host.hop_out or step.hop_out))
         # What is sent on later waits for this step: all its pieces might leave at once otherwise.
@@ -148,13 +148,20 @@ class HostRotation(Generic[Result, Computed, Sums]):
             list(sent.values()), before, lambda: (self.compute(result, pair_step), keys, sums)
         )
         result, share = self.keep(result, pair_step, computed)
-        came = dict(zip(sent, arrived, strict=True))
-        if "keys" in came:
-            keys = keys._replace(room=put_piece(keys.room, came["keys"], number, count))
-        if sums and "sums" in came:
-            sums = sums._replace(room=put_piece(sums.room, came["sums"], number, count))
+        received = dict(zip(sent, arrived, strict=True))
+        if "keys" in received:
+            keys = keys._replace(room=put_piece(keys.room, received["keys"], number, count))
+        if sums and "sums" in received:
+            sums = sums._replace(room=put_piece(sums.room, received["sums"], number, count))
         return _AtStep(
-            number + 1, shift + step.hop_out, came.get("held", current), add(came.get("dkv"), share), keys, sums, before, result
+            number + 1,
+            shift + step.hop_out,
+            received.get("current", current),
+            add(received.get("dkv"), share),
+            keys,
+            sums,
+            before,
+            result,
         )
 
     def _exchange(

@@ -26,16 +26,16 @@ def in_full_shape(spec: RingSpec, operands: Operands) -> tuple[Operands, Callabl
     """Sinks as ``[heads, n]``, bias and mask with 4 dimensions and all columns, ids and slopes with a batch dimension. Also returns
     a function that brings gradients back to the original shapes and dtypes."""
     reshape = partial(_reshape, spec, operands)
-    given = SmallOperands(operands.softmax_aux, operands.bias, operands.alibi_slopes)
+    inputs = SmallOperands(operands.softmax_aux, operands.bias, operands.alibi_slopes)
 
     def to_given_shape(gradients: SmallOperands) -> SmallOperands:
         # Sums over broadcast dimensions in the gradients' own dtype; the sums are rounded to the operand's dtype once, afterwards.
         dtype = accumulation_dtype(operands.query.dtype)
-        _, transpose = jax.vjp(reshape, jax.tree.map(lambda array: array.astype(dtype), given))
+        _, transpose = jax.vjp(reshape, jax.tree.map(lambda array: array.astype(dtype), inputs))
         (summed,) = transpose(gradients)
-        return jax.tree.map(lambda gradient, array: gradient.astype(array.dtype), summed, given)
+        return jax.tree.map(lambda gradient, array: gradient.astype(array.dtype), summed, inputs)
 
-    small = reshape(given)
+    small = reshape(inputs)
     full = operands._replace(
         softmax_aux=small.softmax_aux,
         bias=small.bias,
@@ -49,11 +49,11 @@ def in_full_shape(spec: RingSpec, operands: Operands) -> tuple[Operands, Callabl
     return full, to_given_shape
 
 
-def _reshape(spec: RingSpec, operands: Operands, given: SmallOperands) -> SmallOperands:
-    sinks, slopes = given.softmax_aux, given.alibi_slopes
+def _reshape(spec: RingSpec, operands: Operands, inputs: SmallOperands) -> SmallOperands:
+    sinks, slopes = inputs.softmax_aux, inputs.alibi_slopes
     return SmallOperands(
         None if sinks is None else sinks_per_head(sinks, operands.query.shape[2]),
-        _whole_columns(spec, operands, given.bias),
+        _whole_columns(spec, operands, inputs.bias),
         None if slopes is None else jnp.atleast_2d(slopes),
     )
 

@@ -92,7 +92,7 @@ class RingStrategy(Strategy):
         word = word_of(spec, sent_keys)
 
         def run_step(state: _Backward, step: Step) -> _Backward:
-            buffer, shift, dkv, kept, sums = state
+            buffer, shift, dkv, staying, sums = state
             # In flight during this step: K/V for the next step, and the previous step's dK/dV, which this step's are added to.
             transfers = [Transfer(buffer, step.hop_out)] if step.hop_out else []
             transfers += [Transfer(pack(dkv, word), step.hop_in)] if step.hop_in else []
@@ -106,16 +106,16 @@ class RingStrategy(Strategy):
             if step.hop_in:
                 dkv = add(unpack(arrived[-1], dkv), (grads.dk, grads.dv))
             else:
-                dkv, kept = _divided((grads.dk, grads.dv), spec.problem)
+                dkv, staying = _divided((grads.dk, grads.dv), spec.problem)
             sums = accumulate(sums, grads, pair.k_runs)
-            return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, kept, sums
+            return arrived[0] if step.hop_out else buffer, shift + step.hop_out, dkv, staying, sums
 
         # The first rotation must neither run beside the forward's nor be merged with it, which would keep its result until now.
         buffer = ordered_after(pack(sent_keys, word), opened.residuals.delta) if len(schedule) > 1 else None
         state: _Backward = buffer, jnp.int32(0), None, None, opened.no_gradients()
-        _, _, dkv, kept, sums = run_steps(spec, run_step, lambda state: state, state, schedule)
+        _, _, dkv, staying, sums = run_steps(spec, run_step, lambda state: state, state, schedule)
         sent = sum(step.hop_out for step in schedule)
-        return opened.close(dkv, sums, lambda dkv: _joined(_return_to_owner(spec, dkv, word, sent), kept))
+        return opened.close(dkv, sums, lambda dkv: _joined(_return_to_owner(spec, dkv, word, sent), staying))
 
 
 def _pair(spec: RingSpec, operands: Operands, keys: Keys, shift: Array, diagonal: bool, alone: bool) -> Pair:
@@ -150,10 +150,10 @@ def _divided(tree: Tree, problem: Problem) -> tuple[Tree, Tree | None]:
     return jax.tree.map(lambda x: x[:, :rows], tree), jax.tree.map(lambda x: x[:, rows:], tree)
 
 
-def _joined(came_back: Tree, kept: Tree | None) -> Tree:
-    if kept is None:
-        return came_back
-    return jax.tree.map(lambda x, rest: jnp.concatenate([x, rest.astype(x.dtype)], 1), came_back, kept)
+def _joined(returned: Tree, staying: Tree | None) -> Tree:
+    if staying is None:
+        return returned
+    return jax.tree.map(lambda x, rest: jnp.concatenate([x, rest.astype(x.dtype)], 1), returned, staying)
 
 
 def _return_to_owner(spec: RingSpec, dkv: Tree, word: type | None, sent: int) -> Tree:

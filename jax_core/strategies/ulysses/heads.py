@@ -61,15 +61,15 @@ class Exchange:
         bias, rows = grads.bias, self._has_rows(operands.bias, operands)
         send = {"query": grads.query, "key": grads.key, "value": grads.value}
         send |= {"bias": jnp.swapaxes(bias, 1, 2)} if bias is not None and rows else {}
-        came = self._scattered(send)
+        received = self._scattered(send)
         key, value = (
-            _summed_copies(_merged_heads(came[name]), x) for name, x in (("key", operands.key), ("value", operands.value))
+            _summed_copies(_merged_heads(received[name]), x) for name, x in (("key", operands.key), ("value", operands.value))
         )
         if bias is not None:
-            bias = self._bias(operands, bias.astype(wide), came["bias"].astype(wide) if rows else None)
-        return _merged_heads(came["query"]), key, value, bias
+            bias = self._bias(operands, bias.astype(wide), received["bias"].astype(wide) if rows else None)
+        return _merged_heads(received["query"]), key, value, bias
 
-    def own_heads(self, operand: Array | None, gradient: Array | None, axis: int) -> Array | None:
+    def to_all_heads(self, operand: Array | None, gradient: Array | None, axis: int) -> Array | None:
         """A gradient of this rank's heads as one of all heads."""
         if operand is None or gradient is None or operand.shape[axis] != self.heads:
             return gradient
@@ -92,7 +92,7 @@ class Exchange:
         bias, mask = (self._table(name, getattr(operands, name), arrived) for name in ("bias", "mask"))
         wide = accumulation_dtype(operands.query.dtype)
         sinks, slopes = (
-            None if x is None else self._own(x, axis).astype(wide)
+            None if x is None else self._local_heads(x, axis).astype(wide)
             for x, axis in ((operands.softmax_aux, 0), (operands.alibi_slopes, 1))
         )
         return operands._replace(
@@ -111,20 +111,20 @@ class Exchange:
         """A bias or mask for this rank's heads and the inner shard's rows."""
         if name in arrived.rows:
             return jnp.swapaxes(arrived.rows[name], 1, 2)
-        return None if x is None else self._own(x, 1)
+        return None if x is None else self._local_heads(x, 1)
 
-    def _bias(self, operands: Operands, gradient: Array, came: Array | None) -> Array | None:
+    def _bias(self, operands: Operands, gradient: Array, received: Array | None) -> Array | None:
         assert operands.bias is not None
-        if came is None:
-            return self.own_heads(operands.bias, gradient, 1)
+        if received is None:
+            return self.to_all_heads(operands.bias, gradient, 1)
         if operands.bias.shape[1] == self.heads:
-            return jnp.swapaxes(_merged_heads(came), 1, 2)
-        return jnp.swapaxes(came.sum(0), 1, 2)
+            return jnp.swapaxes(_merged_heads(received), 1, 2)
+        return jnp.swapaxes(received.sum(0), 1, 2)
 
     def _has_rows(self, x: Array | None, operands: Operands) -> bool:
         return x is not None and x.shape[2] == operands.query.shape[1]
 
-    def _own(self, x: Array, axis: int) -> Array:
+    def _local_heads(self, x: Array, axis: int) -> Array:
         """This rank's heads."""
         if x.shape[axis] != self.heads:
             return x

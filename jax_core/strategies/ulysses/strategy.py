@@ -69,8 +69,8 @@ class Ulysses(Strategy):
         arrived, results = exchange.operands_and_results(full, (out, lse, dout, dlse if spec.lse_gradient else None), after)
         grads = self.inner.backward(inside, arrived, *results)
         query, key, value, bias = exchange.gradients(full, grads)
-        sinks = exchange.own_heads(full.softmax_aux, grads.softmax_aux, 0)
-        slopes = exchange.own_heads(full.alibi_slopes, grads.alibi_slopes, 1)
+        sinks = exchange.to_all_heads(full.softmax_aux, grads.softmax_aux, 0)
+        slopes = exchange.to_all_heads(full.alibi_slopes, grads.alibi_slopes, 1)
         small = to_given_shape(SmallOperands(sinks, bias, slopes))
         return grads._replace(query=query, key=key, value=value, **small._asdict())
 

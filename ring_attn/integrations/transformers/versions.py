@@ -48,7 +48,7 @@ _FACTORIES = (
     "sliding_window_bidirectional_overlay",
     "chunked_overlay",
 )
-_MADE_BY = {code: name for name in _FACTORIES if (code := _inner(name)) is not None}
+_FACTORY_OF = {code: name for name in _FACTORIES if (code := _inner(name)) is not None}
 # Newer versions count windows and chunks from the start of a document that position ids tell.
 counts_within_documents = hasattr(masks, "remap_positions_for_packed_sequence")
 _PLAIN = {
@@ -62,7 +62,7 @@ def origin(function: Callable[..., object]) -> str | None:
     """The name of the mask function of transformers, or of the factory that made it; None for any other."""
     if function in _PLAIN:
         return _PLAIN[function]
-    return _MADE_BY.get(getattr(function, "__code__", None))  # type: ignore[arg-type]
+    return _FACTORY_OF.get(getattr(function, "__code__", None))  # type: ignore[arg-type]
 
 
 def captured(function: Callable[..., object]) -> dict[str, Any]:

@@ -66,16 +66,16 @@ def times(monkeypatch, by_blocks: dict[int, float]) -> list[float]:
 def test_the_fastest_wins_and_its_gain_is_told(monkeypatch):
     times(monkeypatch, {16: 3.0, 32: 1.0, 64: 2.0})
     for way, result in search.search(kernel(), CAUSAL).items():
-        assert result.found is not None
-        assert (result.found.params.q_blocksize, result.found.params.kv_blocksize) == (32, 16), way
-        assert result.found.gain == pytest.approx(100 * (1 - 1.016 / 2.064))
-        assert (result.tried, result.listed, result.dropped, result.found.complete) == (4, 4, (), True)
+        assert result.tuned is not None
+        assert (result.tuned.params.q_blocksize, result.tuned.params.kv_blocksize) == (32, 16), way
+        assert result.tuned.gain == pytest.approx(100 * (1 - 1.016 / 2.064))
+        assert (result.tried, result.listed, result.dropped, result.tuned.complete) == (4, 4, (), True)
 
 
 def test_noise_is_no_gain(monkeypatch):
     times(monkeypatch, {16: 2.04, 32: 2.04, 64: 2.0})  # 64 x 32 is the heuristic
     for result in search.search(kernel(), CAUSAL).values():
-        assert result.found is not None and result.found.params == result.heuristic and result.found.gain == 0
+        assert result.tuned is not None and result.tuned.params == result.heuristic and result.tuned.gain == 0
 
 
 @pytest.mark.parametrize(("what", "way"), [("out", "forward"), ("lse", "forward"), ("dq", "backward"), ("dk", "backward")])
@@ -84,7 +84,7 @@ def test_a_wrong_candidate_is_named_and_dropped(monkeypatch, what: str, way: str
     results = search.search(wrong_in(32, what), CAUSAL)
     (dropped,) = results[way].dropped
     assert dropped.startswith(f"32 x 16: wrong: {what} by ")
-    found, right = results[way].found, results["backward" if way == "forward" else "forward"].found
+    found, right = results[way].tuned, results["backward" if way == "forward" else "forward"].tuned
     assert found is not None and found.params.q_blocksize == 64
     assert right is not None and right.params.q_blocksize == 32
 
@@ -114,7 +114,7 @@ def test_a_failing_candidate_is_named_and_dropped(monkeypatch):
 
     results = search.search(kernel(forward=forward), CAUSAL)
     assert results["forward"].dropped == ("32 x 16: RuntimeError: out of registers",)
-    assert results["forward"].found is not None and results["backward"].dropped == ()
+    assert results["forward"].tuned is not None and results["backward"].dropped == ()
 
 
 def test_without_the_heuristic_there_is_no_gain(monkeypatch):
@@ -127,14 +127,14 @@ def test_without_the_heuristic_there_is_no_gain(monkeypatch):
 
     unusable.forward = forward
     result = search.search(unusable, CAUSAL)["forward"]
-    assert result.found is not None and result.found.heuristic_ms is None and result.found.gain is None
+    assert result.tuned is not None and result.tuned.heuristic_ms is None and result.tuned.gain is None
     assert result.dropped == ("64 x 32, 7 stages: AssertionError: no stages",)
 
 
 def test_time_that_is_over_ends_the_search():
     over = search.Limits(until=time.monotonic() - 1)
     for result in search.search(kernel(), CAUSAL, over).values():
-        assert (result.found, result.tried, result.listed) == (None, 1, 4)
+        assert (result.tuned, result.tried, result.listed) == (None, 1, 4)
 
 
 def test_what_time_allowed_is_found(monkeypatch):
@@ -142,7 +142,7 @@ def test_what_time_allowed_is_found(monkeypatch):
     clock = iter([0.0, 1.0, 1.0])  # asked before the second and third candidate, and before the second of the backward
     monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     result = search.search(kernel(), CAUSAL, search.Limits(until=0.5))["forward"]
-    assert result.found is not None and result.found.params == FwdParams(16, 16) and not result.found.complete
+    assert result.tuned is not None and result.tuned.params == FwdParams(16, 16) and not result.tuned.complete
 
 
 @pytest.mark.parametrize("asked", ["bias mask alibi_slopes", "q_segment_ids kv_segment_ids q_position_ids kv_position_ids"])

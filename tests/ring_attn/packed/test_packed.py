@@ -16,7 +16,7 @@ class FakeRing:
     """A rank of a ring that needs no processes."""
 
     def __init__(self, rank, size):
-        self.rank, self.size, self.held, self.group = rank, size, (rank,), None
+        self.rank, self.size, self.ranks_here, self.group = rank, size, (rank,), None
 
     def split(self, tensor, dim):
         return tensor

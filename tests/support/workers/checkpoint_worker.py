@@ -41,13 +41,13 @@ def step(ring, way, shard):
     if shard is not None:
         for layer in layers:
             fully_shard(layer, mesh=shard)
-    forwards, run = [], compiled.Program._run
+    forwards, run = [], compiled.CompiledProgram._run
 
     def noting(self, step, *arguments):
         forwards.extend([step] * (step == "forward"))
         return run(self, step, *arguments)
 
-    compiled.Program._run = noting
+    compiled.CompiledProgram._run = noting
     try:
         x = ring.shard(whole).requires_grad_()
         y = x
@@ -55,7 +55,7 @@ def step(ring, way, shard):
             y = way(layer, y)
         y.square().sum().backward()
     finally:
-        compiled.Program._run = run
+        compiled.CompiledProgram._run = run
     if shard is None:
         sync_gradients(layers, ring=ring)
     parts = (p.grad.to_local() if shard is not None else p.grad for p in layers.parameters())

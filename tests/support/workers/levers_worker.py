@@ -17,7 +17,7 @@ from ring_attn.integrations.transformers import context_parallel
 from ring_attn.memory import Levers, Setting, Shapes, peak
 from ring_attn.training import checkpoint
 from torch_bridge.backends import compiled
-from torch_bridge.call import kept_results
+from torch_bridge.call.checkpointed_calls import CheckpointedCalls
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, TOKENS = 3, 4, 2, 8, 32, 64
 CASES: dict[str, tuple[dict[str, Any], bool]] = {  # and whether nothing is reordered
@@ -52,7 +52,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> "Counted":
-        self._before = compiled.Program._run, kept_results.CheckpointedCalls.keep, checkpoint._moves, checkpoint.HostCopy
+        self._before = compiled.CompiledProgram._run, CheckpointedCalls.save, checkpoint._moves, checkpoint.HostCopy
         run, keep, _, _ = self._before
         found, moved = self.found, self.moved
 
@@ -78,13 +78,13 @@ class Counted(TorchDispatchMode):
             def on_device(self) -> Tensor:
                 return self.tensor.clone()
 
-        compiled.Program._run, kept_results.CheckpointedCalls.keep = counting, weighing
+        compiled.CompiledProgram._run, CheckpointedCalls.save = counting, weighing
         checkpoint._moves, checkpoint.HostCopy = lambda _: True, OnHost
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        compiled.Program._run, kept_results.CheckpointedCalls.keep, checkpoint._moves, checkpoint.HostCopy = self._before
+        compiled.CompiledProgram._run, CheckpointedCalls.save, checkpoint._moves, checkpoint.HostCopy = self._before
 
 
 def stepped(mesh: DeviceMesh, batch: dict[str, Tensor], levers: dict[str, Any]) -> tuple[list[Tensor], Counter[str]]:

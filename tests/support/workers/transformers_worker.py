@@ -265,13 +265,13 @@ def soft_prompts() -> float:
 
 def check_checkpoints() -> None:
     """Kept attention has the bits of computing it again, and computes it once."""
-    forwards, gradients, run = [], [], compiled.Program._run
+    forwards, gradients, run = [], [], compiled.CompiledProgram._run
 
     def noting(self: Any, step: str, *arguments: Any) -> Any:
         forwards.extend([step] * (step == "forward"))
         return run(self, step, *arguments)
 
-    compiled.Program._run = noting
+    compiled.CompiledProgram._run = noting
     for checkpoint, times in ((None, 2), ("attention", 1)):
         torch.manual_seed(0)
         model = tiny.CAUSAL["llama"]().train()
@@ -282,7 +282,7 @@ def check_checkpoints() -> None:
         assert len(forwards) == times * model.config.num_hidden_layers, (checkpoint, forwards)
         gradients.append([x.grad for x in model.parameters()])
         cp.remove()
-    compiled.Program._run = run
+    compiled.CompiledProgram._run = run
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 

@@ -15,15 +15,15 @@ from jax_core.kernels import xla
 from jax_core.tune import lookup, search, store
 from jax_core.tune.devices import device_name
 from jax_core.tune.search import Result
-from jax_core.tune.table import Found
+from jax_core.tune.table import Tuned
 
 FOLDER = Path(sys.argv[1])
 KEY = "xla float32 dim 8 group 1 causal up to 4096"
 OWN = {0: (16, 32), 1: (32, 16)}  # blocks in the cache, or the result of a search, of each rank
 
 
-def found(kind: type[FwdParams], blocks: tuple[int, int]) -> Found:
-    return Found(kind(*blocks), 1.0, 2.0, True, "2026-11-22", {})
+def found(kind: type[FwdParams], blocks: tuple[int, int]) -> Tuned:
+    return Tuned(kind(*blocks), 1.0, 2.0, True, "2026-11-22", {})
 
 
 def compute(causal: bool, **settings) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_what_is_empty(batch, queries, keys, empty):
 
 def test_how_many_tensors_make_a_sequence():
     assert tensors_per_sequence(ProcessRing((0, 1, 2), 1)) == 3
-    assert tensors_per_sequence(SimpleNamespace(size=4, held=range(4))) == 1
+    assert tensors_per_sequence(SimpleNamespace(size=4, ranks_here=range(4))) == 1
 
 
 def test_words_are_turned_whole():

@@ -127,7 +127,7 @@ def test_an_array_serves_whatever_lies_in_its_memory(gpu, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(launch, name, 1)
             gpu.call(in_place)
-        assert len(gpu.way._views._made) == 1
+        assert len(gpu.way._views._arrays) == 1
 
 
 class Seen:

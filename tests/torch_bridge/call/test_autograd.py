@@ -133,7 +133,7 @@ def test_a_program_made_while_torch_traces_runs_afterwards():
 
 @pytest.mark.parametrize("used", ["out", "lse", "both"])
 def test_an_output_that_nothing_was_made_of_has_no_gradient(used, monkeypatch):
-    from torch_bridge.backends.compiled import Program
+    from torch_bridge.backends.compiled import CompiledProgram
 
     inputs = qkv()
     out, lse = ring_attn.ring_attention(*inputs, causal=True, return_lse=True)
@@ -143,13 +143,13 @@ def test_an_output_that_nothing_was_made_of_has_no_gradient(used, monkeypatch):
     exact_out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), inputs[2])
     exact = {"out": exact_out.sin().sum(), "lse": scores.logsumexp(-1).cos().sum()}
     theirs = exact["out"] + exact["lse"] if used == "both" else exact[used]
-    given, backward = [], Program.backward
+    given, backward = [], CompiledProgram.backward
 
     def spy(program, operands, results, cotangents, wanted):
         given.append(cotangents[1] is not None)
         return backward(program, operands, results, cotangents, wanted)
 
-    monkeypatch.setattr(Program, "backward", spy)
+    monkeypatch.setattr(CompiledProgram, "backward", spy)
     got = torch.autograd.grad(ours, inputs)
     want = torch.autograd.grad(theirs, inputs, allow_unused=True, materialize_grads=True)
     assert given == [used != "out"]

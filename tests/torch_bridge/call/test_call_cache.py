@@ -200,7 +200,7 @@ def test_each_call_draws_its_own_dropout(qkv):
 def test_a_program_that_is_dropped_is_not_kept(qkv, monkeypatch):
     attend(*qkv)
     made = weakref.ref(next(reversed(programs._PROGRAMS.values())).program)
-    monkeypatch.setattr(programs, "KEPT", 1)
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 1)
     shorter = [x[:, :7].detach() for x in qkv]
     attend(*shorter)
     gc.collect()
@@ -254,7 +254,7 @@ def test_programs_may_be_made_on_several_threads(qkv, monkeypatch):
     (key, specs, device), made = programs._PROGRAMS.popitem()
     monkeypatch.setattr(programs, "backend_of", lambda _: SimpleNamespace(program=lambda _: made.program))
     monkeypatch.setattr(type(made.request.operation), "in_torch", lambda *_: None)
-    monkeypatch.setattr(programs, "KEPT", 50)
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 50)
     before = sys.getswitchinterval()
 
     def make(thread: int) -> None:

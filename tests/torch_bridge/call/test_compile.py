@@ -146,7 +146,7 @@ def test_functions_of_one_name_are_two_calls():
 
 
 def test_programs_are_bounded_and_many_are_said(monkeypatch):
-    monkeypatch.setattr(programs, "KEPT", 3)
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 3)
     monkeypatch.setattr(programs, "MANY", 2)
 
     def attention(length):
@@ -172,7 +172,7 @@ def test_programs_are_bounded_and_many_are_said(monkeypatch):
 def test_a_backward_outlives_its_program_among_those_kept(monkeypatch):
     inputs = qkv(5)
     out = ring_attention(*inputs, mesh="local", scale=0.321)
-    monkeypatch.setattr(programs, "KEPT", 1)
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 1)
     ring_attention(*qkv(3), mesh="local", scale=0.321)
     expected = torch.autograd.grad(ring_attention(*inputs, mesh="local", scale=0.321).sin().sum(), inputs)
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), inputs), expected)

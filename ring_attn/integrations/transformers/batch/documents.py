@@ -21,10 +21,10 @@ def documents_of(
     """
     shape = tokens.shape[:2]
     _check_mask(mask, shape)
-    told = {**packing, "attention_mask": _integers(mask), "position_ids": positions}
-    found = read_documents(told, shape, tokens.device, axes)
-    _compare_with_transformers(found, mask, positions if positions is None else of_text(positions, axes))
-    return (found.numbers if found.told_by else None), found.told_by == "position_ids"
+    sources = {**packing, "attention_mask": _integers(mask), "position_ids": positions}
+    reading = read_documents(sources, shape, tokens.device, axes)
+    _compare_with_transformers(reading, mask, positions if positions is None else of_text(positions, axes))
+    return (reading.numbers if reading.source else None), reading.source == "position_ids"
 
 
 def _integers(mask: Tensor | None) -> Tensor | None:
@@ -43,17 +43,17 @@ def _check_mask(mask: Tensor | None, shape: torch.Size) -> None:
         raise ValueError(f"the attention mask {list(mask.shape)} must be that of the whole sequence, {list(shape)}")
 
 
-def _compare_with_transformers(found: Reading, mask: Tensor | None, text: Tensor | None) -> None:
+def _compare_with_transformers(reading: Reading, mask: Tensor | None, text: Tensor | None) -> None:
     """transformers' masks take position ids for documents where there is no mask, and nothing else."""
-    real = found.numbers >= 0
-    theirs = torch.zeros_like(found.numbers)
+    real = reading.numbers >= 0
+    theirs = torch.zeros_like(reading.numbers)
     if mask is None and text is not None:
         positions = text.to(theirs.device).expand(theirs.shape)
         theirs = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
     theirs = begins_of(theirs.masked_fill(~real, -1))
-    if not torch.equal(theirs, found.begins):
+    if not torch.equal(theirs, reading.begins):
         warn_once(
-            f"{found.told_by} tells {int(found.begins.sum())} documents in this batch, and the ring keeps these apart; "
+            f"{reading.source} tells {int(reading.begins.sum())} documents in this batch, and the ring keeps these apart; "
             f"transformers' own masks (sdpa, eager) would tell {int(theirs.sum())}: they read position_ids alone, and only without "
             "an attention_mask, while its flash attention reads cu_seq_lens and position_ids. Leave out what tells documents to "
             "have one a row"

@@ -31,7 +31,7 @@ class Head:
         check_chunk_size(chunk, "loss_chunk")
         self._model, self.chunk = plan.model, chunk
         children = {name: pretrained_in(child) for name, child in plan.model.named_children()}
-        self._name = next((name for name, found in children.items() if found is plan.base), "")
+        self._name = next((name for name, child in children.items() if child is plan.base), "")
         if plan.head is None or not self._name:
             raise NotImplementedError(
                 f"the logits of {type(plan.model).__name__} cannot be made a few tokens at a time: it is no base model and a head "
@@ -44,12 +44,12 @@ class Head:
         """Those that a head may use: all outside of the base model, and the embedding that it shares with it."""
         inside = set(getattr(self._model, self._name).parameters())
         shared = self._model.get_output_embeddings()
-        found = [x for x in self._model.parameters() if x not in inside]
+        outside = [x for x in self._model.parameters() if x not in inside]
         tied = [] if shared is None else [x for x in shared.parameters() if x in inside]
-        return [*found, *tied]
+        return [*outside, *tied]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        with self._given(hidden[None]):
+        with self._replaced_base(hidden[None]):
             outputs = self._model.forward(inputs_embeds=hidden[None])
         logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs.logits
         return logits[0]
@@ -61,8 +61,8 @@ class Head:
         first = hidden[0, :FIRST]
         with torch.no_grad(), self._without_dropout() as dropped:
             usual = (self(first) if dropped else logits.detach()[0]).float()
-            own = torch.cat([self(token) for token in first.split(1)]).float()
-        if own.shape != usual.shape or bool((own - usual).abs().max() > _NEAR * usual.abs().max()):
+            alone = torch.cat([self(token) for token in first.split(1)]).float()
+        if alone.shape != usual.shape or bool((alone - usual).abs().max() > _NEAR * usual.abs().max()):
             raise NotImplementedError(
                 f"the logits of {type(self._model).__name__} cannot be made a few tokens at a time: they depend on more than their "
                 "tokens' hidden states; leave loss_chunk out"
@@ -83,16 +83,16 @@ class Head:
                 x.train()
 
     @contextmanager
-    def _given(self, hidden: Tensor) -> Iterator[None]:
+    def _replaced_base(self, hidden: Tensor) -> Iterator[None]:
         base = self._model._modules[self._name]
-        self._model._modules[self._name] = _Given(base, hidden)
+        self._model._modules[self._name] = _StandIn(base, hidden)
         try:
             yield
         finally:
             self._model._modules[self._name] = base
 
 
-class _Given(nn.Module):
+class _StandIn(nn.Module):
     """In the place of a base model: its result is there."""
 
     def __init__(self, base: nn.Module | None, hidden: Tensor) -> None:

@@ -63,8 +63,8 @@ def _balance(plan: Plan, routers: tuple[Tensor, ...], sharded: Sharded) -> Tenso
 
 def logits_of(outputs: Outputs | Tensor) -> Tensor:
     """Of a model's outputs, or logits themselves."""
-    found: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs.logits
-    return found
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs.logits
+    return logits
 
 
 def with_loss(outputs: Outputs, loss: Tensor, logits: bool) -> Outputs:

@@ -32,8 +32,8 @@ class OfOneToken:
     def __torch_function__(
         cls, function: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> NoReturn:
-        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
-        (found[0] if found else cls("a pooled output"))._refuse()
+        instances = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
+        (instances[0] if instances else cls("a pooled output"))._refuse()
 
 
 def without_pooled(output: Outputs, sequences: dict[str, Sequence]) -> Outputs:

@@ -42,35 +42,35 @@ _OF_DECODER = _Names("decoder_input_ids", "decoder_inputs_embeds", "decoder_atte
 
 def shard_batch(plan: Plan, ring: Ring, owner: object, batch: Mapping[str, object]) -> ModelInputs:
     """This rank's part of a whole batch: what :meth:`ContextParallel.shard` returns."""
-    given: ModelInputs = {name: _tensor(value) for name, value in batch.items() if value is not None}
-    _check_whole(given)
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim}
+    inputs: ModelInputs = {name: _tensor(value) for name, value in batch.items() if value is not None}
+    _check_whole(inputs)
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim}
     whole = {name: fingerprints(x) if x.is_floating_point() or x.is_complex() else x for name, x in tensors.items()}
-    labels, items = _labels(plan, given), given.pop("num_items_in_batch", None)
-    own: ModelInputs = {}
+    labels, items = _labels(plan, inputs), inputs.pop("num_items_in_batch", None)
+    local_inputs: ModelInputs = {}
     sequences: dict[str, Sequence] = {}
     names = _OF_DECODER if plan.encoder_decoder else _MAIN
     if plan.encoder_decoder:
-        if _OF_DECODER.ids not in given and _OF_DECODER.embeddings not in given and labels is not None:
-            given[_OF_DECODER.ids] = plan.decoder_inputs(labels)
+        if _OF_DECODER.ids not in inputs and _OF_DECODER.embeddings not in inputs and labels is not None:
+            inputs[_OF_DECODER.ids] = plan.decoder_inputs(labels)
         if plan.whole_encoder:
-            own |= {name: given.pop(name) for name in (plan.whole_encoder, "attention_mask") if name in given}
+            local_inputs |= {name: inputs.pop(name) for name in (plan.whole_encoder, "attention_mask") if name in inputs}
         else:
-            sequences["encoder"] = _sequence(plan, ring, _MAIN, given, own, None)
-    sequences["decoder"] = sequence = _sequence(plan, ring, names, given, own, labels)
+            sequences["encoder"] = _sequence(plan, ring, _MAIN, inputs, local_inputs, None)
+    sequences["decoder"] = sequence = _sequence(plan, ring, names, inputs, local_inputs, labels)
     for described in sequences.values():
         forget_padding(described.local)
-    own |= _others(plan, sequence, given)
+    local_inputs |= _others(plan, sequence, inputs)
     if labels is not None:
-        own["labels"] = own["shift_labels"] = sequence.shard(labels, IGNORED)
-        own["num_items_in_batch"] = items = (labels != IGNORED).sum() if items is None else items
+        local_inputs["labels"] = local_inputs["shift_labels"] = sequence.shard(labels, IGNORED)
+        local_inputs["num_items_in_batch"] = items = (labels != IGNORED).sum() if items is None else items
     checked = (names.ids, names.embeddings, names.positions, "labels", "shift_labels")
-    entries = {name: own[name] for name in checked if name in own}
-    return {**own, MARK: Sharded(owner, sequences, items, whole, entries)}
+    entries = {name: local_inputs[name] for name in checked if name in local_inputs}
+    return {**local_inputs, MARK: Sharded(owner, sequences, items, whole, entries)}
 
 
-def _check_whole(given: Mapping[str, object]) -> None:
-    sharded = [name for name, value in given.items() if is_shard(value)]
+def _check_whole(inputs: Mapping[str, object]) -> None:
+    sharded = [name for name, value in inputs.items() if is_shard(value)]
     if sharded:
         raise ValueError(
             f"cp.shard takes the whole batch, the same on all ranks, and {', '.join(sharded)} of this one hold one rank's part "
@@ -82,9 +82,9 @@ def _tensor(value: object) -> object:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-def _labels(plan: Plan, given: ModelInputs) -> Tensor | None:
+def _labels(plan: Plan, inputs: ModelInputs) -> Tensor | None:
     """Whole labels, each where it is predicted."""
-    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+    labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
     if labels is None and shifted is None:
         return None
     plan.check_labels()
@@ -93,35 +93,37 @@ def _labels(plan: Plan, given: ModelInputs) -> Tensor | None:
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _sequence(plan: Plan, ring: Ring, names: _Names, given: ModelInputs, own: ModelInputs, labels: Tensor | None) -> Sequence:
-    """The sequence of these names; takes them out of ``given``, and puts this rank's parts into ``own``."""
-    tokens, name = given.pop(names.ids, None), names.ids
+def _sequence(
+    plan: Plan, ring: Ring, names: _Names, inputs: ModelInputs, local_inputs: ModelInputs, labels: Tensor | None
+) -> Sequence:
+    """The sequence of these names; takes them out of ``inputs``, and puts this rank's parts into ``local_inputs``."""
+    tokens, name = inputs.pop(names.ids, None), names.ids
     if tokens is None:
-        tokens, name = given.pop(names.embeddings, None), names.embeddings
-    if not isinstance(tokens, Tensor) or tokens.ndim != (2 if name == names.ids else 3) or names.embeddings in given:
+        tokens, name = inputs.pop(names.embeddings, None), names.embeddings
+    if not isinstance(tokens, Tensor) or tokens.ndim != (2 if name == names.ids else 3) or names.embeddings in inputs:
         raise ValueError(
             f"the batch needs either {names.ids} [batch, seq] or {names.embeddings} [batch, seq, dim], of the whole sequence"
         )
-    mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
+    mask, positions = inputs.pop(names.mask, None), inputs.pop(names.positions, None)
     _check_positions(plan, names, positions, tokens)
     plan.check_length(tokens.shape[1])
-    packing = {x: given.pop(x) for x in PACKING if x in given}
+    packing = {x: inputs.pop(x) for x in PACKING if x in inputs}
     documents, by_position = documents_of(tokens, mask, positions, packing, plan.axes)
     if isinstance(ring, PlacingRing):
-        ring = ring.of(documents, by_place=any(name in given for name in TOKEN_TYPES))
+        ring = ring.of(documents, by_place=any(name in inputs for name in TOKEN_TYPES))
     mask = documents >= 0 if documents is not None else mask
     positions = plan.positions_of(tokens, mask) if positions is None else positions
     sequence = describe(ring, tokens, mask, documents, positions, labels)
-    own[name] = sequence.shard(tokens, plan.pad_id if name == names.ids else 0)
-    mark_shard(own[name])  # for generate, which may be given this tensor alone
+    local_inputs[name] = sequence.shard(tokens, plan.pad_id if name == names.ids else 0)
+    mark_shard(local_inputs[name])  # for generate, which may be given this tensor alone
     if plan.takes(names.mask):  # what it says is in the sequence; without one transformers would look for documents in position ids
-        own[names.mask] = torch.ones(sequence.batch, sequence.local, dtype=torch.bool, device=tokens.device)
-        mark_shard(own[names.mask])
-    own_positions = _positions(sequence, positions)
+        local_inputs[names.mask] = torch.ones(sequence.batch, sequence.local, dtype=torch.bool, device=tokens.device)
+        mark_shard(local_inputs[names.mask])
+    local_positions = _positions(sequence, positions)
     if plan.takes(names.positions):
-        own[names.positions] = own_positions
-    counted = of_text(own_positions, plan.axes) if by_position and plan.counts_within_documents else None
-    return replace(sequence, position_ids=own_positions, positions=counted)
+        local_inputs[names.positions] = local_positions
+    counted = of_text(local_positions, plan.axes) if by_position and plan.counts_within_documents else None
+    return replace(sequence, position_ids=local_positions, positions=counted)
 
 
 def _check_positions(plan: Plan, names: _Names, positions: Tensor | None, tokens: Tensor) -> None:
@@ -146,15 +148,15 @@ def _positions(sequence: Sequence, positions: Tensor | None) -> Tensor:
     return sequence.shard(positions, dim=-1)
 
 
-def _others(plan: Plan, sequence: Sequence, given: ModelInputs) -> ModelInputs:
+def _others(plan: Plan, sequence: Sequence, inputs: ModelInputs) -> ModelInputs:
     """The entries that are no sequence of tokens; ValueError or NotImplementedError for one that cannot be honoured."""
-    own: ModelInputs = {"use_cache": False} if plan.takes_use_cache else {}
-    for name, value in given.items():
+    local_inputs: ModelInputs = {"use_cache": False} if plan.takes_use_cache else {}
+    for name, value in inputs.items():
         if name in TOKEN_TYPES:
             # Masks read them at any position, embeddings at this rank's.
-            own[name] = sequence.ring.pad(value) if plan.masks_read_token_types else sequence.shard(value)
+            local_inputs[name] = sequence.ring.pad(value) if plan.masks_read_token_types else sequence.shard(value)
         elif name in PASSED:
-            own[name] = value
+            local_inputs[name] = value
         elif name in REFUSED and (value is not False and value != 0 if not isinstance(value, Tensor) else True):
             raise NotImplementedError(f"{name} cannot be sharded: {REFUSED[name]}")
         elif name not in REFUSED:
@@ -162,4 +164,4 @@ def _others(plan: Plan, sequence: Sequence, given: ModelInputs) -> ModelInputs:
                 f"the batch holds {name!r}, and how it is sharded is not known; take it out, or shard it yourself "
                 "(cp.ring.shard) and give it to the model beside the batch"
             )
-    return own
+    return local_inputs

@@ -58,13 +58,13 @@ def asked(cache: RingCache, arguments: Sequence[object], options: Mapping[str, o
             f"input_ids must be the {cache.seen} tokens that the cache holds, and at least one new; {list(prompt.shape)} came. "
             "After beams it holds those of the last step; call cache.reset() to begin anew"
         )
-    found = Asked(prompt, mask if isinstance(mask, Tensor) else None, _most(prompt.shape[1], settings))
-    if found.most - 1 > cache.kv.max_length:  # the last token is not read
+    request = Asked(prompt, mask if isinstance(mask, Tensor) else None, _most(prompt.shape[1], settings))
+    if request.most - 1 > cache.kv.max_length:  # the last token is not read
         raise ValueError(
-            f"generate may make rows of {found.most} tokens, and the cache has room for {cache.kv.max_length}: make it with a "
+            f"generate may make rows of {request.most} tokens, and the cache has room for {cache.kv.max_length}: make it with a "
             "larger max_length, or give a smaller max_new_tokens"
         )
-    return found
+    return request
 
 
 def digest(of: Asked, cache: RingCache, options: Mapping[str, object]) -> str:
@@ -72,8 +72,8 @@ def digest(of: Asked, cache: RingCache, options: Mapping[str, object]) -> str:
     plain = {name: x for name, x in options.items() if x is None or isinstance(x, int | float | str | bool)}
     configs = [x.to_diff_dict() for x in (options.get("generation_config"), cache.settings) if isinstance(x, GenerationConfig)]
     mask = b"" if of.mask is None else of.mask.to("cpu", torch.uint8).numpy().tobytes()
-    found = sha256(f"{cache.seen} {sorted(plain.items(), key=str)} {configs}".encode() + mask)
-    return f"settings {found.hexdigest()[:16]}, {of.most} tokens a row"
+    settings_hash = sha256(f"{cache.seen} {sorted(plain.items(), key=str)} {configs}".encode() + mask)
+    return f"settings {settings_hash.hexdigest()[:16]}, {of.most} tokens a row"
 
 
 def _check_settings(settings: Settings, cache: RingCache) -> None:
@@ -95,8 +95,8 @@ def _check_settings(settings: Settings, cache: RingCache) -> None:
 
 
 def _prompt_of(arguments: Sequence[object], options: Mapping[str, object]) -> Tensor:
-    given = [x for x in (*arguments, options.get("inputs"), options.get("input_ids")) if x is not None]
-    if len(arguments) > 1 or len(given) != 1 or not isinstance(given[0], Tensor) or given[0].ndim != 2:
+    prompts = [x for x in (*arguments, options.get("inputs"), options.get("input_ids")) if x is not None]
+    if len(arguments) > 1 or len(prompts) != 1 or not isinstance(prompts[0], Tensor) or prompts[0].ndim != 2:
         raise ValueError(
             "generate over a ring needs one prompt, input_ids [batch, seq], whole and the same on every rank, and all else by name"
         )
@@ -106,7 +106,7 @@ def _prompt_of(arguments: Sequence[object], options: Mapping[str, object]) -> Te
                 f"{name} cannot be given to generate over a ring, where the prompt is tokens alone; leave {NAMES[0]} out to "
                 "generate on each rank by itself"
             )
-    return given[0]
+    return prompts[0]
 
 
 def _check_mask(prompt: Tensor, mask: object, settings: Settings) -> None:
@@ -131,4 +131,4 @@ def _most(length: int, settings: Settings) -> int:
 
 
 def _first(settings: Settings, name: str) -> object:
-    return next((found for each in settings if (found := each.get(name)) is not None), None)
+    return next((value for each in settings if (value := each.get(name)) is not None), None)

@@ -105,12 +105,12 @@ class RingCache(Cache):
         self.running = True
         self.mask = None if sequence.hidden is None else ~sequence.hidden[:, : sequence.length]
 
-    def begin_new(self, owner: object, given: dict[str, Any]) -> None:
-        """Before a forward on new tokens, the same on all ranks. ``given``: the model's inputs, by name."""
+    def begin_new(self, owner: object, inputs: dict[str, Any]) -> None:
+        """Before a forward on new tokens, the same on all ranks. ``inputs``: the model's inputs, by name."""
         self._check_forward(owner)
         self._ids = self._to_end = None
-        self._cut(given)
-        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        self._cut(inputs)
+        tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
             raise ValueError(
                 "a model with a cache of cp.cache must be given new tokens by name, input_ids=[batch, tokens]; got none"
@@ -132,21 +132,21 @@ class RingCache(Cache):
             self.ids = tokens[:, :0] if self.generating else None
         self._repeat(batch)
         check_new_tokens(self.kv.layers, self.seen - self._prompt, self._coming, self._prompt, self.kv.max_length)
-        self._check_mask(given.get("attention_mask"))
-        self._note(given.get("input_ids"))
-        if given.get("output_attentions"):
+        self._check_mask(inputs.get("attention_mask"))
+        self._note(inputs.get("input_ids"))
+        if inputs.get("output_attentions"):
             raise NotImplementedError("output_attentions: no rank ever has the attention weights; leave it out")
         self.running = True
 
-    def _cut(self, given: dict[str, Any]) -> None:
+    def _cut(self, inputs: dict[str, Any]) -> None:
         """The first forward of generate may be given all tokens, as by prompt lookup, whatever the cache has."""
-        tokens, whole = given.get("input_ids"), self._whole
+        tokens, whole = inputs.get("input_ids"), self._whole
         self._whole = None
         if whole is None or not isinstance(tokens, Tensor) or tokens.shape[1] < whole:
             return
         for name in ("input_ids", "position_ids"):
-            if isinstance(given.get(name), Tensor):
-                given[name] = given[name][..., self.seen :]
+            if isinstance(inputs.get(name), Tensor):
+                inputs[name] = inputs[name][..., self.seen :]
 
     def _note(self, tokens: Tensor | None) -> None:
         ids = self.ids
@@ -156,11 +156,11 @@ class RingCache(Cache):
     def _repeat(self, batch: int) -> None:
         """As generate expands its inputs, for beams and several sequences of a prompt, after the prompt."""
         assert self.kv.lengths is not None
-        held = len(self.kv.lengths)
-        if batch != held and (batch % held or not self.generating):
-            raise ValueError(f"the cache holds {held} prompts, and {batch} rows of new tokens came: one of each is needed")
-        if batch != held:
-            self.batch_repeat_interleave(batch // held)
+        prompts = len(self.kv.lengths)
+        if batch != prompts and (batch % prompts or not self.generating):
+            raise ValueError(f"the cache holds {prompts} prompts, and {batch} rows of new tokens came: one of each is needed")
+        if batch != prompts:
+            self.batch_repeat_interleave(batch // prompts)
 
     def _check_mask(self, mask: object) -> None:
         """A mask of keys must be that of the prompt, and of new tokens, which none may hide."""
@@ -193,7 +193,7 @@ class RingCache(Cache):
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor, options: AttentionOptions, named: str) -> None:
         """Keys and values of a layer's shard of the prompt, ``[batch, local, kv_heads, dim]``, as it attends with ``options``."""
-        reason = _not_kept(options)
+        reason = _not_cached(options)
         if reason is not None:
             raise NotImplementedError(
                 f"the attention of {named} {reason}, which a cache over a ring does not keep: call model.generate without "
@@ -314,7 +314,7 @@ class RingCache(Cache):
         return sum_over_ring(target[..., :count], ring, "RingCache", f"the last inputs of a convolution, {list(x.shape[:2])}")
 
 
-def _not_kept(options: AttentionOptions) -> str | None:
+def _not_cached(options: AttentionOptions) -> str | None:
     if not options.get("causal"):
         return "is not causal"
     if options.get("mask_mod") is not None:

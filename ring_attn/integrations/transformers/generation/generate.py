@@ -43,22 +43,22 @@ def generate_on_ring(
     shards (``prefill``), all but the last token: that is the first to be decoded, which gives its logits to every rank."""
     ring, device = cache.kv.ring.processes, cache.device
     with propagating(ring, device):
-        found = asked(cache, arguments, options)
-    check_same(ring, found.prompt.to(device), digest(found, cache, options))
+        request = asked(cache, arguments, options)
+    check_same(ring, request.prompt.to(device), digest(request, cache, options))
     options = {name: x for name, x in options.items() if name not in NAMES} | {names.cache_name: cache}
-    with torch.no_grad(), cache.generated(found.prompt), _random_numbers_of_rank_0(ring, device):
-        if not cache.seen and found.prompt.shape[1] > 1:
-            prefill(_all_but_the_last(found, names.takes_positions, device), cache)
+    with torch.no_grad(), cache.generated(request.prompt), _random_numbers_of_rank_0(ring, device):
+        if not cache.seen and request.prompt.shape[1] > 1:
+            prefill(_all_but_the_last(request, names.takes_positions, device), cache)
         result = generate(*arguments, **options)
         cache.end_at(result if isinstance(result, Tensor) else result.sequences)
         return result
 
 
-def _all_but_the_last(found: Asked, takes_positions: bool, device: torch.device) -> dict[str, Tensor]:
+def _all_but_the_last(request: Asked, takes_positions: bool, device: torch.device) -> dict[str, Tensor]:
     """The batch of the prompt, with positions as transformers' generate counts them."""
-    batch = {"input_ids": found.prompt[:, :-1].to(device)}
-    if found.padded and found.mask is not None:
-        mask = found.mask.to(device)
+    batch = {"input_ids": request.prompt[:, :-1].to(device)}
+    if request.padded and request.mask is not None:
+        mask = request.mask.to(device)
         batch["attention_mask"] = mask[:, :-1]
         if takes_positions:
             batch["position_ids"] = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)[:, :-1]

@@ -34,6 +34,6 @@ def _operators(operators: Operators | None) -> str:
 
 
 def _kernel(ring: Ring) -> str:
-    made = last_on(ring.processes)
-    taken, dtype = getattr(made, "taken", None), getattr(made, "dtype", None)  # None of an empty batch, too
+    program = last_on(ring.processes)
+    taken, dtype = getattr(program, "taken", None), getattr(program, "dtype", None)  # None of an empty batch, too
     return "chosen at the first call" if taken is None else f"{taken}, in the last program on this ring ({dtype})"

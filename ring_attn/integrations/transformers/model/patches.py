@@ -47,7 +47,7 @@ class Patches:
         self._copied: list[tuple[PretrainedConfig, PretrainedConfig, dict[str, object]]] = []
         self._hooks: list[RemovableHandle] = []
         self._previous = plan.config._attn_implementation
-        self._own_configs(plan)
+        self._copy_configs(plan)
         for module, forward in forwards.items():
             self._assign(module, "forward", forward)
         if hasattr(plan.model, "generate"):
@@ -82,8 +82,8 @@ class Patches:
             else:
                 setattr(module, name, before)
         self._use(self._previous)
-        for original, own, before in self._copied:
-            _set_back(original, own, before)
+        for original, copied, before in self._copied:
+            _set_back(original, copied, before)
         for left in (self._hooks, self._set, self._configs, self._copied):
             left.clear()
 
@@ -95,14 +95,14 @@ class Patches:
         self._set.append((module, name, vars(module).get(name, _ABSENT)))
         setattr(module, name, value)
 
-    def _own_configs(self, plan: Plan) -> None:
+    def _copy_configs(self, plan: Plan) -> None:
         copies: dict[int, PretrainedConfig] = {}
         self._replace(plan.model, copies)
         # Some versions give the layers a copy of the text configuration, so it is told by its type.
         sharded = plan.model.config.get_text_config()
-        found = {id(x): x for x in (sharded, *_configs(plan.model)) if type(x) is type(sharded)}
-        self._configs = list(found.values())
-        self._replace_all({} if plan.whole_encoder is None else _kept_whole(plan.model))
+        configs = {id(x): x for x in (sharded, *_configs(plan.model)) if type(x) is type(sharded)}
+        self._configs = list(configs.values())
+        self._replace_all({} if plan.whole_encoder is None else _attend_to_whole(plan.model))
         self._use(NAME)
 
     def _replace_all(self, modules: dict[nn.Module, None]) -> None:
@@ -133,17 +133,17 @@ class Patches:
 _ABSENT = object()
 
 
-def _pairs(config: PretrainedConfig, own: PretrainedConfig) -> Iterator[tuple[PretrainedConfig, PretrainedConfig]]:
+def _pairs(config: PretrainedConfig, copied: PretrainedConfig) -> Iterator[tuple[PretrainedConfig, PretrainedConfig]]:
     """A configuration and those in it, each with its copy."""
-    yield config, own
+    yield config, copied
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
-            yield from _pairs(value, vars(own)[name])
+            yield from _pairs(value, vars(copied)[name])
 
 
-def _set_back(original: object, own: object, before: dict[str, object]) -> None:
+def _set_back(original: object, copied: object, before: dict[str, object]) -> None:
     """What was changed in a copy since it was made is changed in the original too."""
-    for name, value in vars(own).items():
+    for name, value in vars(copied).items():
         inner = isinstance(value, PretrainedConfig)  # has a pair of its own
         if not inner and name != "_attn_implementation_internal" and (name not in before or before[name] != value):
             setattr(original, name, value)
@@ -154,7 +154,7 @@ def _configs(model: nn.Module) -> Iterator[PretrainedConfig]:
         yield from (value for value in vars(module).values() if isinstance(value, PretrainedConfig))
 
 
-def _kept_whole(model: PreTrainedModel) -> dict[nn.Module, None]:
+def _attend_to_whole(model: PreTrainedModel) -> dict[nn.Module, None]:
     """The modules that attend to whole sequences on every rank: those of an encoder of features, and the decoder's layers that
     attend to what it returned."""
     encoder = list(model.get_encoder().modules())

@@ -76,14 +76,14 @@ class Plan:
 
     @property
     def pad_id(self) -> int:
-        found = getattr(self.config, "pad_token_id", None)
-        return found if isinstance(found, int) and found >= 0 else 0
+        token = getattr(self.config, "pad_token_id", None)
+        return token if isinstance(token, int) and token >= 0 else 0
 
     @property
     def masks_read_token_types(self) -> bool:
         """As Gemma 3's and PaliGemma's do. Or else embeddings do: BERT's of their own, GPT-2's those of the tokens."""
-        made_of_them = "block_sequence_ids", "token_type_ids_mask_function"
-        return not getattr(self.config, "type_vocab_size", 0) and any(mentions(self.model, name) for name in made_of_them)
+        readers = "block_sequence_ids", "token_type_ids_mask_function"
+        return not getattr(self.config, "type_vocab_size", 0) and any(mentions(self.model, name) for name in readers)
 
     @property
     def takes_positions(self) -> bool:
@@ -189,13 +189,13 @@ class Plan:
     @cached_property
     def _routers(self) -> list[tuple[str, Any]]:
         """Those that drop tokens."""
-        found = self.model.named_modules()
-        return [(name, module) for name, module in found if isinstance(getattr(module, "expert_capacity", None), int)]
+        modules = self.model.named_modules()
+        return [(name, module) for name, module in modules if isinstance(getattr(module, "expert_capacity", None), int)]
 
 
 def pretrained_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model that a module is or wraps; NotImplementedError for PEFT's virtual tokens, ValueError for none."""
-    found = pretrained_in(model)
+    pretrained = pretrained_in(model)
     peft = (getattr(part, "active_peft_config", None) for part in model.modules())
     if any(getattr(config, "is_prompt_learning", False) for config in peft):
         raise NotImplementedError(
@@ -203,9 +203,9 @@ def pretrained_model(model: nn.Module) -> PreTrainedModel:
             "Use LoRA; or make context_parallel of model.get_base_model(), give its cp.shard the inputs_embeds of the whole, "
             "virtual tokens (model.get_prompt) first, and sum with ring_attn.sync_gradients(model, ring=cp.ring)"
         )
-    if found is None:
+    if pretrained is None:
         raise ValueError(f"context_parallel needs a transformers model, got {type(model).__name__}")
-    return found
+    return pretrained
 
 
 def plan_of(model: PreTrainedModel) -> Plan:
@@ -236,11 +236,11 @@ def _states(model: nn.Module, config: object) -> dict[nn.Module, frozenset[str]]
     expected = sum(kind in (*STATES, *BOTH) for kind in types_of(config))
     if not (expected or getattr(model, "_is_stateful", False)):
         return {}
-    found = layers_with_a_state(model)
-    if expected == len(found) and {family_of(module) for module in found} <= FAMILIES:
-        return found
+    states = layers_with_a_state(model)
+    if expected == len(states) and {family_of(module) for module in states} <= FAMILIES:
+        return states
     family = next((kind.__module__.split(".")[-2] for kind in type(model).__mro__ if ".modeling_" in kind.__module__), "")
-    if family in FAMILIES and not found:
+    if family in FAMILIES and not states:
         raise NotImplementedError(
             f"{type(model).__name__} carries a state along the sequence, which needs transformers {FIRST_RELEASE} or newer, "
             f"whose layers look their operators up at the call; {transformers.__version__} is installed"
@@ -259,12 +259,12 @@ def _only_states(config: object, states: dict[nn.Module, frozenset[str]]) -> boo
 
 def _layers(config: object, encoder_decoder: bool, whole_encoder: str | None) -> dict[str, int]:
     """How many layers must attend over the ring, by the part of the model."""
-    own = getattr(config, "num_hidden_layers", None) or 1
+    count = getattr(config, "num_hidden_layers", None) or 1
     if not encoder_decoder:  # Mllama's cross-attention is skipped where there is no image
-        return {"decoder": own - len(getattr(config, "cross_attention_layers", None) or ())}
+        return {"decoder": count - len(getattr(config, "cross_attention_layers", None) or ())}
     names = ("num_decoder_layers", "decoder_layers", "decoder_num_hidden_layers")
-    decoder = next((found for name in names if (found := getattr(config, name, None))), 1)
-    return {"decoder": decoder} if whole_encoder else {"encoder": own, "decoder": decoder}
+    decoder = next((layers for name in names if (layers := getattr(config, name, None))), 1)
+    return {"decoder": decoder} if whole_encoder else {"encoder": count, "decoder": decoder}
 
 
 def _check_kind(model: PreTrainedModel, encoder_decoder: bool, states: bool) -> None:
@@ -283,20 +283,20 @@ def _check_kind(model: PreTrainedModel, encoder_decoder: bool, states: bool) -> 
 
 def _head(model: nn.Module) -> str | None:
     names = [kind.__name__ for kind in type(model).__mro__]
-    found = next((head for name in names for head in _HEADS if head in name), None)
-    other = next((head for name in names for head in _OTHER_HEADS if head in name), None) if found is None else None
-    if found is None and (other is not None or not names[0].endswith("Model")):
+    head = next((head for name in names for head in _HEADS if head in name), None)
+    other = next((head for name in names for head in _OTHER_HEADS if head in name), None) if head is None else None
+    if head is None and (other is not None or not names[0].endswith("Model")):
         reason = "is not known to make its outputs and its loss of each token by itself" if other is None else _OTHER_HEADS[other]
         raise NotImplementedError(f"the head of {names[0]} {reason}; use the model without it, and cp.unshard what it returns")
-    return found
+    return head
 
 
 def _base(model: PreTrainedModel) -> PreTrainedModel:
     base = model.base_model
     if base is model:  # it names none: Llama 4, and in older versions all models of images and text
         base = getattr(model, "model", model)
-    found = pretrained_in(base) if isinstance(base, nn.Module) else None  # FSDP wraps it
-    return model if found is None else found
+    pretrained = pretrained_in(base) if isinstance(base, nn.Module) else None  # FSDP wraps it
+    return model if pretrained is None else pretrained
 
 
 def _check_layers(model: nn.Module, config: object) -> None:
@@ -323,8 +323,8 @@ def _check_layers(model: nn.Module, config: object) -> None:
 
 def _check_parameters(model: nn.Module, parameters: frozenset[str], encoder_decoder: bool) -> None:
     name = "decoder_position_ids" if encoder_decoder else "position_ids"
-    told = any(has_relative_bias(module) or embeds_positions(module) for module in model.modules())
-    if name not in parameters and not told:
+    knows_positions = any(has_relative_bias(module) or embeds_positions(module) for module in model.modules())
+    if name not in parameters and not knows_positions:
         raise NotImplementedError(
             f"{type(model).__name__} takes no {name}: it would count positions within this rank's tokens from 0"
         )

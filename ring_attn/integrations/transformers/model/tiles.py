@@ -21,16 +21,16 @@ def tiles_of(model: nn.Module, config: object, size: int) -> dict[nn.Module, Til
     check_tile_size(size, "mlp_tile")
     texts = [x for x in model.modules() if isinstance(x, PreTrainedModel) and type(x.config) is type(config)]
     layers = _layers(texts)
-    found = {part: Tiles(part, size) for layer in layers for block in _blocks(layer) for part in _parts(block)}
-    if not found:
+    tiles = {part: Tiles(part, size) for layer in layers for block in _blocks(layer) for part in _parts(block)}
+    if not tiles:
         raise NotImplementedError(
             f"the layers of {type(model).__name__} hold no module that is known as their MLP ({', '.join(_NAMES)}); leave mlp_tile "
             "out, or call ring_attn.tiled with modules of theirs that compute each token by itself"
         )
-    within = {x for part in found for x in part.modules()}
+    within = {x for part in tiles for x in part.modules()}
     places = *(layer.modules() for layer in layers), *(text.children() for text in texts)  # the last norm is a child of the model
     width = getattr(config, "hidden_size", None)
-    return found | {norm: Tiles(norm, size, width, asked=False) for place in places for norm in _norms(place) if norm not in within}
+    return tiles | {norm: Tiles(norm, size, width, asked=False) for place in places for norm in _norms(place) if norm not in within}
 
 
 def _layers(texts: Iterable[nn.Module]) -> list[nn.Module]:

@@ -313,6 +313,6 @@ def _about_gradients(
 
 
 def _tensor(batch: Batch, name: str) -> Tensor:
-    found = batch[name]
-    assert isinstance(found, Tensor)
-    return found
+    tensor = batch[name]
+    assert isinstance(tensor, Tensor)
+    return tensor

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol, TypeVar
 
-from jax_core.caches import cache_folder, parse_json, read_kept, write_kept
+from jax_core.caches import cache_folder, parse_json, read_cached, write_cached
 
 _STAGES = "compile_ttir_inplace"  # of jax-triton 0.3 and 0.4: Triton's IR, backend, options, and what else there is -> a dataclass
 _TEXTS = ("ttgir", "llir")  # of its results, which only a dump reads
@@ -45,12 +45,12 @@ def keep(library: ModuleType) -> None:
     with suppress(ImportError, AttributeError):
         parts = import_module(f"{library.__name__}.triton_lib")
         compile_kernel = getattr(parts, _STAGES)
-        if not hasattr(compile_kernel, "kept"):
-            setattr(parts, _STAGES, _kept(compile_kernel, parts))
+        if not hasattr(compile_kernel, "cached"):
+            setattr(parts, _STAGES, _cached(compile_kernel, parts))
 
 
-def _kept(compile_kernel: _Stages[_Compiled], parts: ModuleType) -> _Stages[_Compiled]:
-    def kept(ir: object, backend: _Backend, options: _Options, *target: object) -> _Compiled:
+def _cached(compile_kernel: _Stages[_Compiled], parts: ModuleType) -> _Stages[_Compiled]:
+    def cached(ir: object, backend: _Backend, options: _Options, *target: object) -> _Compiled:
         root, key = cache_folder(), _key(ir, options, target)
         if root is None or key is None or backend.target.backend != "cuda" or os.environ.get("JAX_TRITON_DUMP_DIR"):
             return compile_kernel(ir, backend, options, *target)
@@ -61,8 +61,8 @@ def _kept(compile_kernel: _Stages[_Compiled], parts: ModuleType) -> _Stages[_Com
             _write(path, compiled)
         return compiled
 
-    kept.kept = True  # type: ignore[attr-defined]
-    return kept
+    cached.cached = True  # type: ignore[attr-defined]
+    return cached
 
 
 def _key(ir: object, options: _Options, target: tuple[object, ...]) -> str | None:
@@ -78,7 +78,7 @@ def _key(ir: object, options: _Options, target: tuple[object, ...]) -> str | Non
 
 def _read(path: Path, result: Callable[..., _Compiled]) -> _Compiled | None:
     """None for a kernel that is not there, or not whole: it is compiled and written again."""
-    content = read_kept(path)
+    content = read_cached(path)
     with suppress(ValueError, TypeError):
         return None if content is None else result(**parse_json(content), **dict.fromkeys(_TEXTS))
     return None
@@ -88,4 +88,4 @@ def _write(path: Path, result: object) -> None:
     fields = {name: value for name, value in vars(result).items() if name not in _TEXTS}
     assert dataclasses.is_dataclass(result)
     with suppress(OSError, TypeError):  # no room, a folder of another user, or a result that is more than text and numbers
-        write_kept(path, json.dumps(fields).encode())
+        write_cached(path, json.dumps(fields).encode())

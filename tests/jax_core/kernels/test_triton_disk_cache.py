@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jax_core.kernels.triton import kept
+from jax_core.kernels.triton import disk_cache
 
 pytest.importorskip("triton")
 
@@ -45,7 +45,7 @@ def options(text="warps 4"):
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("RING_ATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(kept.metadata, "version", lambda package: "1.0")
+    monkeypatch.setattr(disk_cache.metadata, "version", lambda package: "1.0")
     return fresh(monkeypatch)
 
 
@@ -54,8 +54,8 @@ def fresh(monkeypatch):
     compiler, library = Compiler(), types.ModuleType("stand_in")
     monkeypatch.setitem(sys.modules, "stand_in", library)
     monkeypatch.setitem(sys.modules, "stand_in.triton_lib", compiler)
-    kept.keep(library)
-    kept.keep(library)  # a second time changes nothing
+    disk_cache.keep(library)
+    disk_cache.keep(library)  # a second time changes nothing
     return compiler
 
 
@@ -75,7 +75,7 @@ CHANGES = {"ir": ("other", "warps 4", 90), "options": ("ir", "warps 8", 90), "ta
 def test_another_kernel_is_compiled(compiler, monkeypatch, change):
     compiler.compile_ttir_inplace("ir", backend(), options(), 90, "cuda")
     if change == "version":
-        monkeypatch.setattr(kept.metadata, "version", lambda package: "1.1")
+        monkeypatch.setattr(disk_cache.metadata, "version", lambda package: "1.1")
     if change == "setting":
         monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere")
     ir, given, target = CHANGES.get(change, ("ir", "warps 4", 90))
@@ -126,6 +126,6 @@ def test_a_jax_triton_without_that_function_is_left_alone(monkeypatch):
     library, parts = types.ModuleType("stand_in"), types.ModuleType("stand_in.triton_lib")
     monkeypatch.setitem(sys.modules, "stand_in", library)
     monkeypatch.setitem(sys.modules, "stand_in.triton_lib", parts)
-    kept.keep(library)
+    disk_cache.keep(library)
     assert not hasattr(parts, "compile_ttir_inplace")
-    kept.keep(types.ModuleType("another_stand_in"))  # without the module, too
+    disk_cache.keep(types.ModuleType("another_stand_in"))  # without the module, too

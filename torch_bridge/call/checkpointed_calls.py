@@ -26,7 +26,7 @@ _OTHER_CALLS = (
 )
 
 
-class _Kept(NamedTuple):
+class _SavedCall(NamedTuple):
     """One call's: what it was, its results, and their versions, which change in place with them."""
 
     key: str
@@ -44,7 +44,7 @@ class CheckpointedCalls:
 
     def __init__(self, offload: bool = False) -> None:
         self._offload = offload
-        self._calls: list[_Kept] = []
+        self._calls: list[_SavedCall] = []
         self._earlier = _last_of_this_thread(self) if offload else lambda: None
 
     @contextmanager
@@ -71,17 +71,17 @@ class CheckpointedCalls:
     def forget(self) -> None:
         self._calls.clear()
 
-    def keep(self, key: str, operands: Tensors, results: Results) -> None:
+    def save(self, key: str, operands: Tensors, results: Results) -> None:
         versions = tuple(x._version for x in results)
-        kept = tuple(HostCopy(x) if self._offload and x.device.type == "cuda" else x.detach() for x in results)
-        self._calls.append(_Kept(key, _shapes(operands), kept, versions))
+        saved = tuple(HostCopy(x) if self._offload and x.device.type == "cuda" else x.detach() for x in results)
+        self._calls.append(_SavedCall(key, _shapes(operands), saved, versions))
 
-    def kept(self, number: int, key: str, operands: Tensors) -> Results:
+    def saved(self, number: int, key: str, operands: Tensors) -> Results:
         """Raises RuntimeError where the first run made another call, or its result was changed in place since."""
         first = self._calls[number] if number < len(self._calls) else None
         if first is None or (first.key, first.shapes) != (key, _shapes(operands)):
-            words = "none" if first is None else _in_words(first.key, first.shapes)
-            raise RuntimeError(_OTHER_CALLS.format(number=number + 1, first=words, second=_in_words(key, _shapes(operands))))
+            earlier = "none" if first is None else _description(first.key, first.shapes)
+            raise RuntimeError(_OTHER_CALLS.format(number=number + 1, first=earlier, second=_description(key, _shapes(operands))))
         for result, version in zip(first.results, first.versions, strict=True):
             if isinstance(result, Tensor) and result._version != version:
                 raise RuntimeError(
@@ -100,9 +100,9 @@ class _Run:
     def results(self, key: str, operands: Tensors, compute: Callable[[], Results]) -> Results:
         if self.again:
             self.number += 1
-            return self.calls.kept(self.number - 1, key, operands)
+            return self.calls.saved(self.number - 1, key, operands)
         results = compute() if self.outer is None else self.outer.results(key, operands, compute)
-        self.calls.keep(key, operands, results)
+        self.calls.save(key, operands, results)
         return results
 
 
@@ -152,5 +152,5 @@ def _shapes(operands: Tensors) -> tuple[torch.Size | None, ...]:
     return tuple(shapes)
 
 
-def _in_words(key: str, shapes: tuple[torch.Size | None, ...]) -> str:
+def _description(key: str, shapes: tuple[torch.Size | None, ...]) -> str:
     return f"{call_of(key).operation.name} of {[list(shape) for shape in shapes if shape is not None]}"

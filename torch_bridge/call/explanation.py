@@ -2,7 +2,7 @@
 
 from torch_bridge.backends.executable import Compilation
 from torch_bridge.backends.operation import Request, specs_of
-from torch_bridge.call.programs import in_words_of_the_caller, made_for, request_of
+from torch_bridge.call.programs import cached_program, request_of, with_caller_names
 from torch_bridge.mesh.protocol import Tensors
 from torch_bridge.mesh.rings import ProcessRing
 
@@ -22,13 +22,13 @@ def explain_request(key: str, request: Request) -> object:
     if not isinstance(request.ring, ProcessRing):
         device = request.device.type
         raise NotImplementedError(f"calls on CPUs and GPUs can be explained, got one on {device}: jax_core.explain can")
-    with in_words_of_the_caller(key):
-        return local_of(request, request.ring).explained()
+    with with_caller_names(key):
+        return local_of(request, request.ring).explanation()
 
 
 def compilations(key: str, request: Request) -> list[Compilation]:
     """The programs that calls with this request have compiled so far in this process."""
-    from torch_bridge.backends.compiled import Program
+    from torch_bridge.backends.compiled import CompiledProgram
 
-    program = made_for(key, request)
-    return program.compilations if isinstance(program, Program) else []
+    program = cached_program(key, request)
+    return program.compilations if isinstance(program, CompiledProgram) else []
