@@ -17,6 +17,9 @@ def _model(name: str, config: str, /, **settings: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{config}Config")(**settings))
 
 
+_LATENT = dict(
+    kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, num_experts_per_tok=2, moe_intermediate_size=16
+)
 _CONVOLUTIONS = ["conv", "full_attention", "conv"]
 _OF_NO_NUMBER = {name: size for name, size in _SIZES.items() if name != "num_hidden_layers"}
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=6, mamba_expand=2, mamba_chunk_size=4)
@@ -74,13 +77,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **_KINDS,
         linear_num_heads=4,
         linear_head_dim=8,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
+        **_LATENT,
         num_local_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
     ),
     "lfm2 moe": _model("Lfm2Moe", "Lfm2Moe", **_SIZES, layer_types=_CONVOLUTIONS, num_experts=4, moe_intermediate_size=16),
     "lfm3": _model(
@@ -91,13 +89,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         "BailingHybrid",
         **{**_WITH_DIM, "num_key_value_heads": 4},
         **_KINDS,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
+        **_LATENT,
         num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
         n_group=2,
         topk_group=1,
     ),

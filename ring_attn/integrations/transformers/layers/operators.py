@@ -99,14 +99,18 @@ def _state_space(
     seq_idx: object = None,
     **others: object,
 ) -> Result:
-    """Time steps are float32 at least, as in mamba_ssm."""
     _without("mamba2_chunk_scan", others, initial_states=initial_states, z=z, seq_idx=seq_idx)
-    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    dt = dt if dt_bias is None else dt + dt_bias
-    dt = functional.softplus(dt) if dt_softplus else dt
+    dt = _time_steps(dt, dt_bias, dt_softplus)
     along: Along = {**layer.along, "output_final_state": return_final_states}
     operator = operator_for("ssd", layer.operators, hidden_states)
     return ssd(hidden_states, dt.clamp(*dt_limit), A, B, C, D, chunk_size=chunk_size, operator=operator, **along)
+
+
+def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """float32 at least, as in mamba_ssm."""
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = dt if bias is None else dt + bias
+    return functional.softplus(dt) if softplus else dt
 
 
 def _selective_scan(
@@ -129,9 +133,7 @@ def _selective_scan(
     C [batch, state, seq]``: gated linear attention, of which each channel is a head with one value, and each of its key dimensions
     has a decay. The last two ways of transformers' to compute it are none here."""
     _without("mamba_selective_scan", others)
-    dt = dt.to(torch.promote_types(dt.dtype, torch.float32)).transpose(1, 2)
-    dt = dt if delta_bias is None else dt + delta_bias
-    dt = functional.softplus(dt) if delta_softplus else dt
+    dt = _time_steps(dt.transpose(1, 2), delta_bias, delta_softplus)
     x = hidden_states.transpose(1, 2)
     queries, keys = (y.transpose(1, 2)[:, :, None].to(dt.dtype) for y in (C, B))
     along: Along = {**layer.along, "output_final_state": return_last_state}
