@@ -66,7 +66,7 @@ SHARED = ("pairs", "transfers")  # folders beside them that are none
 FACES = {
     "torch_bridge.failures": (
         ("watchdog", "device_progress"),
-        ("torch_bridge.start", "torch_bridge.runtime", "torch_bridge.call.error_propagation"),
+        ("torch_bridge.start", "torch_bridge.runtime", "torch_bridge.call.error_propagation", "torch_bridge.call.busy"),
     ),
 }
 OUTSIDE = ("testing",)  # the oracle: only tests and benchmarks import it, and it imports nothing but the definition of dropout

@@ -131,7 +131,7 @@ def _summing(model: Any, loss_chunk: int | None) -> None:
 
 
 def _in_transformers(setting: Setting, mesh: DeviceMesh) -> Any:
-    """As it is, with this library's loss: of 16k tokens and more the logits alone would be too many."""
+    """As it is, with this library's loss, as "ring-attn, loss chunk" has it, which is to be compared with this."""
     model = setting.model(mesh)
     _summing(model, 1024)
     return model

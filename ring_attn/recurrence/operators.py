@@ -25,6 +25,7 @@ from jax_core.recurrence.operators import CHUNK, EPSILON, Recurrence
 from jax_core.recurrence.pieces import pieces_of
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.dlpack import narrow_ids
+from torch_bridge.call.busy import busy_in_backward
 from torch_bridge.mesh.rings import MeshArg
 from torch_bridge.recurrence.functional import layer_with_state
 from torch_bridge.recurrence.operation import accumulation
@@ -128,8 +129,11 @@ def by_operator(
     operands = {name: _masked_pieces(x, pieces, documents) for name, x in named.items()}
     dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named.items() if x is not None)
     settings = f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
+    settings += f", by the operator {_name(operator)}"
     compared = tuple(None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
-    call = _Call(operator, layer, operands, initial_state, documents, where, name, size, pieces, settings, compared)
+    call = _Call(
+        busy_in_backward(operator), layer, operands, initial_state, documents, where, name, size, pieces, settings, compared
+    )
     y, last = (_state_space if layer.name == "ssd" else _delta_rule)(call)
     y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
     return y.reshape(like.shape).to(like.dtype), last
@@ -148,7 +152,7 @@ def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
     assert q is not None and k is not None and v is not None and beta is not None
     layer, documents = call.layer, call.documents
     (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
-    by_itself = layer.l2norm and "use_qk_l2norm_in_kernel" in signature(call.operator).parameters
+    by_itself = layer.l2norm and _takes(call.operator, "use_qk_l2norm_in_kernel")
     operator = partial(call.operator, use_qk_l2norm_in_kernel=True) if by_itself else call.operator
     q, k = (_of_heads(x, heads, layer.l2norm and not by_itself) for x in (q, k))
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
@@ -256,11 +260,23 @@ def _check(operator: Operator, layer: Recurrence, ids: Tensor | None) -> None:
             f"chunk_size is not given to an operator of torch's, which has its own; leave one of them out, got {layer.chunk}"
         )
     needed = "seq_idx" if layer.name == "ssd" else "cu_seqlens"
-    if ids is not None and needed not in signature(operator).parameters:
+    if ids is not None and not _takes(operator, needed):
         raise NotImplementedError(
             f"documents and padding need an operator that has {needed}, which {getattr(operator, '__name__', operator)} has not; "
             "leave operator out, or segment_ids and cu_seqlens"
         )
+
+
+def _name(operator: Operator) -> str:
+    named = operator if hasattr(operator, "__qualname__") else type(operator)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _takes(operator: Operator, name: str) -> bool:
+    try:
+        return name in signature(operator).parameters
+    except ValueError:  # of what is not written in Python
+        return False
 
 
 def _cut(x: Tensor, count: int) -> Tensor:
@@ -281,19 +297,20 @@ def _of_heads(x: Tensor, heads: int, normed: bool) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
-# Layers of a model are given the same ids, and the host waits for the device to count documents.
-_KNOWN = WeakTensorKeyDictionary()
+_FIXED = WeakTensorKeyDictionary()  # documents by batch and pieces, of ids that nobody changes
+
+
+def fix(ids: Tensor) -> None:
+    """Nobody changes these ids: their documents, for which the host waits for the device, are found once for all layers."""
+    _FIXED[ids] = {}
 
 
 @untraced
 def _documents_of(ids: Tensor, batch: int, pieces: int) -> _Documents:
-    if ids.is_inference():  # which has no version, so a change of it is not seen
-        return _documents(_cut(narrow_ids(ids, "segment_ids").expand(batch, -1), pieces))
-    asked = ids._version, batch, pieces
-    known, documents = _KNOWN.get(ids, (None, None))
-    if known != asked:
-        documents = _documents(_cut(narrow_ids(ids, "segment_ids").expand(batch, -1), pieces))
-        _KNOWN[ids] = asked, documents
+    found = _FIXED.get(ids, {})
+    if (batch, pieces) not in found:
+        found[batch, pieces] = _documents(_cut(narrow_ids(ids, "segment_ids").expand(batch, -1), pieces))
+    documents: _Documents = found[batch, pieces]
     return documents
 
 

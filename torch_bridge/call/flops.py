@@ -3,6 +3,7 @@ of a job whose programs are kept: formulas are given to it once somebody imports
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -37,11 +38,13 @@ def tell_counters() -> None:
     """Those that are at work, and were made before this module was loaded."""
     for mode in _get_current_dispatch_mode_stack():
         known = getattr(getattr(mode, "counter", None), "flop_registry", None)
-        if known is not None:
+        if known is not None and torch.ops.ring_attn.forward not in known:
             from torch.utils.flop_counter import flop_registry
 
-            for operator in (torch.ops.ring_attn.forward, torch.ops.ring_attn.backward):
-                known.setdefault(operator, flop_registry[operator])
+            _register()
+            known.update(
+                {operator: flop_registry[operator] for operator in (torch.ops.ring_attn.forward, torch.ops.ring_attn.backward)}
+            )
 
 
 def _of_forward(operands: Shapes, call: str, **_: object) -> int:
@@ -61,20 +64,24 @@ class _AfterImport(MetaPathFinder):
     """Finds a module as others do, and does something once it has been executed."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name, self._then = name, then
+        self._name, self._then, self._asks_others = name, then, False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != self._name or self not in sys.meta_path:
+        if fullname != self._name or self._asks_others:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
+        self._asks_others = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._asks_others = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def execute_and_then(module: ModuleType) -> None:
-            execute(module)
-            self._then()
+            def execute_and_then(module: ModuleType) -> None:
+                execute(module)
+                if module.__name__ == self._name:
+                    self._then()
 
-        spec.loader.exec_module = execute_and_then  # type: ignore[method-assign]
+            with suppress(AttributeError):  # of a loader that takes no attributes; counters are told at a call, then
+                spec.loader.exec_module = execute_and_then  # type: ignore[method-assign]
         return spec

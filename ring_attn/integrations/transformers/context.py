@@ -61,7 +61,7 @@ class ContextParallel:
         check_checkpoint(levers.checkpoint)
         check_operators(operators)
         self.model, self.levers, self.overlap = pretrained_model(model), levers, overlap
-        self.plan, self.operators = plan_of(self.model), operators
+        self.plan, self._operators = plan_of(self.model), operators
         self.plan.check_layout(ring)
         self.ring = ring = placing(ring, place_documents, self.plan.against_any_order)
         self._groups = HeadGroups(self.model, ring, levers)
@@ -79,7 +79,7 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         """In lines, to be printed. It communicates nothing, so it may be asked on one rank."""
-        return described(self.plan, self.ring, self.levers.checkpoint, self.operators, bool(self._hooks))
+        return described(self.plan, self.ring, self.levers.checkpoint, self._operators, bool(self._hooks))
 
     def _attach(self) -> None:
         entrances = list(dict.fromkeys((self.model, self.plan.base)))
@@ -171,11 +171,10 @@ class ContextParallel:
     def verify(self, batch: Batch, *, loss: LossOf | None = None) -> Verdict:
         """Compares this model on the ring with the same model in one process, in float32 and without dropout, on a short whole
         ``batch`` with labels, the same on all ranks: the loss, the logits, each parameter's gradient, and whether packed documents
-        see each other. Collective. Neither the model nor its gradients are changed.
+        see each other. Collective. Neither the model nor its gradients are changed. Layers with a state are computed by plain JAX.
 
-        Each process holds a float32 copy of the model and its activations; of a model above 2 GiB, or one in shards (FSDP), one
-        with fewer layers of the same kinds and random weights. ``loss(outputs, sharded batch)``: your own, this rank's share;
-        without it the model's.
+        Each process holds a float32 copy of the model and its activations; of a model above 2 GiB, or in shards (FSDP), one with
+        fewer layers of the same kinds and random weights. ``loss(outputs, sharded batch)``: this rank's share; None: the model's.
 
         ``print(cp.verify(batch))`` says what is wrong, the first layer that differs, and why as far as can be told; ``.ok`` is for
         tests. In one process transformers' own attention is the measure. Where that lets packed documents see each other, as for
@@ -184,7 +183,7 @@ class ContextParallel:
         Raises ValueError for a batch without labels, and what :meth:`shard` and the model raise.
         """
         levers = replace(self.levers, loss_chunk=None)  # logits are compared
-        return verify(self, batch, loss, lambda twin: ContextParallel(twin, self.ring, levers, operators=self.operators))
+        return verify(self, batch, loss, lambda twin: ContextParallel(twin, self.ring, levers, operators={}))
 
     def cache(self, max_length: int, *, at_once: int = 8) -> RingCache:
         """An empty cache, spread over the ring, to be given to ``model.generate`` or the model as ``past_key_values``.
@@ -248,6 +247,11 @@ class ContextParallel:
     def off(self) -> bool:
         """Whether the model runs as it did before."""
         return self._off
+
+    @property
+    def operators(self) -> Operators | None:
+        """As they were given."""
+        return self._operators
 
     @untraced
     def _enter(self, module: nn.Module, arguments: tuple[object, ...], options: ModelInputs) -> Inputs | None:

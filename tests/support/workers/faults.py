@@ -6,14 +6,19 @@ Prints "ended after N s: TYPE: MESSAGE" for a call that raised, and "works" once
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rings import rotation
+from state_torch import stepwise
 
 import ring_attn
 from ring_attn.training.shared_state import SharedState
 from torch_bridge.backends.dlpack import to_jax
+from torch_bridge.call import busy
 from torch_bridge.failures import peers, watchdog
 from torch_bridge.mesh import jax_mesh, rings
 from torch_bridge.start import runtime
@@ -249,6 +254,40 @@ def slow(rank: int) -> None:
     with runtime.watch(ring, "forward"):
         time.sleep(2 * LIMIT * rank)
         jax_mesh.to_local(program(jax_mesh.to_global(ring, local))).block_until_ready()
+    works()
+
+
+class _Slow(torch.autograd.Function):
+    """Takes longer than the limit on rank 1, as kernels that tune themselves may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * LIMIT * dist.get_rank())
+        return dx
+
+
+def slow_operator(rank: int) -> None:
+    """Between the ring's backward and the convolution's, in a layer with a state; then one whose backward raises on all ranks."""
+    start()
+
+    def operator(q: torch.Tensor, *others: torch.Tensor, slow: bool = True, **states: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y, state = stepwise(q, *others, **states)
+        if not slow:
+            y.register_hook(lambda _: 1 / 0)
+        return _Slow.apply(y) if slow else y, state
+
+    k, v = torch.randn(2, 1, 4, 2, 4, requires_grad=True)
+    x = ring_attn.causal_conv1d(torch.randn(1, 4, 8, requires_grad=True), torch.ones(8, 2)).unflatten(2, (2, 4))
+    gates = -torch.rand(1, 4, 2), torch.rand(1, 4, 2)
+    ring_attn.gated_delta_rule(x, k, v, *gates, operator=operator).sum().backward()
+    with suppress(ZeroDivisionError):
+        ring_attn.gated_delta_rule(k, k, v, *gates, operator=partial(operator, slow=False)).sum().backward()
+    ring_attn.gated_delta_rule(k, k, v, *gates, operator=stepwise)
+    assert not busy._live, "a backward that has raised is over"
     works()
 
 

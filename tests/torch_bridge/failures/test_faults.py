@@ -188,7 +188,7 @@ def test_a_rank_that_comes_to_the_start_when_another_has_given_up_is_told_so():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["slow", "patient"])
+@pytest.mark.parametrize("way", ["slow", "slow_operator", "patient"])
 def test_who_is_slow_is_waited_for(way):
     for ended in processes(2, "faults.py", way):
         assert works(ended), ended.out + ended.err

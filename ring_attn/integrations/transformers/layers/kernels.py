@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +46,7 @@ def _installed(name: str) -> Callable[..., Any] | None:
             _say(name, f"{package} cannot be imported: {type(error).__name__}: {error}")
         return None
     if name == "gated_delta_rule" and _is_refused_on_hopper():
-        _say(name, "flash-linear-attention refuses its backward on Hopper with Triton 3.4.0 to 3.7.0 and without tilelang")
+        _say(name, "flash-linear-attention refuses its backward on Hopper with Triton 3.4.0 to 3.7.0")
         return None
     return operator
 
@@ -57,7 +56,7 @@ def _say(name: str, why: str) -> None:
 
 
 def _is_refused_on_hopper() -> bool:
-    """By what fla knows of its surroundings: its gradients would be wrong."""
+    """By what fla knows of its surroundings: its gradients would be wrong. (Some are right with tilelang, which it may not use.)"""
     utils = import_module("fla.utils")
     wrong = getattr(utils, "TRITON_ABOVE_3_4_0", False) and not getattr(utils, "TRITON_ABOVE_3_7_1", False)
-    return bool(getattr(utils, "IS_NVIDIA_HOPPER", False) and wrong and find_spec("tilelang") is None)
+    return bool(getattr(utils, "IS_NVIDIA_HOPPER", False) and wrong)

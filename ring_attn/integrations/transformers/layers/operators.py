@@ -151,5 +151,11 @@ OPERATORS: dict[str, Callable[..., object]] = {
     "mamba2_chunk_scan": _state_space,
     "mamba_selective_scan": _selective_scan,
 }
+# Those of them that an operator of torch's may compute, by their names in ring_attn.
+FUNCTIONS = {
+    "torch_chunk_gated_delta_rule": "gated_delta_rule",
+    "chunk_kimi_delta_attention": "kda",
+    "mamba2_chunk_scan": "ssd",
+}
 # All of a layer at once, which has no way to the ring; layers go on with the operators if it returns None.
 FUSED = ("mamba2_split_conv1d_scan_combined",)

@@ -150,7 +150,12 @@ def _mask_of(call: Call) -> StateMask:
     sequence = call.sharded.sequences[call.part]
     hidden = None if sequence.hidden is None else ~sequence.ring.shard(sequence.hidden)
     # What comes after the last token is not seen, but would change a state that a cache keeps.
-    return StateMask(sequence.ring, sequence.segments_with(sequence, causal=call.cache is None)[1], hidden)
+    ids = sequence.segments_with(sequence, causal=call.cache is None)[1]
+    if ids is not None:
+        from ring_attn.recurrence.operators import fix  # which loads JAX
+
+        fix(ids)
+    return StateMask(sequence.ring, ids, hidden)
 
 
 def _of_layers(name: str, original: Callable[..., object]) -> Callable[..., object]:

@@ -1,6 +1,9 @@
 """What a context-parallel model says of itself."""
 
-from ring_attn.integrations.transformers.layers.kernels import Operators
+import torch
+
+from ring_attn.integrations.transformers.layers.kernels import Operators, operator_for
+from ring_attn.integrations.transformers.layers.operators import FUNCTIONS
 from ring_attn.integrations.transformers.model.plan import Plan
 from ring_attn.memory.formula import Checkpoint
 from ring_attn.ring import Ring
@@ -21,16 +24,18 @@ def described(plan: Plan, ring: Ring, checkpoint: Checkpoint, operators: Operato
             f"strategy    {ring.strategy}; ring_attn.Explaining tells which kernel each call takes",
             f"kernel      {_kernel(ring)}",
             f"checkpoint  {checkpoint}",
-            *([f"states      {_operators(operators)}"] if plan.states else []),
+            *([f"states      {_operators(plan, operators)}"] if plan.states else []),
         ]
     )
 
 
-def _operators(operators: Operators | None) -> str:
-    if operators is None:
-        return "fla's and mamba_ssm's operators where they are installed, for 16 bits on GPUs; else plain JAX"
-    given = [f"{name} by {getattr(operator, '__name__', operator)}" for name, operator in operators.items()]
-    return ", ".join([*given, "the others by plain JAX"] if given else ["plain JAX"])
+def _operators(plan: Plan, operators: Operators | None) -> str:
+    """Of 16 bits, for which alone it is asked what is installed."""
+    names = sorted({FUNCTIONS[name] for layer in plan.states.values() for name in layer if name in FUNCTIONS})
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
+    taken = {name: operator_for(name, operators, like) for name in names}
+    said = [f"{name} by {getattr(operator, '__name__', operator)}" for name, operator in taken.items() if operator is not None]
+    return ", ".join([*said, "all else by plain JAX"]) + (" (16 bits)" if said and operators is None else "")
 
 
 def _kernel(ring: Ring) -> str:
