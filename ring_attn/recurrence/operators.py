@@ -131,9 +131,8 @@ def by_operator(
     settings = f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
     settings += f", by the operator {_name(operator)}"
     compared = tuple(None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
-    call = _Call(
-        busy_in_backward(operator), layer, operands, initial_state, documents, where, name, size, pieces, settings, compared
-    )
+    by = operator if size == 1 else busy_in_backward(operator)
+    call = _Call(by, layer, operands, initial_state, documents, where, name, size, pieces, settings, compared)
     y, last = (_state_space if layer.name == "ssd" else _delta_rule)(call)
     y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
     return y.reshape(like.shape).to(like.dtype), last
