@@ -3,6 +3,7 @@
 operators know nothing either, but kernels in their place do."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ _NEEDLESS = frozenset(
         *("output_hidden_states", "output_attentions", "output_router_logits", "return_dict"),
     )
 )
+
+
+_CHANNELS = 256  # of a selective scan at once, whose temporaries are 74 times its decays
 
 
 class LayerOnRing(NamedTuple):
@@ -131,17 +135,19 @@ def _selective_scan(
 ) -> Result:
     """Mamba's state space model (arXiv:2312.00752), ``hidden_states, dt, z [batch, channels, seq]``, ``A [channels, state]``, ``B,
     C [batch, state, seq]``: gated linear attention, of which each channel is a head with one value, and each of its key dimensions
-    has a decay. The last two ways of transformers' to compute it are none here."""
+    has a decay. So many channels at a time. The last two ways of transformers' to compute it are none here."""
     _without("mamba_selective_scan", others)
     dt = _time_steps(dt.transpose(1, 2), delta_bias, delta_softplus)
     x = hidden_states.transpose(1, 2)
     queries, keys = (y.transpose(1, 2)[:, :, None].to(dt.dtype) for y in (C, B))
     along: Along = {**layer.along, "output_final_state": return_last_state}
-    result = linear_attention(queries, keys, (dt * x)[..., None], dt[..., None] * A, scale=1.0, **along)
-    y, state = result if isinstance(result, tuple) else (result, None)
-    y = y[..., 0] if D is None else y[..., 0] + x * D
+    scan = partial(linear_attention, queries, keys, scale=1.0, **along)
+    parts = zip(*(y.split(_CHANNELS, -1) for y in (dt * x, dt)), A.split(_CHANNELS), strict=True)
+    results = [scan(values[..., None], steps[..., None] * rates) for values, steps, rates in parts]
+    y = torch.cat([x[0] if isinstance(x, tuple) else x for x in results], 2)[..., 0]
+    y = y if D is None else y + x * D
     y = y.transpose(1, 2) if z is None else y.transpose(1, 2) * functional.silu(z)
-    return y if state is None else (y, state[..., 0])
+    return (y, torch.cat([x[1] for x in results], 1)[..., 0]) if return_last_state else y
 
 
 OPERATORS: dict[str, Callable[..., object]] = {
