@@ -36,6 +36,8 @@ def _register() -> None:
 
 def tell_counters() -> None:
     """Those that are at work, and were made before this module was loaded."""
+    if torch.compiler.is_compiling():
+        return
     for mode in _get_current_dispatch_mode_stack():
         known = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if known is not None and torch.ops.ring_attn.forward not in known:
