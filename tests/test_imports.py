@@ -305,6 +305,19 @@ def test_what_a_first_call_imports():
     assert "torch.utils.flop_counter" in loaded_after(FIRST_CALL + COUNTED)
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import torch\nfrom torch.utils.flop_counter import FlopCounterMode\ncounter = FlopCounterMode(display=False)",
+        "import importlib.util\nimport torch_bridge.call.operators\nimportlib.util.find_spec('torch.utils.flop_counter')",
+    ],
+    ids=["a counter that is older than the first call", "one whose module was looked up and not imported"],
+)
+def test_counters_of_operations_know_a_call(before):
+    counted = COUNTED.replace("FlopCounterMode(display=False) as", "counter as") if "counter =" in before else COUNTED
+    assert "torch.utils.flop_counter" in loaded_after("\n".join([before, FIRST_CALL.replace(CALL, ""), counted]))
+
+
 @pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)
 def test_position_arithmetic_loads_no_framework(module):
     assert not loaded_after(f"import {module}") & {"jax", "jaxlib", "torch", "numpy"}

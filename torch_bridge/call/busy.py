@@ -18,7 +18,8 @@ class _Span:
     """One call's backward."""
 
     def begin(self) -> None:
-        _live.setdefault(self, peers.mark_busy())
+        if self not in _live:
+            _live[self] = peers.mark_busy()
 
     def end(self) -> None:
         if key := _live.pop(self, None):

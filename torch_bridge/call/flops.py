@@ -27,11 +27,18 @@ def register() -> None:
         sys.meta_path.insert(0, _AfterImport(_COUNTER, _register))
 
 
-def _register() -> None:
-    from torch.utils.flop_counter import register_flop_formula
+def _register() -> dict[object, object]:
+    """Once, and returns torch's formulas of the two."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    register_flop_formula(torch.ops.ring_attn.forward)(_of_forward)
-    register_flop_formula(torch.ops.ring_attn.backward)(_of_backward)
+    formulas: dict[object, Callable[..., int]] = {
+        torch.ops.ring_attn.forward: _of_forward,
+        torch.ops.ring_attn.backward: _of_backward,
+    }
+    for operator, formula in formulas.items():
+        if operator not in flop_registry:
+            register_flop_formula(operator)(formula)
+    return {operator: flop_registry[operator] for operator in formulas}
 
 
 def tell_counters() -> None:
@@ -41,12 +48,7 @@ def tell_counters() -> None:
     for mode in _get_current_dispatch_mode_stack():
         known = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if known is not None and torch.ops.ring_attn.forward not in known:
-            from torch.utils.flop_counter import flop_registry
-
-            _register()
-            known.update(
-                {operator: flop_registry[operator] for operator in (torch.ops.ring_attn.forward, torch.ops.ring_attn.backward)}
-            )
+            known.update(_register())
 
 
 def _of_forward(operands: Shapes, call: str, **_: object) -> int:
@@ -65,7 +67,7 @@ def _flops(shapes: Shapes, key: str) -> tuple[int, int]:
 class _AfterImport(MetaPathFinder):
     """Finds a module as others do, and does something once it has been executed."""
 
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
         self._name, self._then, self._asks_others = name, then, False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
