@@ -1,12 +1,13 @@
 """Layers with a state by an operator of torch's, as fla's and mamba_ssm's, with the ring's part around it.
 
 A piece of a shard is affine in the state that enters it: ``S_out = M S_in + E`` and ``y = y_0 + P S_in``. Of a delta rule one call
-of an operator tells all four: for values ``[v | 0]`` and the state ``[0 | I]`` it returns ``[y_0 | P]`` and ``[E | M]``. Of a state
-space model ``M`` and ``P`` follow from the decays. Maps travel the ring as those of the library's own operators do
-(:class:`jax_core.recurrence.maps.Maps`).
+of an operator tells all four: for values ``[v | 0]`` and the state ``[0 | I]`` it returns ``[y_0 | P]`` and ``[E | M]``. It is not
+differentiated: the ring's backward tells the cotangent of ``S_out``, for which the operator is, from ``S_in``, at half the width.
+Of a state space model ``E`` is a sum over tokens, and its operator is called once, from ``S_in``. Maps travel the ring as those of
+the library's own operators do (:class:`jax_core.recurrence.maps.Maps`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from typing import NamedTuple, Protocol
@@ -23,6 +24,7 @@ from jax_core.masks.plan import named as named_layout
 from jax_core.recurrence.layer import check_pieces
 from jax_core.recurrence.operators import CHUNK, EPSILON, Recurrence
 from jax_core.recurrence.pieces import pieces_of
+from ring_attn.recurrence.pieces import joined, maps_of_pieces
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.call.busy import busy_in_backward
@@ -45,9 +47,10 @@ class DeltaRule(Protocol):
 
 
 class StateSpace(Protocol):
-    """As mamba_ssm's ``mamba_chunk_scan_combined``: of :func:`ring_attn.ssd`'s operands the output, like ``x``, and the final state
-    ``[batch, heads, head_dim, state_dim]``; with ``seq_idx``, int32 ``[batch, tokens]``, which it is given only where there are
-    documents, that of the last one. Differentiable in all tensors, and from both results."""
+    """As mamba_ssm's ``mamba_chunk_scan_combined``: of :func:`ring_attn.ssd`'s operands and the state that enters the output, like
+    ``x``, and the final state ``[batch, heads, head_dim, state_dim]``; with ``seq_idx``, int32 ``[batch, tokens]``, which it is
+    given only where there are documents, that of the last one, and what enters does so into document 0. Differentiable in all
+    tensors, and from both results."""
 
     def __call__(
         self,
@@ -60,18 +63,9 @@ class StateSpace(Protocol):
         /,
         *,
         D: Tensor | None,
+        initial_states: Tensor | None,
         return_final_states: bool,
     ) -> tuple[Tensor, Tensor]: ...
-
-
-class _Piece(NamedTuple):
-    """Of each of this rank's pieces: ``local [pieces, tokens, heads, value_dim]``, the output where no state enters; ``reads [...,
-    key_dim]``, of the state that does; and its map, ``m [pieces, heads (, key_dim, key_dim)]``, ``e [..., key_dim, value_dim]``."""
-
-    local: Tensor
-    reads: Tensor
-    m: Tensor
-    e: Tensor
 
 
 Operator = Callable[..., tuple[Tensor, Tensor]]  # one of the two
@@ -131,7 +125,7 @@ def by_operator(
     settings = f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
     settings += f", by the operator {_name(operator)}"
     compared = tuple(None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
-    by = operator if size == 1 else busy_in_backward(operator)
+    by = busy_in_backward(operator) if size > 1 and layer.name == "ssd" else operator  # a delta rule's backward is in pieces.py
     call = _Call(by, layer, operands, initial_state, documents, where, name, size, pieces, settings, compared)
     y, last = (_state_space if layer.name == "ssd" else _delta_rule)(call)
     y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
@@ -149,61 +143,69 @@ def _masked_pieces(x: Tensor | None, count: int, documents: _Documents | None) -
 def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta = (call.operands[name] for name in ("q", "k", "v", "g", "beta"))
     assert q is not None and k is not None and v is not None and beta is not None
-    layer, documents = call.layer, call.documents
-    (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
+    layer, heads, key_dim = call.layer, v.shape[2], k.shape[-1]
     by_itself = layer.l2norm and _takes(call.operator, "use_qk_l2norm_in_kernel")
     operator = partial(call.operator, use_qk_l2norm_in_kernel=True) if by_itself else call.operator
     q, k = (_of_heads(x, heads, layer.l2norm and not by_itself) for x in (q, k))
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
+    alone = partial(_computed, operator, documents=call.documents)
     if call.size == 1:
         first = None if call.initial_state is None else call.initial_state.to(accumulation(v.dtype))
-        y, last = _computed(operator, [q, k, v, g, beta], first, documents)
+        y, last = alone([q, k, v, g, beta], first)
     else:
-        unit = torch.eye(key_dim, dtype=accumulation(v.dtype), device=v.device).expand(pieces, heads, key_dim, key_dim)
-        wide, state = F.pad(v, (0, key_dim)), F.pad(unit, (value_dim, 0))
-        y, left = _computed(operator, [q, k, wide, g, beta], state, documents)
-        (local, reads), (e, m) = y.split([value_dim, key_dim], -1), left.split([value_dim, key_dim], -1)
-        y, last = _around_ring(call, _Piece(local, reads, m, e), call.initial_state)
+        local, e, entered, reads, m = maps_of_pieces(alone, q, k, v, g, beta)
+        entering, last = _around_ring(call, m, e, call.initial_state)
+        y, last = joined(local, reads, entering, entered, last)
     return y if layer.scale is None else y * (layer.scale * key_dim**0.5), last
 
 
 def _state_space(call: _Call) -> tuple[Tensor, Tensor]:
     x, dt, a, b, c = (call.operands[name] for name in ("x", "dt", "A", "B", "C"))
     assert x is not None and dt is not None and a is not None and b is not None and c is not None
-    documents = call.documents
-    more = {} if documents is None else {"seq_idx": documents.number.to(torch.int32)}
-    y, left = call.operator(x, dt, a, b, c, call.layer.chunk, D=call.operands["D"], return_final_states=True, **more)
+    documents, state = call.documents, call.initial_state
+    more = {} if documents is None else {"seq_idx": (documents.number - documents.first[:, None]).to(torch.int32)}
+    if call.size == 1:
+        entering, last = state, None
+    else:
+        entering, last = _around_ring(call, *_sums(x, dt, a, b, documents), None if state is None else state.mT)
+        entering, last = entering.mT, last.mT.contiguous()
+    y, left = call.operator(
+        x, dt, a, b, c, call.layer.chunk, D=call.operands["D"], initial_states=entering, return_final_states=True, **more
+    )
     y, left = _checked(y, x, (x.shape[0], *x.shape[2:], b.shape[-1]), left)
-    so_far = (dt.to(accumulation(x.dtype)) * a.to(accumulation(x.dtype))).cumsum(1)
-    decay = so_far.exp()
-    if documents is not None:
-        decay = decay * (documents.number == documents.first[:, None])[..., None]  # of what enters, a later document sees nothing
-    reads = _of_heads(c, x.shape[2], normed=False).to(decay.dtype) * decay[..., None]
-    piece = _Piece(y, reads.to(x.dtype), decay[:, -1], left.mT)
-    y, last = _around_ring(call, piece, None if call.initial_state is None else call.initial_state.mT)
-    return y, last.mT.contiguous()
+    return y, left if last is None else last
 
 
-def _around_ring(call: _Call, piece: _Piece, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(y, last)``: what pieces make of the states that enter them, and the one that leaves the sequence."""
-    documents = call.documents
-    maps, ends = [piece.m, piece.e], None
+def _sums(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, documents: _Documents | None) -> tuple[Tensor, Tensor]:
+    """``(M, E)`` of a state space model's pieces, ``E [pieces, heads, state_dim, head_dim]``: of tokens, less what decays since."""
+    with torch.autocast(x.device.type, enabled=False):
+        dt = dt.to(accumulation(x.dtype))
+        decays = dt * a.to(dt.dtype)
+        weights = (decays.flip(1).cumsum(1).flip(1) - decays).exp() * dt
+        m = decays.sum(1).exp()
+        if documents is not None:
+            weights = weights * (documents.number == documents.last[:, None])[..., None]
+            m = m * (documents.first == documents.last)[:, None]
+        weighted = (x * weights.to(x.dtype)[..., None]).unflatten(2, (b.shape[2], -1))
+        e = torch.einsum("ptgn,ptgsv->pgsnv", b.to(x.dtype), weighted)
+        return m, e.flatten(1, 2).to(dt.dtype)
+
+
+def _around_ring(call: _Call, m: Tensor, e: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The states that enter this rank's pieces, like ``e``, and the one that leaves the sequence. ``m [pieces, heads (, key_dim,
+    key_dim)]``, ``e [pieces, heads, key_dim, value_dim]``."""
+    documents, maps, ends = call.documents, [m, e], None
     if documents is not None:
         # Two maps for each piece: the first does nothing, and is where a document of another piece ends.
-        one = torch.eye(piece.m.shape[-1], dtype=piece.m.dtype, device=piece.m.device) if piece.m.ndim > 2 else piece.m.new_ones(())
-        maps = [
-            torch.stack(pair, 1).flatten(0, 1) for pair in ((one.expand_as(piece.m), piece.m), (torch.zeros_like(piece.e), piece.e))
-        ]
+        one = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) if m.ndim > 2 else m.new_ones(())
+        maps = [torch.stack(pair, 1).flatten(0, 1) for pair in ((one.expand_as(m), m), (torch.zeros_like(e), e))]
         ends = documents.ends.flatten(0, 1)
     places = call.pieces if documents is None else 2 * call.pieces
     maps, ends = [_uncut(x, places) for x in maps], None if ends is None else _uncut(ends, places)
     settings = dict(of=call.settings, layout=_of_maps(call.layout, places // call.pieces), final_state=call.layer.final_state)
-    with torch.autocast(piece.e.device.type, enabled=False):
+    with torch.autocast(e.device.type, enabled=False):
         entering, last = layer_with_state(call.where, (*maps, *call.compared, initial_state), ends, **settings)
-        entering = _cut(entering, call.pieces)[:, -1].to(piece.reads.dtype)
-        local, reads = (x.transpose(1, 2) for x in (piece.local.to(piece.reads.dtype), piece.reads))
-        y = torch.baddbmm(local.flatten(0, 1), reads.flatten(0, 1), entering.flatten(0, 1))
-    return y.unflatten(0, local.shape[:2]).transpose(1, 2), last
+    return _cut(entering, call.pieces)[:, -1], last
 
 
 _OF_PLANS: "WeakKeyDictionary[Plan, dict[int, Plan]]" = WeakKeyDictionary()  # by the places of a piece
@@ -224,7 +226,7 @@ def _of_maps(layout: str, places: int) -> str:
 
 
 def _computed(
-    operator: Operator, operands: list[Tensor], state: Tensor | None, documents: _Documents | None
+    operator: Operator, operands: Sequence[Tensor], state: Tensor | None, documents: _Documents | None
 ) -> tuple[Tensor, Tensor]:
     """``(y, state)`` of each piece by itself: the one that leaves it, for the one that enters its first document."""
     pieces, _, heads, value_dim = operands[2].shape

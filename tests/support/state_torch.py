@@ -37,14 +37,14 @@ def stepwise(q, k, v, g, beta, *, initial_state, output_final_state, cu_seqlens=
     return torch.stack(outputs).view(v.shape), torch.stack(states)
 
 
-def stepwise_ssd(x, dt, A, B, C, chunk_size, D=None, seq_idx=None, return_final_states=False):
-    """Token by token, in torch: an operator as mamba_ssm's."""
+def stepwise_ssd(x, dt, A, B, C, chunk_size, D=None, initial_states=None, seq_idx=None, return_final_states=False):
+    """Token by token, in torch: an operator as mamba_ssm's, where what enters is of document 0."""
     assert return_final_states and chunk_size
     B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (B, C))
-    state, outputs = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]), []
+    state, outputs = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]) if initial_states is None else initial_states, []
     for t in range(x.shape[1]):
-        if seq_idx is not None and t:
-            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
+        if seq_idx is not None:
+            state = state * (seq_idx[:, t] == (seq_idx[:, t - 1] if t else 0))[:, None, None, None]
         state = (dt[:, t] * A).exp()[..., None, None] * state + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], B[:, t])
         skip = 0 if D is None else x[:, t] * (D if D.ndim == 2 else D[:, None])
         outputs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + skip)
@@ -60,12 +60,15 @@ def sharded(x: torch.Tensor, ring: Ring) -> torch.Tensor:
     return ring.shard(x) if x.ndim > 1 and x.shape[1] == LENGTH else x
 
 
-def gradients_of(case: Case, operands, state, given, ids, **where: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """``((y, last), gradients by name)``; the state's is called "state"."""
+def gradients_of(
+    case: Case, operands, state, given, ids, of: slice = slice(None), **where: Any
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """``((y, last), gradients by name)``; the state's is called "state". ``of``: of which results the loss is."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in {**operands, "state": state}.items()}
     settings = case.settings | ({"chunk_size": CHUNK} if case.chunked and "operator" not in where else {})
     full = [leaves.get(name) for name in case.shapes]
     function = getattr(ring_attn, case.function)
     results = function(*full, **settings, initial_state=leaves["state"], output_final_state=True, segment_ids=ids, **where)
-    torch.autograd.backward(results, [x.to(y.dtype) for x, y in zip(given, results, strict=True)])
-    return tuple(x.detach() for x in results), {name: x.grad for name, x in leaves.items()}
+    torch.autograd.backward(results[of], [x.to(y.dtype) for x, y in zip(given, results, strict=True)][of])
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    return tuple(x.detach() for x in results), gradients

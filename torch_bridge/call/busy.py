@@ -1,7 +1,8 @@
 """What runs in torch's backward between two ring calls, and may take minutes at its first call: this rank is busy in it, where it
 would count as one that does not come (:mod:`torch_bridge.failures.deadlock`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -12,6 +13,16 @@ from torch_bridge.failures import peers
 
 Pair = tuple[Tensor, Tensor]
 _live: dict["_Span", object] = {}  # whose backward is under way, and the keys of peers.mark_busy
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """In all that is within."""
+    key = peers.mark_busy()
+    try:
+        yield
+    finally:
+        peers.mark_idle(key)
 
 
 class _Span:

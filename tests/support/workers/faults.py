@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rings import rotation
-from state_torch import stepwise
+from state_torch import stepwise, stepwise_ssd
 
 import ring_attn
 from ring_attn.training.shared_state import SharedState
@@ -271,23 +271,27 @@ class _Slow(torch.autograd.Function):
 
 
 def slow_operator(rank: int) -> None:
-    """Between the ring's backward and the convolution's, in a layer with a state; then one whose backward raises on all ranks."""
+    """Between the ring's backward and the convolution's, in layers with a state; then one whose backward raises on all ranks."""
     start()
 
-    def operator(q: torch.Tensor, *others: torch.Tensor, slow: bool = True, **states: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        y, state = stepwise(q, *others, **states)
-        if not slow:
+    def late(operator: Any, *given: Any, slow: bool = True, **states: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y, state = operator(*given, **states)
+        if not slow and y.requires_grad:
             y.register_hook(lambda _: 1 / 0)
         return _Slow.apply(y) if slow else y, state
 
-    k, v = torch.randn(2, 1, 4, 2, 4, requires_grad=True)
     x = ring_attn.causal_conv1d(torch.randn(1, 4, 8, requires_grad=True), torch.ones(8, 2)).unflatten(2, (2, 4))
-    gates = -torch.rand(1, 4, 2), torch.rand(1, 4, 2)
-    ring_attn.gated_delta_rule(x, k, v, *gates, operator=operator).sum().backward()
-    with suppress(ZeroDivisionError):
-        ring_attn.gated_delta_rule(k, k, v, *gates, operator=partial(operator, slow=False)).sum().backward()
-    ring_attn.gated_delta_rule(k, k, v, *gates, operator=stepwise)
-    assert not busy._live, "a backward that has raised is over"
+    k, v = torch.randn(2, 1, 4, 2, 4, requires_grad=True)
+    beta = torch.rand(1, 4, 2)
+    for layer, operator, others in (
+        (ring_attn.gated_delta_rule, stepwise, (k, v, -beta, beta)),
+        (ring_attn.ssd, stepwise_ssd, (beta, -torch.ones(2), k, v)),
+    ):
+        layer(x, *others, operator=partial(late, operator)).sum().backward(retain_graph=True)
+        with suppress(ZeroDivisionError):
+            layer(k, *others, operator=partial(late, operator, slow=False)).sum().backward()
+        layer(k, *others, operator=operator)
+        assert not busy._live, "a backward that has raised is over"
     works()
 
 

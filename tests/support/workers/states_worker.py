@@ -4,6 +4,7 @@ test_rings.py of GPUs."""
 import os
 import sys
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -23,17 +24,17 @@ rank, size = dist.get_rank(), dist.get_world_size()
 layouts = ["contiguous", "zigzag", ring_attn.balance(LENGTH, size, causal=True, piece=LENGTH // (3 * size))]
 
 
-def compare(name, layout, documents, **strategy):
+def compare(name, layout, documents, of=slice(None), **strategy):
     """Results, the gradients of shards, and the sums over ranks of those that all ranks hold."""
     case, ring, ids = CASES[name], Ring(layout=layout), ids_of(documents)
     operands, state, given = tensors(case, DEVICE)
     ids = None if ids is None else torch.tensor(ids)
-    (y, last), exact = gradients_of(case, operands, state, given, ids, mesh="local")
+    (y, last), exact = gradients_of(case, operands, state, given, ids, of, mesh="local")
     shards = {name: sharded(x, ring) for name, x in operands.items()}
     # All ranks hold the final state: each makes its part of the loss.
     parts = sharded(given[0], ring), given[1] / size
     (own, own_last), gradients = gradients_of(
-        case, shards, state, parts, None if ids is None else ring.shard(ids), ring=ring, **strategy
+        case, shards, state, parts, None if ids is None else ring.shard(ids), of, ring=ring, **strategy
     )
     torch.testing.assert_close(own, sharded(y, ring), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(own_last, last, rtol=1e-12, atol=1e-12)
@@ -89,6 +90,8 @@ for name, layout, documents in (
     ("ssd", "contiguous", "none"),
 ):
     compare(name, layout, documents, operator=operator_of(CASES[name]))
+for name, of in product(("kda", "ssd"), (slice(0, 1), slice(1, 2))):  # of one result alone
+    compare(name, "zigzag", "cuts", of, operator=operator_of(CASES[name]))
 compare("kda", "zigzag", "padding", strategy="ulysses")
 compare("ssd-skip", layouts[2], "cuts", strategy="ulysses")
 

@@ -1,0 +1,79 @@
+"""A delta rule's pieces by an operator of torch's, whose backward is the operator's own from the states that enter them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_bridge.call.busy import busy
+from torch_bridge.recurrence.operation import accumulation
+from torch_bridge.tracing import untraced
+
+Computed = Callable[
+    [Sequence[Tensor], Tensor], tuple[Tensor, Tensor]
+]  # of q, k, v, g, beta and the states: y, and the states after
+
+
+@untraced
+def maps_of_pieces(computed: Computed, *operands: Tensor) -> tuple[Tensor, ...]:
+    """``(local, e, entered, reads, m)`` of each piece: ``local [pieces, tokens, heads, value_dim]``, the output where no state
+    enters; ``reads [..., key_dim]``, of the state that does; and its map, ``m [pieces, heads, key_dim, key_dim]`` and ``e [...,
+    key_dim, value_dim]``.
+
+    ``reads`` and ``m`` have no gradients. The backward is the operator's from ``S_in``, for the cotangents of the output, which is
+    that of ``local``, and of ``S_out``, which is that of ``e``. ``S_in`` comes as the one of ``entered``, from :func:`joined`."""
+    return _Maps.apply(computed, *operands)
+
+
+@untraced
+def joined(local: Tensor, reads: Tensor, entering: Tensor, entered: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, of pieces and the states that enter them, and ``last`` as it is: a loss of either goes back through here."""
+    results: tuple[Tensor, Tensor] = _Joined.apply(local, reads, entering, entered, last)
+    return results
+
+
+class _Maps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, computed: Computed, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
+        unit = torch.eye(key_dim, dtype=accumulation(v.dtype), device=v.device).expand(pieces, heads, key_dim, key_dim)
+        y, left = computed([q, k, F.pad(v, (0, key_dim)), g, beta], F.pad(unit, (value_dim, 0)))
+        (local, reads), (e, m) = (x.split([value_dim, key_dim], -1) for x in (y, left))
+        kind = v.device.type
+        ctx.computed, ctx.autocast = computed, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.save_for_backward(q, k, v, g, beta)
+        ctx.mark_non_differentiable(reads, m)
+        return local, e, e.new_zeros(()).expand_as(e), reads, m
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dleft: Tensor, entering: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        operands = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
+        with busy(), torch.enable_grad(), torch.autocast(*ctx.autocast):  # it may tune itself for minutes
+            results = ctx.computed(operands, entering)
+            leaves = [x for x in operands if x.requires_grad]
+            gradients = iter(torch.autograd.grad(results, leaves, (dy, dleft), allow_unused=True))
+        return None, *(next(gradients) if want else None for want in wanted)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, reads: Tensor, entering: Tensor, entered: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(reads, entering)
+        with torch.autocast(reads.device.type, enabled=False):
+            states = entering.flatten(0, 1).to(reads.dtype)
+            y = torch.baddbmm(_of_heads(local), _of_heads(reads), states)
+        return y.unflatten(0, entering.shape[:2]).transpose(1, 2), last.view_as(last)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        reads, entering = ctx.saved_tensors
+        direct = torch.einsum("pthk,pthv->phkv", reads, dy.to(reads.dtype))
+        return dy, None, direct.to(entering.dtype), entering, dlast
+
+
+def _of_heads(x: Tensor) -> Tensor:
+    """``[pieces, tokens, heads, ...]`` as ``[pieces * heads, tokens, ...]``"""
+    return x.transpose(1, 2).flatten(0, 1)
