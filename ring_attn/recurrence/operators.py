@@ -24,7 +24,7 @@ from jax_core.masks.plan import named as named_layout
 from jax_core.recurrence.layer import check_pieces
 from jax_core.recurrence.operators import CHUNK, EPSILON, Recurrence
 from jax_core.recurrence.pieces import pieces_of
-from ring_attn.recurrence.pieces import joined, maps_of_pieces
+from ring_attn.recurrence.pieces import joined, maps_of_pieces, over_tokens
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.backends.dlpack import narrow_ids
 from torch_bridge.call.busy import busy_in_backward
@@ -179,15 +179,16 @@ def _state_space(call: _Call) -> tuple[Tensor, Tensor]:
 def _sums(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, documents: _Documents | None) -> tuple[Tensor, Tensor]:
     """``(M, E)`` of a state space model's pieces, ``E [pieces, heads, state_dim, head_dim]``: of tokens, less what decays since."""
     with torch.autocast(x.device.type, enabled=False):
-        dt = dt.to(accumulation(x.dtype))
-        decays = dt * a.to(dt.dtype)
-        weights = (decays.flip(1).cumsum(1).flip(1) - decays).exp() * dt
-        m = decays.sum(1).exp()
+        dt = dt.to(accumulation(x.dtype)).transpose(1, 2).contiguous()  # along the last dim a cumsum is some 100 times as fast
+        decays = dt * a.to(dt.dtype)[:, None]
+        weights = (decays.flip(-1).cumsum(-1).flip(-1) - decays).exp() * dt
+        m = decays.sum(-1).exp()
         if documents is not None:
-            weights = weights * (documents.number == documents.last[:, None])[..., None]
+            weights = weights * (documents.number == documents.last[:, None])[:, None]
             m = m * (documents.first == documents.last)[:, None]
-        weighted = (x * weights.to(x.dtype)[..., None]).unflatten(2, (b.shape[2], -1))
-        e = torch.einsum("ptgn,ptgsv->pgsnv", b.to(x.dtype), weighted)
+        weighted = x * weights.transpose(1, 2).to(x.dtype)[..., None]
+        e = over_tokens(b.to(x.dtype), weighted.unflatten(2, (b.shape[2], -1)).flatten(3))
+        e = e.unflatten(-1, (-1, x.shape[-1])).transpose(2, 3)
         return m, e.flatten(1, 2).to(dt.dtype)
 
 

@@ -62,18 +62,19 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, reads: Tensor, entering: Tensor, entered: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(reads, entering)
+        y = local.clone(memory_format=torch.contiguous_format)
         with torch.autocast(reads.device.type, enabled=False):
-            states = entering.flatten(0, 1).to(reads.dtype)
-            y = torch.baddbmm(_of_heads(local), _of_heads(reads), states)
-        return y.unflatten(0, entering.shape[:2]).transpose(1, 2), last.view_as(last)
+            for part, read, state in zip(y, reads, entering.to(reads.dtype), strict=True):  # together, they would be copied
+                part.transpose(0, 1).baddbmm_(read.transpose(0, 1), state)
+        return y, last.view_as(last)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         reads, entering = ctx.saved_tensors
-        direct = torch.einsum("pthk,pthv->phkv", reads, dy.to(reads.dtype))
-        return dy, None, direct.to(entering.dtype), entering, dlast
+        return dy, None, over_tokens(reads, dy.to(reads.dtype)).to(entering.dtype), entering, dlast
 
 
-def _of_heads(x: Tensor) -> Tensor:
-    """``[pieces, tokens, heads, ...]`` as ``[pieces * heads, tokens, ...]``"""
-    return x.transpose(1, 2).flatten(0, 1)
+def over_tokens(a: Tensor, b: Tensor) -> Tensor:
+    """Of ``a [pieces, tokens, heads, m]`` and ``b [..., n]`` the outer products, summed over tokens, ``[pieces, heads, m, n]``."""
+    pairs = zip(a, b, strict=True)  # one after the other: together, they would be copied
+    return torch.stack([torch.bmm(x.permute(1, 2, 0), y.transpose(0, 1)) for x, y in pairs])
