@@ -22,7 +22,7 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 @cute.jit
 def forward(stream, q, k, v, where, lists, mask_arrays, o, lse, *, settings):
     """``where``: offsets and lengths of query and key rows (cu_seqlens, seqused), or Nones."""
-    kernel = CLASSES[settings.tile.capability].forward(settings)
+    kernel = CLASSES[settings.tile.capability].forward(settings, whole=where[0] is None)
     kernel(
         q, k, v, o, lse, cutlass.Float32(settings.scale), where[0], where[2], where[1], where[3], None,
         _bound(settings.left), _bound(settings.right), None, _listed(lists, q, settings), _aux(mask_arrays), None, None, stream,
@@ -64,16 +64,18 @@ class Hopper:
     """flash-attn-4's classes for compute capability 9.0, with the arguments of its own interface."""
 
     @staticmethod
-    def forward(settings):
+    def forward(settings, whole):
+        """``whole``: sequences, not packed documents, of which tiles of all heads that share K and V were slower."""
+        tile_m, group = settings.tile.tile_m, settings.group
         return FlashAttentionForwardSm90(
             DTYPES[settings.dtype],
             settings.dim,
             settings.value_dim,
-            settings.group,
+            group,
             is_causal=settings.causal,
             is_local=settings.local,
-            pack_gqa=False,
-            tile_m=settings.tile.tile_m,
+            pack_gqa=whole and settings.listed is None and group > 1 and tile_m % group == 0,
+            tile_m=tile_m,
             tile_n=settings.tile.tile_n,
             num_stages=2,
             num_threads=384,
