@@ -134,8 +134,8 @@ def refuse_other_layout(tensor: Tensor, name: str, ring: AnyRing, dim: int, layo
     if shard.dim != dim:
         raise ValueError(
             f"{name} {list(tensor.shape)} was sharded along its dim {shard.dim}, of {shard.length} in all, and its sequence is "
-            f"taken to be dim {dim}: shard the sequence, ring_attn.shard(x, dim=...), transpose, or say how it lies (qkv_format=, "
-            "dim=)"
+            f"taken to be dim {dim}: shard the sequence, ring_attn.shard(x, dim=...), or transpose; attention and what shards "
+            "can also be told how it lies (qkv_format=, dim=)"
         )
     if layout is not None and shard.layout != str(layout):
         raise ValueError(

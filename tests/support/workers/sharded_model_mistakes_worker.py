@@ -85,6 +85,8 @@ def check_entries(rank: int) -> None:
         told("one rank's part already", lambda: cp.shard(own))
         told("labels of a sharded batch", lambda: backward(cp, labels=own["labels"], shift_labels=None))
         unlabelled = cp.shard({"input_ids": tiny.batch()["input_ids"]})
+        told("ignore_index must be -100, by which", lambda: cp.model(**cp.shard(tiny.batch()), ignore_index=-1))
+        told("", lambda: same(cp.model(**cp.shard(tiny.batch()), ignore_index=-100).loss, cp(**tiny.batch()).loss))
         told("labels were given beside a batch", lambda: cp.model(**unlabelled, labels=own["labels"]))
         told("labels were given beside a batch", lambda: cp.loss(cp.model(**unlabelled), {**unlabelled, "labels": own["labels"]}))
         shifted = cp.ring.shard(cp.ring.pad(nn.functional.pad(LABELS[:, 1:], (0, 1), value=-100), value=-100))

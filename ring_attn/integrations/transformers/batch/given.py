@@ -9,6 +9,7 @@ from ring_attn.integrations.transformers.batch.sharding import ModelInputs
 from ring_attn.integrations.transformers.calls import Items, Sharded
 from ring_attn.integrations.transformers.generation.cache import RingCache
 from ring_attn.integrations.transformers.model.plan import Plan
+from ring_attn.integrations.transformers.sequence import IGNORED
 from ring_attn.sharding.marks import is_shard
 
 CHANGED = "Change the whole batch before cp.shard, which keeps positions and shifted labels in the order of the layout"
@@ -44,7 +45,13 @@ def check_labels(plan: Plan, sharded: Sharded, given: Mapping[str, object]) -> N
 
 
 def taken(sharded: Sharded, options: ModelInputs) -> tuple[Tensor | None, Items]:
-    """Takes the labels and their count out of a model's inputs, which the model would use by itself."""
+    """Takes out of a model's inputs what the loss is made of, which the model would use by itself."""
+    ignored = options.pop("ignore_index", None)
+    if ignored not in (None, IGNORED):
+        raise ValueError(
+            f"ignore_index must be {IGNORED}, by which labels are sharded and losses made here, got {ignored}; give cp.shard the "
+            f"labels that do not count as {IGNORED}"
+        )
     items, shifted = options.pop("num_items_in_batch", None), options.pop("shift_labels", None)
     labels = options.pop("labels", None)
     return labels if shifted is None else shifted, sharded.items if items is None else items
