@@ -1,10 +1,10 @@
 """Layers with a state by an operator of torch's, as fla's and mamba_ssm's, with the ring's part around it.
 
 A piece of a shard is affine in the state that enters it: ``S_out = M S_in + E`` and ``y = y_0 + P S_in``. Of a delta rule one call
-of an operator tells all four: for values ``[v | 0]`` and the state ``[0 | I]`` it returns ``[y_0 | P]`` and ``[E | M]``. It is not
-differentiated: the ring's backward tells the cotangent of ``S_out``, for which the operator is, from ``S_in``, at half the width.
-Of a state space model ``E`` is a sum over tokens, and its operator is called once, from ``S_in``. Maps travel the ring as those of
-the library's own operators do (:class:`jax_core.recurrence.maps.Maps`).
+of an operator tells all four: for values ``[v | 0]`` and the state ``[0 | I]`` it returns ``[y_0 | P]`` and ``[E | M]``. That call
+is not differentiated: the ring's backward tells the cotangent of ``S_out``, and then the operator's own goes from ``S_in``. Of a
+state space model ``M`` and ``E`` are sums over tokens, and its operator is called once, from ``S_in``. Maps travel the ring as
+those of the library's own operators do (:class:`jax_core.recurrence.maps.Maps`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,8 @@ class DeltaRule(Protocol):
     ``g`` and ``beta``, with queries scaled by ``1 / sqrt(key_dim)``, the output, like ``v``, and the final state ``[batch, heads,
     key_dim, value_dim]``; with ``cu_seqlens``, which it is given only where there are documents, states are ``[sequences, ...]``
     of a batch of 1. Where it has ``use_qk_l2norm_in_kernel``, it divides queries and keys by their norms itself. Differentiable in
-    all tensors, and from both results."""
+    all tensors, and from both results; on a ring parameters of its own get gradients in ``backward()``, where an operand
+    needs one, and not by ``torch.autograd.grad``."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, /, *, initial_state: Tensor | None, output_final_state: bool
@@ -69,6 +70,7 @@ class StateSpace(Protocol):
 
 
 Operator = Callable[..., tuple[Tensor, Tensor]]  # one of the two
+_OTHER_OPERANDS = ("dt_bias", "dt_softplus", "dt_limit", "z")  # of mamba_ssm's operator: it would not compute ring_attn.ssd
 
 
 class _Documents(NamedTuple):
@@ -188,8 +190,7 @@ def _sums(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, documents: _Documents | N
             m = m * (documents.first == documents.last)[:, None]
         weighted = x * weights.transpose(1, 2).to(x.dtype)[..., None]
         e = over_tokens(b.to(x.dtype), weighted.unflatten(2, (b.shape[2], -1)).flatten(3))
-        e = e.unflatten(-1, (-1, x.shape[-1])).transpose(2, 3)
-        return m, e.flatten(1, 2).to(dt.dtype)
+        return m, e.unflatten(-1, (-1, x.shape[-1])).transpose(2, 3).flatten(1, 2)
 
 
 def _around_ring(call: _Call, m: Tensor, e: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -261,11 +262,27 @@ def _check(operator: Operator, layer: Recurrence, ids: Tensor | None) -> None:
         raise ValueError(
             f"chunk_size is not given to an operator of torch's, which has its own; leave one of them out, got {layer.chunk}"
         )
+    if layer.name == "ssd":
+        _check_state_space(operator)
     needed = "seq_idx" if layer.name == "ssd" else "cu_seqlens"
     if ids is not None and not _takes(operator, needed):
         raise NotImplementedError(
             f"documents and padding need an operator that has {needed}, which {getattr(operator, '__name__', operator)} has not; "
             "leave operator out, or segment_ids and cu_seqlens"
+        )
+
+
+def _check_state_space(operator: Operator) -> None:
+    if not _takes(operator, "initial_states"):
+        raise NotImplementedError(
+            f"a state space model needs an operator that has initial_states, as mamba_ssm's, which "
+            f"{getattr(operator, '__name__', operator)} has not; leave operator out"
+        )
+    changed = [name for name in _OTHER_OPERANDS if isinstance(operator, partial) and operator.keywords.get(name) is not None]
+    if changed:
+        raise ValueError(
+            f"operator has {changed[0]} of its own, and must compute the layer of the operands that it is given, as the ring does: "
+            "apply it to them before, or after"
         )
 
 

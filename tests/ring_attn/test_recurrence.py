@@ -1,5 +1,7 @@
 """Layers with a state by torch's face: alone beside the oracle, and on rings of processes beside one process."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from state_torch import gradients_of, operator_of, stepwise, tensors
 
 import ring_attn
 from ring_attn.recurrence import operators
+from ring_attn.recurrence.pieces import over_tokens
 
 
 @pytest.mark.slow
@@ -67,7 +70,7 @@ def test_what_is_read_of_the_state_is_not_rounded_by_autocast():
     x, dt, a, b = torch.randn(1, 12, 2, 4), torch.rand(1, 12, 2), -torch.rand(2), torch.randn(1, 12, 1, 3)
     state = torch.randn(1, 2, 4, 3)
     exact = ring_attn.ssd(x, dt, a, b, b, mesh="local", initial_state=state)
-    outside = lambda *given, **more: torch.autocast("cpu", enabled=False)(operator_of(CASES["ssd"]))(*given, **more)  # noqa: E731
+    outside = torch.autocast("cpu", enabled=False)(operator_of(CASES["ssd"]))
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(ring_attn.ssd(x, dt, a, b, b, mesh="local", initial_state=state, operator=outside), exact)
 
@@ -107,6 +110,30 @@ def test_other_layers_take_no_operator():
 def test_operators_that_cannot_be(changes, error, words):
     with pytest.raises(error, match=words):
         ring_attn.gated_delta_rule(**given() | {"operator": stepwise} | changes)
+
+
+@pytest.mark.parametrize(
+    ("operator", "error", "words"),
+    [
+        (lambda x, return_final_states: None, NotImplementedError, "needs an operator that has initial_states"),
+        (partial(lambda initial_states, dt_bias: None, dt_bias=1), ValueError, "operator has dt_bias of its own"),
+        (partial(lambda initial_states, dt_softplus: None, dt_softplus=True), ValueError, "operator has dt_softplus of its own"),
+    ],
+)
+def test_operators_that_compute_another_state_space_model(operator, error, words):
+    x, dt, b = torch.randn(1, 12, 2, 4), torch.rand(1, 12, 2), torch.randn(1, 12, 1, 3)
+    with pytest.raises(error, match=words):
+        ring_attn.ssd(x, dt, -torch.ones(2), b, b, mesh="local", operator=operator)
+
+
+def test_sums_over_tokens():
+    a, b = torch.randn(2, 7, 3, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 7, 3, 5, dtype=torch.float64)
+    torch.testing.assert_close(over_tokens(a, b), torch.einsum("pthm,pthn->phmn", a, b))
+    assert torch.autograd.gradcheck(over_tokens, (a, b.requires_grad_()))
+    half = over_tokens(a.bfloat16(), b.bfloat16())
+    assert half.dtype == torch.float32
+    exact = over_tokens(a.bfloat16().double(), b.bfloat16().double())
+    torch.testing.assert_close(half.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch_bridge.call.checkpointed_calls import results_of
 from torch_bridge.call.flops import tell_counters
 from torch_bridge.call.operators import backward_op, forward_op
 from torch_bridge.call.programs import call_of, program_for, program_of
-from torch_bridge.call.refusal import Context, NoDerivative, NoForwardMode, Refused
+from torch_bridge.call.refusal import Context, NoDerivative, NoForwardMode, Refused, name_of
 from torch_bridge.mesh.protocol import Tensors
 from torch_bridge.tracing import constant, untraced
 
@@ -107,7 +107,7 @@ class _Traced(torch.autograd.Function):
             gradients = _Traced.gradients(ctx, saved, cotangents)
         # create_graph=True. ``once_differentiable`` would leave a penalty on them out, in silence: nothing would lead from it to
         # the operands, of which they are functions, nor to the cotangents.
-        return None, None, *Refused.apply(ctx.key, len(gradients), *gradients, *saved, *cotangents)
+        return None, None, *Refused.apply(name_of(ctx.key), len(gradients), *gradients, *saved, *cotangents)
 
     @staticmethod
     def gradients(ctx: Context, saved: Tensors, cotangents: Tensors) -> list[torch.Tensor | None]:

@@ -46,8 +46,9 @@ def busy_in_backward(function: Callable[..., Pair]) -> Callable[..., Pair]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Pair:
-        for span in list(_live):  # of a backward that has raised
-            span.end()
+        if torch._C._current_graph_task_id() < 0:  # what is live now is of a backward that has raised
+            for span in list(_live):
+                span.end()
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
         names = [name for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad]
         if not names or not torch.is_grad_enabled():

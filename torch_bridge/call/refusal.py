@@ -2,7 +2,7 @@
 
 import sys
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.autograd import functional
@@ -31,10 +31,7 @@ class NoForwardMode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Context, *tangents: object) -> NoReturn:
-        raise NotImplementedError(
-            f"{_name(ctx.key)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); JAX computes its "
-            "gradients, once and in reverse mode: use torch.func.grad, vjp or jacrev"
-        )
+        refuse_forward_mode(name_of(ctx.key))
 
 
 class NoDerivative(NoForwardMode):
@@ -45,21 +42,40 @@ class NoDerivative(NoForwardMode):
         refuse(ctx.key)
 
 
-class Refused(NoDerivative):
-    """Gradients that cannot be differentiated, the first ``count`` of the tensors. The others are what they depend on: torch asks
-    for the derivative by each of those that has one."""
+class Refused(torch.autograd.Function):
+    """Gradients of ``name`` that cannot be differentiated: the first ``count`` of the tensors. The others are what they depend on:
+    torch asks for the derivative by each of those that has one."""
 
     @staticmethod
-    def forward(ctx: Context, key: str, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.key = key
+    def forward(ctx: Any, name: str, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.name = name
         return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: object) -> NoReturn:
+        refuse_second(ctx.name)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: object) -> NoReturn:
+        refuse_forward_mode(ctx.name)
 
 
 def refuse(key: str) -> NoReturn:
-    raise NotImplementedError(f"{_name(key)} can be differentiated once: JAX computes its gradients, and torch sees no further")
+    refuse_second(name_of(key))
 
 
-def _name(key: str) -> str:
+def refuse_second(name: str) -> NoReturn:
+    raise NotImplementedError(f"{name} can be differentiated once: JAX computes its gradients, and torch sees no further")
+
+
+def refuse_forward_mode(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); JAX computes its gradients, once "
+        "and in reverse mode: use torch.func.grad, vjp or jacrev"
+    )
+
+
+def name_of(key: str) -> str:
     return call_of(key).operation.name
 
 

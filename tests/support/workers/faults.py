@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rings import rotation
 from state_torch import stepwise, stepwise_ssd
+from torch.utils.checkpoint import checkpoint
 
 import ring_attn
 from ring_attn.training.shared_state import SharedState
@@ -262,10 +263,12 @@ class _Slow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> torch.Tensor:
+        assert ctx.saved_tensors  # which a checkpoint computes again
         time.sleep(2 * LIMIT * dist.get_rank())
         return dx
 
@@ -274,11 +277,15 @@ def slow_operator(rank: int) -> None:
     """Between the ring's backward and the convolution's, in layers with a state; then one whose backward raises on all ranks."""
     start()
 
-    def late(operator: Any, *given: Any, slow: bool = True, **states: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        y, state = operator(*given, **states)
-        if not slow and y.requires_grad:
-            y.register_hook(lambda _: 1 / 0)
-        return _Slow.apply(y) if slow else y, state
+    def late(operator: Any, slow: bool = True) -> Any:
+        @wraps(operator)
+        def call(*given: Any, **states: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            y, state = operator(*given, **states)
+            if not slow and y.requires_grad:
+                y.register_hook(lambda _: 1 / 0)
+            return _Slow.apply(y) if slow else y, state
+
+        return call
 
     x = ring_attn.causal_conv1d(torch.randn(1, 4, 8, requires_grad=True), torch.ones(8, 2)).unflatten(2, (2, 4))
     k, v = torch.randn(2, 1, 4, 2, 4, requires_grad=True)
@@ -287,9 +294,10 @@ def slow_operator(rank: int) -> None:
         (ring_attn.gated_delta_rule, stepwise, (k, v, -beta, beta)),
         (ring_attn.ssd, stepwise_ssd, (beta, -torch.ones(2), k, v)),
     ):
-        layer(x, *others, operator=partial(late, operator)).sum().backward(retain_graph=True)
+        called = partial(layer, operator=late(operator))
+        checkpoint(called, x, *others, use_reentrant=False).sum().backward(retain_graph=True)
         with suppress(ZeroDivisionError):
-            layer(k, *others, operator=partial(late, operator, slow=False)).sum().backward()
+            layer(k, *others, operator=late(operator, slow=False)).sum().backward()
         layer(k, *others, operator=operator)
         assert not busy._live, "a backward that has raised is over"
     works()

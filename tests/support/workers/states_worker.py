@@ -9,7 +9,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from state_cases import CASES, LENGTH, ONE_OF_EACH, ids_of
-from state_torch import gradients_of, operator_of, sharded, tensors
+from state_torch import gradients_of, operator_of, sharded, stepwise, tensors
 
 import ring_attn
 from ring_attn import Ring
@@ -92,6 +92,36 @@ for name, layout, documents in (
     compare(name, layout, documents, operator=operator_of(CASES[name]))
 for name, of in product(("kda", "ssd"), (slice(0, 1), slice(1, 2))):  # of one result alone
     compare(name, "zigzag", "cuts", of, operator=operator_of(CASES[name]))
+
+
+class Learned(torch.nn.Module):
+    """An operator with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, *given, initial_state, output_final_state):
+        y, left = stepwise(*given, initial_state=initial_state, output_final_state=output_final_state)
+        return y * self.gain, left
+
+
+def own_gradient(function, operands, **where):
+    learned = Learned()
+    leaves = [x.detach().requires_grad_() for x in operands]
+    function(*leaves, operator=learned, **where).square().sum().backward()
+    return learned.gain.grad
+
+
+case = CASES["kda"]
+operands = list(tensors(case, DEVICE)[0].values())
+shards = [ring_attn.shard(x) for x in operands]
+gradient = own_gradient(ring_attn.kda, shards)
+dist.all_reduce(gradient)
+torch.testing.assert_close(gradient, own_gradient(ring_attn.kda, operands, mesh="local"))
+q = shards[0].detach().requires_grad_()
+(dq,) = torch.autograd.grad(ring_attn.kda(q, *shards[1:], operator=stepwise).square().sum(), q, create_graph=True)
+refused("a delta rule by an operator can be differentiated once", dq.sum().backward)
 compare("kda", "zigzag", "padding", strategy="ulysses")
 compare("ssd-skip", layouts[2], "cuts", strategy="ulysses")
 
