@@ -50,7 +50,8 @@ def chunked(inputs: Inputs, resets: Array | None, size: int) -> Chunks:
     q, k, v, g, beta, skip = (None if x is None else cut(x, size) for x in inputs)
     assert q is not None and k is not None and v is not None and g is not None
     starts = jnp.zeros(q.shape[-2:-1], bool) if resets is None else cut(resets[..., None, None], size)[..., 0]
-    document = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
+    # Counted in the dtype of the rest: of int32 beside float64 and chunks of 8 LLVM aborts the process (AVX-512).
+    document = jnp.cumsum(starts, axis=-1, dtype=q.dtype)
     before = (document[..., :, None] == document[..., None, :]) & jnp.tri(size, dtype=bool)
     first, last = (document == 0)[..., None], (document == document[..., -1:])[..., None]
     # Of each document by itself: what is before it would be rounded away from it, and not to the bit.

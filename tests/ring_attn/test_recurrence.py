@@ -83,6 +83,16 @@ def test_an_operator_in_a_compiled_graph():
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(given()), run(given()))
 
 
+def test_chunks_of_eight_with_documents():
+    """For which LLVM aborted the process, in float64."""
+    found = []
+    for chunk in (8, 64):
+        arguments = {name: x if name == "mesh" else x.detach().requires_grad_() for name, x in given(torch.float64).items()}
+        y = ring_attn.gated_delta_rule(**arguments, segment_ids=torch.arange(12)[None] // 5, chunk_size=chunk)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [arguments[name] for name in ("q", "k", "v", "g", "beta")])))
+    torch.testing.assert_close(*found)
+
+
 def test_other_layers_take_no_operator():
     with pytest.raises(TypeError, match="unexpected keyword argument 'operator'"):
         ring_attn.linear_attention(*qkv(), mesh="local", operator=stepwise)
