@@ -8,6 +8,7 @@ import torch
 
 import ring_attn
 from benchmarks.cpu.compare import sdpa
+from ring_attn.recurrence.pieces import over_tokens
 from torch_bridge.backends.dlpack import to_jax, to_torch
 
 pytestmark = pytest.mark.gpu
@@ -129,6 +130,24 @@ def test_a_call_comes_in_its_place_on_the_current_stream():
         for x in late:
             x.fill_(torch.nan)
         assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_over_tokens(dtype):
+    """Of a view, as of an operator's wide output."""
+    wide, b = torch.randn(2, 3000, 4, 96, device="cuda").to(dtype), torch.randn(2, 3000, 4, 32, device="cuda").to(dtype)
+    given = [x.detach().requires_grad_() for x in (wide[..., 32:], b)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    sums, wanted = over_tokens(*given), torch.einsum("pthm,pthn->phmn", *exact)
+    assert sums.dtype == torch.float32
+    d = torch.randn_like(sums).to(dtype)
+    # float32's products may be of TF32; sums of 16 bits are rounded to float32 alone, their gradients to the operands' dtype.
+    single = dtype == torch.float32
+    bound, bound_of_gradients = (1e-3, 1e-3) if single else (1e-5, 4 * torch.finfo(dtype).eps)
+    assert (sums - wanted).norm() < bound * wanted.norm()
+    found = torch.autograd.grad(sums, given, d.float())
+    for x, y in zip(found, torch.autograd.grad(wanted, exact, d.double()), strict=True):
+        assert x.dtype == dtype and (x - y).norm() < bound_of_gradients * y.norm()
 
 
 def test_ids_that_do_not_fit_are_an_assertion_of_the_device():
