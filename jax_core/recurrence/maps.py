@@ -19,14 +19,16 @@ from jax_core.recurrence.prefix import Affine, states
 @dataclass(frozen=True)
 class Maps(Layer):
     """``S_t = M_t S_{t-1} + E_t`` and ``y_t = S_{t-1}``; where a document begins ``M_t`` is taken for 0. Each rank sends one map
-    for each of its pieces. ``of``: what made them, which ranks compare, and likewise its ``tokens``, a shard, and its ``A`` and
-    ``D``, of which nothing is computed here."""
+    for each of its pieces. ``of``, ``by``, ``settings``: the layer that they are of, the operator that made them, and how, which
+    ranks compare, and likewise its ``tokens``, a shard, and its ``A`` and ``D``, of which nothing is computed here."""
 
     of: str = ""
+    by: str = ""
+    settings: str = ""
 
     @property
     def name(self) -> str:
-        return "state_maps"
+        return self.of
 
     @property
     def signature(self) -> tuple[Operand, ...]:

@@ -87,8 +87,8 @@ class _Documents(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """``operands``: cut into pieces. ``layout``: its name. ``pieces``: of a rank. ``settings``, ``compared``: what ranks compare,
-    as text and as :class:`Maps` takes it."""
+    """``operands``: cut into pieces. ``layout``: its name. ``pieces``: of a rank. ``made``, ``compared``: what ranks compare, the
+    fields of :class:`Maps` and its operands."""
 
     operator: Operator
     layer: Recurrence
@@ -99,7 +99,7 @@ class _Call(NamedTuple):
     layout: str
     size: int
     pieces: int
-    settings: str
+    made: Mapping[str, str]
     compared: tuple[Tensor | None, ...]
 
 
@@ -124,11 +124,11 @@ def by_operator(
     documents = None if ids is None else _documents_of(ids, like.shape[0], pieces)
     operands = {name: _masked_pieces(x, pieces, documents) for name, x in named.items()}
     dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named.items() if x is not None)
-    settings = f"{layer.name}, scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
-    settings += f", by the operator {_name(operator)}"
+    made = {"of": layer.name, "by": _name(operator)}
+    made["settings"] = f"scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
     compared = tuple(None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
     by = busy_in_backward(operator) if size > 1 and layer.name == "ssd" else operator  # a delta rule's backward is in pieces.py
-    call = _Call(by, layer, operands, initial_state, documents, where, name, size, pieces, settings, compared)
+    call = _Call(by, layer, operands, initial_state, documents, where, name, size, pieces, made, compared)
     y, last = (_state_space if layer.name == "ssd" else _delta_rule)(call)
     y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
     return y.reshape(like.shape).to(like.dtype), last
@@ -204,9 +204,9 @@ def _around_ring(call: _Call, m: Tensor, e: Tensor, initial_state: Tensor | None
         ends = documents.ends.flatten(0, 1)
     places = call.pieces if documents is None else 2 * call.pieces
     maps, ends = [_uncut(x, places) for x in maps], None if ends is None else _uncut(ends, places)
-    settings = dict(of=call.settings, layout=_of_maps(call.layout, places // call.pieces), final_state=call.layer.final_state)
+    settings = dict(layout=_of_maps(call.layout, places // call.pieces), final_state=call.layer.final_state)
     with torch.autocast(e.device.type, enabled=False):
-        entering, last = layer_with_state(call.where, (*maps, *call.compared, initial_state), ends, **settings)
+        entering, last = layer_with_state(call.where, (*maps, *call.compared, initial_state), ends, **call.made, **settings)
     return _cut(entering, call.pieces)[:, -1], last
 
 

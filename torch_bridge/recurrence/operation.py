@@ -10,6 +10,7 @@ import torch
 from jax_core.masks.layout import Layout
 from jax_core.options import Placement
 from jax_core.recurrence.layer import Cotangents, Given, Layer, Operand
+from jax_core.recurrence.maps import Maps
 from jax_core.recurrence.pieces import Pieces, pieces_of
 from torch_bridge.backends.operation import Operation, Program, Request, Results, TensorLike, TensorSpec
 from torch_bridge.call.sanity_checks import check_shards, check_shared
@@ -100,7 +101,8 @@ class LocalLayer:
         return "plain JAX"
 
     def explanation(self) -> str:
-        return f"{self.layer.name}: plain JAX" + ("" if self.layer.name == "state_maps" else ", in chunks of tokens")
+        by = f"by {self.layer.by}" if isinstance(self.layer, Maps) else "plain JAX, in chunks of tokens"
+        return f"{self.layer.name}: {by}"
 
     def forward(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
         return tuple(self.layer.forward(self.pieces, _given(operands)))

@@ -122,6 +122,9 @@ torch.testing.assert_close(gradient, own_gradient(ring_attn.kda, operands, mesh=
 q = shards[0].detach().requires_grad_()
 (dq,) = torch.autograd.grad(ring_attn.kda(q, *shards[1:], operator=stepwise).square().sum(), q, create_graph=True)
 refused("a delta rule by an operator can be differentiated once", dq.sum().backward)
+with ring_attn.Explaining() as calls:
+    ring_attn.kda(*shards, operator=stepwise)
+assert "kda: by state_torch.stepwise" in str(calls), str(calls)
 compare("kda", "zigzag", "padding", strategy="ulysses")
 compare("ssd-skip", layouts[2], "cuts", strategy="ulysses")
 
@@ -147,7 +150,7 @@ case = CASES["ssd"]
 given = list(tensors(case, DEVICE)[0].values())
 rule = partial(ring_attn.ssd, operator=operator_of(case))
 refused("must be called with", rule, *given, chunk_size=16 + rank)
-refused("A of state_maps must be the same on all ranks", rule, *given[:2], given[2] * (1 + rank), *given[3:])
+refused("A of ssd must be the same on all ranks", rule, *given[:2], given[2] * (1 + rank), *given[3:])
 ends = torch.tensor([0, 5, 12])
 places = ring_attn.positions(16, layout="zigzag") if size == 2 else None
 if places is not None:
