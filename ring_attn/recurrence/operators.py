@@ -278,7 +278,8 @@ def _check_state_space(operator: Operator) -> None:
             f"a state space model needs an operator that has initial_states, as mamba_ssm's, which "
             f"{getattr(operator, '__name__', operator)} has not; leave operator out"
         )
-    changed = [name for name in _OTHER_OPERANDS if isinstance(operator, partial) and operator.keywords.get(name) is not None]
+    held = operator.keywords if isinstance(operator, partial) else {}
+    changed = [name for name in _OTHER_OPERANDS if held.get(name) is not None and held[name] is not False]
     if changed:
         raise ValueError(
             f"operator has {changed[0]} of its own, and must compute the layer of the operands that it is given, as the ring does: "

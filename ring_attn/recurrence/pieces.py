@@ -12,9 +12,8 @@ from torch_bridge.call.refusal import Refused
 from torch_bridge.recurrence.operation import accumulation
 from torch_bridge.tracing import untraced
 
-Computed = Callable[
-    [Sequence[Tensor], Tensor], tuple[Tensor, Tensor]
-]  # of q, k, v, g, beta and the states: y, and the states after
+# Of q, k, v, g, beta and the states that enter: y, and the states that leave.
+Computed = Callable[[Sequence[Tensor], Tensor], tuple[Tensor, Tensor]]
 
 
 @untraced

@@ -7,7 +7,7 @@ import pytest
 import torch
 from launch import torchrun
 from state_cases import CASES, ONE_OF_EACH, expected, ids_of
-from state_torch import gradients_of, operator_of, stepwise, tensors
+from state_torch import gradients_of, operator_of, stepwise, stepwise_ssd, tensors
 
 import ring_attn
 from ring_attn.recurrence import operators
@@ -134,6 +134,16 @@ def test_operators_that_compute_another_state_space_model(operator, error, words
     x, dt, b = torch.randn(1, 12, 2, 4), torch.rand(1, 12, 2), torch.randn(1, 12, 1, 3)
     with pytest.raises(error, match=words):
         ring_attn.ssd(x, dt, -torch.ones(2), b, b, mesh="local", operator=operator)
+
+
+def test_what_an_operator_is_told_to_leave_is_left():
+    def operator(*given, dt_softplus, initial_states, **others):
+        assert not dt_softplus
+        return stepwise_ssd(*given, initial_states=initial_states, **others)
+
+    x, dt, b = torch.randn(1, 12, 2, 4), torch.rand(1, 12, 2), torch.randn(1, 12, 1, 3)
+    y = ring_attn.ssd(x, dt, -torch.ones(2), b, b, mesh="local", operator=partial(operator, dt_softplus=False))
+    torch.testing.assert_close(y, ring_attn.ssd(x, dt, -torch.ones(2), b, b, mesh="local"))
 
 
 def test_sums_over_tokens():

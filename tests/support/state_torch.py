@@ -70,5 +70,7 @@ def gradients_of(
     function = getattr(ring_attn, case.function)
     results = function(*full, **settings, initial_state=leaves["state"], output_final_state=True, segment_ids=ids, **where)
     torch.autograd.backward(results[of], [x.to(y.dtype) for x, y in zip(given, results, strict=True)][of])
-    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    gradients = {name: x.grad for name, x in leaves.items()}
+    if of != slice(None):  # one result does not depend on all of them
+        gradients = {name: torch.zeros_like(leaves[name]) if x is None else x for name, x in gradients.items()}
     return tuple(x.detach() for x in results), gradients

@@ -22,6 +22,12 @@ def check_given(plan: Plan, sharded: Sharded, options: Mapping[str, object]) -> 
         value = options.get(name)
         if not (value is None or value is False or isinstance(value, RingCache) or name == plan.whole_encoder):
             raise NotImplementedError(f"{name} cannot be given to a model with a sharded batch: {REFUSED[name]}")
+    ignored = options.get("ignore_index")
+    if ignored not in (None, IGNORED):
+        raise ValueError(
+            f"ignore_index must be {IGNORED}, by which labels are sharded and losses made here, got {ignored}; give cp.shard the "
+            f"labels that do not count as {IGNORED}"
+        )
     mask = None if plan.whole_encoder else options.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not is_shard(mask) and bool(mask.ne(1).any()):
         raise ValueError("the attention mask of a sharded batch was changed; give the whole mask to cp.shard")
@@ -46,12 +52,7 @@ def check_labels(plan: Plan, sharded: Sharded, given: Mapping[str, object]) -> N
 
 def taken(sharded: Sharded, options: ModelInputs) -> tuple[Tensor | None, Items]:
     """Takes out of a model's inputs what the loss is made of, which the model would use by itself."""
-    ignored = options.pop("ignore_index", None)
-    if ignored not in (None, IGNORED):
-        raise ValueError(
-            f"ignore_index must be {IGNORED}, by which labels are sharded and losses made here, got {ignored}; give cp.shard the "
-            f"labels that do not count as {IGNORED}"
-        )
+    options.pop("ignore_index", None)
     items, shifted = options.pop("num_items_in_batch", None), options.pop("shift_labels", None)
     labels = options.pop("labels", None)
     return labels if shifted is None else shifted, sharded.items if items is None else items
