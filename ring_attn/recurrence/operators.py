@@ -1,37 +1,33 @@
 """Layers with a state by an operator of torch's, as fla's and mamba_ssm's, with the ring's part around it.
 
-A piece of a shard is affine in the state that enters it: ``S_out = M S_in + E`` and ``y = y_0 + P S_in``. Of a delta rule one call
-of an operator tells all four: for values ``[v | 0]`` and the state ``[0 | I]`` it returns ``[y_0 | P]`` and ``[E | M]``. That call
-is not differentiated: the ring's backward tells the cotangent of ``S_out``, and then the operator's own goes from ``S_in``. Of a
-state space model ``M`` and ``E`` are sums over tokens, and its operator is called once, from ``S_in``. Maps travel the ring as
-those of the library's own operators do (:class:`jax_core.recurrence.maps.Maps`).
+A shard is cut into pieces, whose maps travel the ring as those of the library's own operators do
+(:class:`jax_core.recurrence.maps.Maps`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from jax_core.masks.layout import Layout
 from jax_core.masks.plan import Plan
 from jax_core.masks.plan import named as named_layout
 from jax_core.recurrence.layer import check_pieces
-from jax_core.recurrence.operators import CHUNK, EPSILON, Recurrence
+from jax_core.recurrence.operators import CHUNK, Recurrence
 from jax_core.recurrence.pieces import pieces_of
-from ring_attn.recurrence.pieces import joined, maps_of_pieces, over_tokens
+from ring_attn.recurrence.delta_rule import ByWideCall, of_heads
+from ring_attn.recurrence.documents import Documents, cut, documents_of
+from ring_attn.recurrence.pieces import around_ring
+from ring_attn.recurrence.state_space import BySums
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.backends.dlpack import narrow_ids
-from torch_bridge.call.busy import busy_in_backward
 from torch_bridge.mesh.rings import MeshArg
 from torch_bridge.recurrence.functional import layer_with_state
 from torch_bridge.recurrence.operation import accumulation
-from torch_bridge.tracing import constant, untraced
+from torch_bridge.tracing import constant
 
 
 class DeltaRule(Protocol):
@@ -73,19 +69,6 @@ Operator = Callable[..., tuple[Tensor, Tensor]]  # one of the two
 _OTHER_OPERANDS = ("dt_bias", "dt_softplus", "dt_limit", "z")  # of mamba_ssm's operator: it would not compute ring_attn.ssd
 
 
-class _Documents(NamedTuple):
-    """Of this rank's pieces ``[pieces, tokens]``, for each entry of the batch: which tokens are ``real``; the ``number`` of each
-    one's sequence, over all pieces, and where sequences begin, as ``cu_seqlens``; for each piece its ``first`` and ``last``
-    sequence, and the ids of its first and last real token, ``ends [pieces, 2]``."""
-
-    real: Tensor
-    number: Tensor
-    cu_seqlens: Tensor
-    first: Tensor
-    last: Tensor
-    ends: Tensor
-
-
 class _Call(NamedTuple):
     """``operands``: cut into pieces. ``layout``: its name. ``pieces``: of a rank. ``made``, ``compared``: what ranks compare, the
     fields of :class:`Maps` and its operands."""
@@ -94,7 +77,7 @@ class _Call(NamedTuple):
     layer: Recurrence
     operands: Mapping[str, Tensor | None]
     initial_state: Tensor | None
-    documents: _Documents | None
+    documents: Documents | None
     where: MeshArg
     layout: str
     size: int
@@ -121,79 +104,55 @@ def by_operator(
     check_pieces(layout, size)
     pieces, name = _pieces(layout if isinstance(layout, str) else layout.name, size, sizes["t"])  # type: ignore[attr-defined]
     _check(operator, layer, ids)
-    documents = None if ids is None else _documents_of(ids, like.shape[0], pieces)
+    documents = None if ids is None else documents_of(ids, like.shape[0], pieces)
     operands = {name: _masked_pieces(x, pieces, documents) for name, x in named.items()}
     dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named.items() if x is not None)
     made = {"of": layer.name, "by": _name(operator)}
     made["settings"] = f"scale {layer.scale}, norm {layer.l2norm}, chunk {layer.chunk}, of {dtypes}"
     compared = tuple(None if x is None else x.detach() for x in (like, named.get("A"), named.get("D")))
-    by = busy_in_backward(operator) if size > 1 and layer.name == "ssd" else operator  # a delta rule's backward is in pieces.py
-    call = _Call(by, layer, operands, initial_state, documents, where, name, size, pieces, made, compared)
+    call = _Call(operator, layer, operands, initial_state, documents, where, name, size, pieces, made, compared)
     y, last = (_state_space if layer.name == "ssd" else _delta_rule)(call)
     y = y if documents is None else y.masked_fill(~documents.real[..., None, None], 0)
     return y.reshape(like.shape).to(like.dtype), last
 
 
-def _masked_pieces(x: Tensor | None, count: int, documents: _Documents | None) -> Tensor | None:
+def _masked_pieces(x: Tensor | None, count: int, documents: Documents | None) -> Tensor | None:
     """Cut into pieces, and 0 on padding, whatever was there."""
     if x is None or x.ndim < 3:
         return x
-    x = _cut(x, count)
+    x = cut(x, count)
     return x if documents is None else torch.where(documents.real.view(*x.shape[:2], *(1,) * (x.ndim - 2)), x, 0)
 
 
 def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta = (call.operands[name] for name in ("q", "k", "v", "g", "beta"))
     assert q is not None and k is not None and v is not None and beta is not None
-    layer, heads, key_dim = call.layer, v.shape[2], k.shape[-1]
+    layer, heads = call.layer, v.shape[2]
     by_itself = layer.l2norm and _takes(call.operator, "use_qk_l2norm_in_kernel")
     operator = partial(call.operator, use_qk_l2norm_in_kernel=True) if by_itself else call.operator
-    q, k = (_of_heads(x, heads, layer.l2norm and not by_itself) for x in (q, k))
+    q, k = (of_heads(x, heads, layer.l2norm and not by_itself) for x in (q, k))
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
-    alone = partial(_computed, operator, documents=call.documents)
+    steps, operands = ByWideCall(operator, call.documents), (q, k, v, g, beta)
     if call.size == 1:
         first = None if call.initial_state is None else call.initial_state.to(accumulation(v.dtype))
-        y, last = alone([q, k, v, g, beta], first)
+        y, last = steps.computed(*operands, state=first)
     else:
-        local, e, entered, reads, m = maps_of_pieces(alone, q, k, v, g, beta)
-        entering, last = _around_ring(call, m, e, call.initial_state)
-        y, last = joined(local, reads, entering, entered, last)
-    return y if layer.scale is None else y * (layer.scale * key_dim**0.5), last
+        exchange = partial(_exchanged, call, initial_state=call.initial_state)
+        y, last = around_ring("a delta rule by an operator", steps, exchange, operands)
+    return y if layer.scale is None else y * (layer.scale * k.shape[-1] ** 0.5), last
 
 
 def _state_space(call: _Call) -> tuple[Tensor, Tensor]:
-    x, dt, a, b, c = (call.operands[name] for name in ("x", "dt", "A", "B", "C"))
-    assert x is not None and dt is not None and a is not None and b is not None and c is not None
-    documents, state = call.documents, call.initial_state
-    more = {} if documents is None else {"seq_idx": (documents.number - documents.first[:, None]).to(torch.int32)}
+    operands, state = tuple(call.operands.values()), call.initial_state
+    steps = BySums(call.operator, call.layer.chunk, call.documents)
     if call.size == 1:
-        entering, last = state, None
-    else:
-        entering, last = _around_ring(call, *_sums(x, dt, a, b, documents), None if state is None else state.mT)
-        entering, last = entering.mT, last.mT.contiguous()
-    y, left = call.operator(
-        x, dt, a, b, c, call.layer.chunk, D=call.operands["D"], initial_states=entering, return_final_states=True, **more
-    )
-    y, left = _checked(y, x, (x.shape[0], *x.shape[2:], b.shape[-1]), left)
-    return y, left if last is None else last
+        return steps.computed(*operands, state=state)
+    exchange = partial(_exchanged, call, initial_state=None if state is None else state.mT)
+    y, last = around_ring("a state space model by an operator", steps, exchange, operands)
+    return y, last.mT.contiguous()
 
 
-def _sums(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, documents: _Documents | None) -> tuple[Tensor, Tensor]:
-    """``(M, E)`` of a state space model's pieces, ``E [pieces, heads, state_dim, head_dim]``: of tokens, less what decays since."""
-    with torch.autocast(x.device.type, enabled=False):
-        dt = dt.to(accumulation(x.dtype)).transpose(1, 2).contiguous()  # along the last dim a cumsum is some 100 times as fast
-        decays = dt * a.to(dt.dtype)[:, None]
-        weights = (decays.flip(-1).cumsum(-1).flip(-1) - decays).exp() * dt
-        m = decays.sum(-1).exp()
-        if documents is not None:
-            weights = weights * (documents.number == documents.last[:, None])[:, None]
-            m = m * (documents.first == documents.last)[:, None]
-        weighted = x * weights.transpose(1, 2).to(x.dtype)[..., None]
-        e = over_tokens(b.to(x.dtype), weighted.unflatten(2, (b.shape[2], -1)).flatten(3))
-        return m, e.unflatten(-1, (-1, x.shape[-1])).transpose(2, 3).flatten(1, 2)
-
-
-def _around_ring(call: _Call, m: Tensor, e: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _exchanged(call: _Call, m: Tensor, e: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     """The states that enter this rank's pieces, like ``e``, and the one that leaves the sequence. ``m [pieces, heads (, key_dim,
     key_dim)]``, ``e [pieces, heads, key_dim, value_dim]``."""
     documents, maps, ends = call.documents, [m, e], None
@@ -207,7 +166,7 @@ def _around_ring(call: _Call, m: Tensor, e: Tensor, initial_state: Tensor | None
     settings = dict(layout=_of_maps(call.layout, places // call.pieces), final_state=call.layer.final_state)
     with torch.autocast(e.device.type, enabled=False):
         entering, last = layer_with_state(call.where, (*maps, *call.compared, initial_state), ends, **call.made, **settings)
-    return _cut(entering, call.pieces)[:, -1], last
+    return cut(entering, call.pieces)[:, -1], last
 
 
 _OF_PLANS: "WeakKeyDictionary[Plan, dict[int, Plan]]" = WeakKeyDictionary()  # by the places of a piece
@@ -225,34 +184,6 @@ def _of_maps(layout: str, places: int) -> str:
     """The name of the layout of so many places a piece."""
     plan = named_layout(layout)
     return _OF_PLANS.setdefault(plan, {}).setdefault(places, Plan(places, plan.table)).name if isinstance(plan, Plan) else layout
-
-
-def _computed(
-    operator: Operator, operands: Sequence[Tensor], state: Tensor | None, documents: _Documents | None
-) -> tuple[Tensor, Tensor]:
-    """``(y, state)`` of each piece by itself: the one that leaves it, for the one that enters its first document."""
-    pieces, _, heads, value_dim = operands[2].shape
-    shape = heads, operands[1].shape[-1], value_dim
-    if documents is None:
-        y, left = operator(*operands, initial_state=state, output_final_state=True)
-        return _checked(y, operands[2], (pieces, *shape), left)
-    sequences = len(documents.cu_seqlens) - 1
-    entering = None if state is None else state.new_zeros(sequences, *shape).index_copy(0, documents.first, state)
-    flat = [x.flatten(0, 1)[None] for x in operands]
-    more = {"cu_seqlens": documents.cu_seqlens}
-    y, left = operator(*flat, initial_state=entering, output_final_state=True, **more)
-    y, left = _checked(y, flat[2], (sequences, *shape), left)
-    return y.view(operands[2].shape), left.index_select(0, documents.last)
-
-
-def _checked(y: Tensor, like: Tensor, shape: tuple[int, ...], left: Tensor) -> tuple[Tensor, Tensor]:
-    if not isinstance(y, Tensor) or not isinstance(left, Tensor) or y.shape != like.shape or left.shape != shape:
-        got = " and ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in (y, left))
-        raise ValueError(
-            f"operator must return its output {list(like.shape)} and its final state {list(shape)}, as fla's of delta rules and "
-            f"mamba_ssm's of state space models do; got {got}"
-        )
-    return y, left.to(accumulation(like.dtype))
 
 
 def _check(operator: Operator, layer: Recurrence, ids: Tensor | None) -> None:
@@ -299,52 +230,6 @@ def _takes(operator: Operator, name: str) -> bool:
         return False
 
 
-def _cut(x: Tensor, count: int) -> Tensor:
-    """``[batch, shard, ...]`` as ``[batch * count, piece, ...]``."""
-    return x.unflatten(1, (count, x.shape[1] // count)).flatten(0, 1)
-
-
 def _uncut(x: Tensor, places: int) -> Tensor:
     """``[batch * places, ...]`` as ``[batch, places, ...]``."""
     return x.unflatten(0, (-1, places))
-
-
-def _of_heads(x: Tensor, heads: int, normed: bool) -> Tensor:
-    """Queries or keys, once for each head."""
-    if normed:
-        wide = x.to(accumulation(x.dtype))
-        x = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)).to(x.dtype)
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
-
-
-_FIXED = WeakTensorKeyDictionary()  # documents by batch and pieces, of ids that nobody changes
-
-
-def fix(ids: Tensor) -> None:
-    """Nobody changes these ids: their documents, for which the host waits for the device, are found once for all layers."""
-    _FIXED[ids] = {}
-
-
-@untraced
-def _documents_of(ids: Tensor, batch: int, pieces: int) -> _Documents:
-    found = _FIXED.get(ids, {})
-    if (batch, pieces) not in found:
-        found[batch, pieces] = _documents(_cut(narrow_ids(ids, "segment_ids").expand(batch, -1), pieces))
-    documents: _Documents = found[batch, pieces]
-    return documents
-
-
-def _documents(ids: Tensor) -> _Documents:
-    """As ``jax_core.recurrence.documents``: a document is a stretch of equal ids, whatever padding is in between."""
-    real = ids >= 0
-    place = torch.where(real, torch.arange(ids.shape[1], device=ids.device), -1)
-    so_far = place.cummax(1).values
-    latest = torch.where(so_far >= 0, ids.gather(1, so_far.clamp_min(0)), -1)
-    before = F.pad(latest[:, :-1], (1, 0), value=-1)
-    begins = real & (before >= 0) & (ids != before)
-    begins[:, 0] = True
-    number = begins.flatten().cumsum(0).view_as(ids) - 1
-    starts = begins.flatten().nonzero()[:, 0]
-    cu_seqlens = F.pad(starts, (0, 1), value=ids.numel())
-    first_real = torch.where(real.any(1), ids.gather(1, real.int().argmax(1, keepdim=True))[:, 0], -1)
-    return _Documents(real, number, cu_seqlens, number[:, 0], number[:, -1], torch.stack([first_real, latest[:, -1]], 1))

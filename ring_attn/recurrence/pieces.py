@@ -1,10 +1,14 @@
-"""A delta rule's pieces by an operator of torch's, whose backward is the operator's own from the states that enter them."""
+"""An operator of torch's on the pieces of a shard: what it computes before a piece knows the state that enters it, and after.
+
+A piece is affine in that state: ``S_out = M S_in + E``. Its maps go round the ring, and the operator computes its output from
+``S_in``. A backward comes the other way: the output's cotangent tells ``S_in``'s, the ring those of ``S_out``, and the operator's
+own backward goes from ``S_in``, for both. The maps themselves are not differentiated.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torch_bridge.call.busy import busy
@@ -12,102 +16,135 @@ from torch_bridge.call.refusal import Refused
 from torch_bridge.recurrence.operation import accumulation
 from torch_bridge.tracing import untraced
 
-# Of q, k, v, g, beta and the states that enter: y, and the states that leave.
-Computed = Callable[[Sequence[Tensor], Tensor], tuple[Tensor, Tensor]]
+Tensors = Sequence[Any]  # tensors, or None for an absent one
+
+
+class Steps(Protocol):
+    """An operator's, of one call. Each hands on to the next, as its last result, what that one takes first. States are ``[pieces,
+    heads, key_dim, value_dim]``, in float32 (float64 of float64)."""
+
+    def maps(self, operands: Tensors) -> tuple[Tensor, Tensor, Tensors]:
+        """``M [pieces, heads (, key_dim, key_dim)]`` and ``E``, like a state, of operands ``[pieces, tokens, ...]``."""
+        ...
+
+    def output(self, kept: Tensors, entering: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
+        """``wanted``: of which operands a backward will want the gradients; until then torch saves what is handed on."""
+        ...
+
+    def back_to_state(self, kept: Tensors, entering: Tensor, dy: Tensor) -> tuple[Tensor, Tensors]:
+        """The cotangent of the states that enter, as far as it comes through the output."""
+        ...
+
+    def back_to_operands(
+        self, kept: Tensors, entering: Tensor, dy: Tensor, dleft: Tensor, wanted: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Those of the operands, for those of the output and of the states that leave."""
+        ...
+
+
+# Of M and E of this rank's pieces: the states that enter them, and the one that leaves the sequence.
+Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @untraced
-def maps_of_pieces(computed: Computed, *operands: Tensor) -> tuple[Tensor, ...]:
-    """``(local, e, entered, reads, m)`` of each piece: ``local [pieces, tokens, heads, value_dim]``, the output where no state
-    enters; ``reads [..., key_dim]``, of the state that does; and its map, ``m [pieces, heads, key_dim, key_dim]`` and ``e [...,
-    key_dim, value_dim]``.
-
-    ``reads`` and ``m`` have no gradients. The backward is the operator's from ``S_in``, for the cotangents of the output, which is
-    that of ``local``, and of ``S_out``, which is that of ``e``. ``S_in`` comes as the one of ``entered``, from :func:`joined`."""
-    return _Maps.apply(computed, *operands)
-
-
-@untraced
-def joined(local: Tensor, reads: Tensor, entering: Tensor, entered: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, of pieces and the states that enter them, and ``last`` as it is: a loss of either goes back through here."""
-    results: tuple[Tensor, Tensor] = _Joined.apply(local, reads, entering, entered, last)
+def around_ring(name: str, steps: Steps, exchange: Exchange, operands: Tensors) -> tuple[Tensor, Tensor]:
+    """The output, and the state that leaves the sequence. ``name``: of the layer by an operator, in words."""
+    call = _Call(name, steps)
+    m, e = _Before.apply(call, _Origin.apply(*operands), *operands)
+    entering, last = exchange(m, e)
+    results: tuple[Tensor, Tensor] = _After.apply(call, torch.is_grad_enabled(), entering, last)
     return results
 
 
-class _Maps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, computed: Computed, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        (pieces, _, heads, value_dim), key_dim = v.shape, k.shape[-1]
-        unit = torch.eye(key_dim, dtype=accumulation(v.dtype), device=v.device).expand(pieces, heads, key_dim, key_dim)
-        y, left = computed([q, k, F.pad(v, (0, key_dim)), g, beta], F.pad(unit, (value_dim, 0)))
-        (local, reads), (e, m) = (x.split([value_dim, key_dim], -1) for x in (y, left))
-        kind = v.device.type
-        ctx.computed, ctx.autocast = computed, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        ctx.save_for_backward(q, k, v, g, beta)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(reads, m)
-        return local, e, e.new_zeros(()).expand_as(e), reads, m
+class _Call:
+    """One call's way. ``wanted``: of the gradients. ``kept``: from one step to the next, where torch saves nothing in between."""
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dleft: Tensor | None, entering: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        saved, again = ctx.saved_tensors, torch.is_grad_enabled()
-        leaves = [x.detach().requires_grad_(want) for x, want in zip(saved, ctx.needs_input_grad[1:], strict=True)]
-        with busy(), torch.enable_grad(), torch.autocast(*ctx.autocast):  # it may tune itself for minutes
-            results = ctx.computed(leaves, entering.detach())
-            pairs = [(x, d) for x, d in zip(results, (dy, dleft), strict=True) if d is not None and x.requires_grad]
-            # As a checkpoint: of torch.autograd.grad nothing else is to get a gradient.
-            inputs = None if torch.autograd._is_checkpoint_valid() else [x for x in leaves if x.requires_grad]
-            if pairs:
-                torch.autograd.backward([x for x, _ in pairs], [d for _, d in pairs], inputs=inputs)
-        gradients = [x.grad for x in leaves]
-        if again:  # create_graph=True
-            return None, *Refused.apply("a delta rule by an operator", len(gradients), *gradients, *saved, dy, dleft)
-        return None, *gradients
+    def __init__(self, name: str, steps: Steps) -> None:
+        self.name, self.steps = name, steps
+        self.wanted: tuple[bool, ...] = ()
+        self.kept: Tensors = ()
 
 
-class _Joined(torch.autograd.Function):
+class _Origin(torch.autograd.Function):
+    """Nothing, of the operands: what gradients depend on, for torch to know where they are differentiated again (and refused)."""
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, reads: Tensor, entering: Tensor, entered: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        if any(ctx.needs_input_grad):
-            reads = reads.contiguous()  # what is saved is not to keep the whole wide output
-        ctx.save_for_backward(reads, entering)
-        ctx.set_materialize_grads(False)
-        y = local.clone(memory_format=torch.contiguous_format)
-        with torch.autocast(reads.device.type, enabled=False):
-            for part, read, state in zip(y, reads, entering.to(reads.dtype), strict=True):  # together, they would be copied
-                part.transpose(0, 1).baddbmm_(read.transpose(0, 1), state)
+    def forward(ctx: Any, *operands: Tensor | None) -> Tensor:
+        ctx.count = len(operands)
+        return next(x for x in operands if x is not None).new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: object) -> tuple[None, ...]:
+        return (None,) * ctx.count
+
+
+class _Before(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, origin: Tensor, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
+        m, e, call.kept = call.steps.maps([None if x is None else x.detach() for x in operands])
+        ctx.call, call.wanted, ctx.autocast = call, tuple(ctx.needs_input_grad[2:]), _autocast(e)
+        ctx.save_for_backward(origin)
+        ctx.mark_non_differentiable(m)
+        return m, e
+
+    @staticmethod
+    def backward(ctx: Any, _: object, dleft: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        (kept, entering, dy), call.kept = call.kept, ()
+        with busy(), torch.no_grad(), torch.autocast(*ctx.autocast):  # it may tune itself for minutes
+            gradients = call.steps.back_to_operands(kept, entering, dy, dleft, call.wanted)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = Refused.apply(call.name, len(gradients), *gradients, *ctx.saved_tensors, dy, dleft)
+        return None, None, *gradients
+
+
+class _After(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, recorded: bool, entering: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        (kept, call.kept), entering = (call.kept, ()), entering.detach()
+        y, kept = call.steps.output(kept, entering, [want and recorded for want in call.wanted])
+        ctx.call, ctx.autocast = call, _autocast(entering)
+        ctx.save_for_backward(entering, *kept)
         return y, last.view_as(last)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
-        reads, entering = ctx.saved_tensors
-        direct = None if dy is None else over_tokens(reads, dy.to(reads.dtype)).to(entering.dtype)
-        return dy, None, direct, entering, dlast
+    def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        call, (entering, *kept) = ctx.call, ctx.saved_tensors
+        with busy(), torch.no_grad(), torch.autocast(*ctx.autocast):
+            direct, kept = call.steps.back_to_state(kept, entering, dy)
+        if any(call.wanted):
+            call.kept = kept, entering, dy
+        return None, None, direct.to(entering.dtype), dlast
+
+
+def _autocast(x: Tensor) -> tuple[str, torch.dtype, bool]:
+    kind = x.device.type
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+
+class Recorded:
+    """A call of an operator that torch differentiates, by itself: ``results`` of ``leaves``, copies of its operands."""
+
+    def __init__(self, operator: Callable[..., tuple[Tensor, Tensor]], operands: Tensors, wanted: Sequence[bool]) -> None:
+        with torch.enable_grad():
+            pairs = zip(operands, wanted, strict=True)
+            self.leaves = [None if x is None else x.detach().requires_grad_(want) for x, want in pairs]
+            self.results = operator(*self.leaves)
+
+    def gradients(self, *cotangents: Tensor) -> list[Tensor | None]:
+        pairs = [(x, d.to(x.dtype)) for x, d in zip(self.results, cotangents, strict=True) if x.requires_grad]
+        # As a checkpoint: of torch.autograd.grad nothing but the leaves is to get a gradient.
+        inputs = None if torch.autograd._is_checkpoint_valid() else [x for x in self.leaves if x is not None and x.requires_grad]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [d for _, d in pairs], inputs=inputs)
+        return [None if x is None else x.grad for x in self.leaves]
 
 
 def over_tokens(a: Tensor, b: Tensor) -> Tensor:
     """Of ``a [pieces, tokens, heads, m]`` and ``b [..., n]`` the outer products, summed over tokens, ``[pieces, heads, m, n]``, in
     float32 (float64 of float64)."""
-    return _OverTokens.apply(a, b)
-
-
-class _OverTokens(torch.autograd.Function):
-    """torch's product of 16 bits as float32 has no derivative of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        # One piece after the other: together, they would be copied.
-        return torch.stack([_product(x.permute(1, 2, 0), y.transpose(0, 1)) for x, y in zip(a, b, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        d = d.to(a.dtype)
-        triples = list(zip(a.transpose(1, 2), b.transpose(1, 2), d, strict=True))
-        da = torch.stack([torch.bmm(y, each.mT).transpose(0, 1) for _, y, each in triples])
-        db = torch.stack([torch.bmm(x, each).transpose(0, 1) for x, _, each in triples])
-        return da, db
+    # One piece after the other: together, they would be copied.
+    return torch.stack([_product(x.permute(1, 2, 0), y.transpose(0, 1)) for x, y in zip(a, b, strict=True)])
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

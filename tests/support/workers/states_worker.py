@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from state_cases import CASES, LENGTH, ONE_OF_EACH, ids_of
 from state_torch import gradients_of, operator_of, sharded, stepwise, tensors
+from torch.utils.checkpoint import checkpoint
 
 import ring_attn
 from ring_attn import Ring
@@ -112,6 +113,28 @@ def own_gradient(function, operands, **where):
     function(*leaves, operator=learned, **where).square().sum().backward()
     return learned.gain.grad
 
+
+def backward_twice(name):
+    """The gradients of one backward, and what a second one of the same graph adds."""
+    case, ring = CASES[name], Ring(layout="zigzag")
+    given = tensors(case, DEVICE)[0].values()
+    leaves = [sharded(x, ring).detach().clone().requires_grad_() for x in given]
+    y = getattr(ring_attn, case.function)(*leaves, ring=ring, operator=operator_of(case))
+    found = [torch.autograd.grad(y.square().sum(), leaves, retain_graph=again) for again in (True, False)]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    return found[0]
+
+
+for name in ("kda", "ssd"):
+    plain = backward_twice(name)
+    with torch.autograd.graph.save_on_cpu():
+        torch.testing.assert_close(backward_twice(name), plain, rtol=0, atol=0)
+    given = tensors(CASES[name], DEVICE)[0].values()
+    layer = partial(getattr(ring_attn, CASES[name].function), layout="zigzag", operator=operator_of(CASES[name]))
+    for reentrant in (False, True):
+        leaves = [sharded(x, Ring(layout="zigzag")).detach().clone().requires_grad_() for x in given]
+        checkpoint(layer, *leaves, use_reentrant=reentrant).square().sum().backward()
+        torch.testing.assert_close([x.grad for x in leaves], list(plain), rtol=0, atol=0)
 
 case = CASES["kda"]
 operands = list(tensors(case, DEVICE)[0].values())

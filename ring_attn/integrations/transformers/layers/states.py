@@ -152,7 +152,7 @@ def _mask_of(call: Call) -> StateMask:
     # What comes after the last token is not seen, but would change a state that a cache keeps.
     ids = sequence.segments_with(sequence, causal=call.cache is None)[1]
     if ids is not None:
-        from ring_attn.recurrence.operators import fix  # which loads JAX
+        from ring_attn.recurrence.documents import fix  # which loads JAX
 
         fix(ids)
     return StateMask(sequence.ring, ids, hidden)
