@@ -13,7 +13,8 @@ from torch import Tensor
 
 from jax_core.recurrence.operators import EPSILON
 from ring_attn.recurrence.documents import Documents
-from ring_attn.recurrence.pieces import Recorded, Tensors, over_tokens
+from ring_attn.recurrence.pieces import Recorded, Tensors
+from ring_attn.recurrence.sums import over_tokens
 from torch_bridge.recurrence.operation import accumulation
 
 Operator = Callable[..., tuple[Tensor, Tensor]]

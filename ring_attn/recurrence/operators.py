@@ -4,6 +4,7 @@ A shard is cut into pieces, whose maps travel the ring as those of the library's
 (:class:`jax_core.recurrence.maps.Maps`).
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
@@ -21,7 +22,7 @@ from jax_core.recurrence.operators import CHUNK, Recurrence
 from jax_core.recurrence.pieces import pieces_of
 from ring_attn.recurrence.delta_rule import ByWideCall, of_heads
 from ring_attn.recurrence.documents import Documents, cut, documents_of
-from ring_attn.recurrence.pieces import around_ring
+from ring_attn.recurrence.pieces import Steps, around_ring
 from ring_attn.recurrence.state_space import BySums
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.mesh.rings import MeshArg
@@ -125,21 +126,33 @@ def _masked_pieces(x: Tensor | None, count: int, documents: Documents | None) ->
 
 
 def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
-    q, k, v, g, beta = (call.operands[name] for name in ("q", "k", "v", "g", "beta"))
+    q, k, v, g, beta = call.operands.values()
     assert q is not None and k is not None and v is not None and beta is not None
-    layer, heads = call.layer, v.shape[2]
-    by_itself = layer.l2norm and _takes(call.operator, "use_qk_l2norm_in_kernel")
-    operator = partial(call.operator, use_qk_l2norm_in_kernel=True) if by_itself else call.operator
-    q, k = (of_heads(x, heads, layer.l2norm and not by_itself) for x in (q, k))
+    layer, operator = call.layer, call.operator
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
-    steps, operands = ByWideCall(operator, call.documents), (q, k, v, g, beta)
-    if call.size == 1:
+    steps = steps_of_fla(operator, layer.l2norm, call.documents) if call.size > 1 and v.is_cuda else None
+    if steps is None:
+        by_itself = layer.l2norm and _takes(operator, "use_qk_l2norm_in_kernel")
+        operator = partial(operator, use_qk_l2norm_in_kernel=True) if by_itself else operator
+        q, k = (of_heads(x, v.shape[2], layer.l2norm and not by_itself) for x in (q, k))
+        steps = ByWideCall(operator, call.documents)
+    if isinstance(steps, ByWideCall) and call.size == 1:
         first = None if call.initial_state is None else call.initial_state.to(accumulation(v.dtype))
-        y, last = steps.computed(*operands, state=first)
+        y, last = steps.computed(q, k, v, g, beta, state=first)
     else:
         exchange = partial(_exchanged, call, initial_state=call.initial_state)
-        y, last = around_ring("a delta rule by an operator", steps, exchange, operands)
+        y, last = around_ring("a delta rule by an operator", steps, exchange, (q, k, v, g, beta))
     return y if layer.scale is None else y * (layer.scale * k.shape[-1] ** 0.5), last
+
+
+def steps_of_fla(operator: Operator, l2norm: bool, documents: Documents | None) -> Steps | None:
+    """Where it is one of fla's own, in the release whose kernels are known."""
+    if not getattr(sys.modules.get("fla"), "__version__", "").startswith("0.6."):
+        return None
+    from ring_attn.recurrence.fla_kernels import STEPS
+
+    made = next((steps for name, steps in STEPS if name is operator), None)  # others may have no hash
+    return None if made is None else made(l2norm, documents)
 
 
 def _state_space(call: _Call) -> tuple[Tensor, Tensor]:

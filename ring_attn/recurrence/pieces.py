@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torch_bridge.call.busy import busy
 from torch_bridge.call.refusal import Refused
-from torch_bridge.recurrence.operation import accumulation
 from torch_bridge.tracing import untraced
 
 Tensors = Sequence[Any]  # tensors, or None for an absent one
@@ -138,17 +137,3 @@ class Recorded:
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [d for _, d in pairs], inputs=inputs)
         return [None if x is None else x.grad for x in self.leaves]
-
-
-def over_tokens(a: Tensor, b: Tensor) -> Tensor:
-    """Of ``a [pieces, tokens, heads, m]`` and ``b [..., n]`` the outer products, summed over tokens, ``[pieces, heads, m, n]``, in
-    float32 (float64 of float64)."""
-    # One piece after the other: together, they would be copied.
-    return torch.stack([_product(x.permute(1, 2, 0), y.transpose(0, 1)) for x, y in zip(a, b, strict=True)])
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    wide = accumulation(a.dtype)
-    if a.dtype == wide:
-        return torch.bmm(a, b)
-    return torch.bmm(a, b, out_dtype=wide) if a.is_cuda else torch.bmm(a.to(wide), b.to(wide))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ring_attn.recurrence.delta_rule import checked
 from ring_attn.recurrence.documents import Documents
-from ring_attn.recurrence.pieces import Recorded, Tensors, over_tokens
+from ring_attn.recurrence.pieces import Recorded, Tensors
+from ring_attn.recurrence.sums import weighted_over_tokens
 from torch_bridge.recurrence.operation import accumulation
 
 Operator = Callable[..., tuple[Tensor, Tensor]]
@@ -31,7 +32,7 @@ class BySums:
             if self.documents is not None:
                 weights = weights * (self.documents.number == self.documents.last[:, None])[:, None]
                 m = m * (self.documents.first == self.documents.last)[:, None]
-            return m, _sums(b.to(x.dtype), x, weights), operands
+            return m, weighted_over_tokens(b.to(x.dtype), x, weights), operands
 
     def output(self, kept: Tensors, entering: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
         if not any(wanted):
@@ -45,7 +46,7 @@ class BySums:
             weights = _of_tokens(x, dt, a)[1].cumsum(-1).exp()
             if self.documents is not None:
                 weights = weights * (self.documents.number == self.documents.first[:, None])[:, None]
-            return _sums(c.to(x.dtype), dy.to(x.dtype), weights), kept
+            return weighted_over_tokens(c.to(x.dtype), dy.to(x.dtype), weights), kept
 
     def back_to_operands(
         self, kept: Tensors, entering: Tensor, dy: Tensor, dleft: Tensor, wanted: Sequence[bool]
@@ -72,10 +73,3 @@ def _of_tokens(x: Tensor, dt: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Times, and what each token lets decay, ``[pieces, heads, tokens]``: along the last dim a cumsum is some 100 times as fast."""
     times = dt.to(accumulation(x.dtype)).transpose(1, 2).contiguous()
     return times, times * a.to(times.dtype)[:, None]
-
-
-def _sums(b: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """``[pieces, heads, state_dim, head_dim]``"""
-    weighted = x * weights.transpose(1, 2).to(x.dtype)[..., None]
-    sums = over_tokens(b, weighted.unflatten(2, (b.shape[2], -1)).flatten(3))
-    return sums.unflatten(-1, (-1, x.shape[-1])).transpose(2, 3).flatten(1, 2)

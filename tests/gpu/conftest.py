@@ -7,7 +7,7 @@ import pytest
 from tests.gpu.jobs import GPUS, VISIBLE, need
 
 PARTS = (
-    ("test_kernels.py",),
+    ("test_kernels.py", "test_states.py"),
     ("test_bridge.py", "test_memory.py"),  # alone on its GPUs: it counts their memory, and fills it
     ("test_rings.py", "test_stress.py"),
     ("test_models.py",),

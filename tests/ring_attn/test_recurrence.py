@@ -11,7 +11,7 @@ from state_torch import gradients_of, operator_of, stepwise, stepwise_ssd, tenso
 
 import ring_attn
 from ring_attn.recurrence import documents as of_documents
-from ring_attn.recurrence.pieces import over_tokens
+from ring_attn.recurrence.sums import over_tokens
 
 
 @pytest.mark.slow

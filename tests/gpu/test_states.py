@@ -1,0 +1,67 @@
+"""flash-linear-attention's delta rules in steps: two pieces, one after the other, are its operator on the whole, on one GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ring_attn.recurrence.documents import documents_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ImportWarning")]  # of what fla looks for
+TOKENS, LENGTHS = 448, {"whole": [448], "documents": [100, 28, 200, 120]}  # a cut is at 224, within the third
+
+
+def operands_of(name, key_heads, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, TOKENS, heads, dim, generator=generator) for heads, dim in ((key_heads, 64), (key_heads, 64), (2, 128))
+    )
+    g = -0.1 * torch.rand(1, TOKENS, 2, *((64,) if name == "kda" else ()), generator=generator)
+    beta = torch.rand(1, TOKENS, 2, generator=generator)
+    return [x.to(device, torch.float32 if x is g else dtype).requires_grad_() for x in (q, F.normalize(k, dim=-1), v, g, beta)]
+
+
+def in_steps(make, operands, ids, dy, dlast):
+    """The output, the last state and the gradients, of two pieces."""
+    steps = make(True, None if ids is None else documents_of(ids, 1, 2))
+    pieces = [x.detach().unflatten(1, (2, -1)).flatten(0, 1) for x in operands]
+    m, e, kept = steps.maps(pieces)
+    begins = False if ids is None else bool(ids[0, TOKENS // 2] != ids[0, TOKENS // 2 - 1])
+    entering = torch.stack([torch.zeros_like(e[0]), torch.zeros_like(e[0]) if begins else e[0]])
+    y, kept = steps.output(kept, entering, [True] * 5)
+    last = m[1] @ entering[1] + e[1]
+    dy = dy.unflatten(1, (2, -1)).flatten(0, 1)
+    direct, kept = steps.back_to_state(kept, entering, dy)
+    leaving = torch.stack([torch.zeros_like(dlast[0]) if begins else direct[1] + m[1].mT @ dlast[0], dlast[0]])
+    gradients = steps.back_to_operands(kept, entering, dy, leaving, [True] * 5)
+    return [x.flatten(0, 1)[None] for x in (y, *gradients)], last
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize(("name", "key_heads"), [("gated_delta_rule", 2), ("gated_delta_rule", 1), ("kda", 2)])
+def test_steps_of_fla(name, key_heads, kind):
+    check(name, key_heads, kind)
+
+
+def check(name, key_heads, kind, device="cuda", dtype=torch.bfloat16):
+    fla = pytest.importorskip("fla")
+    if not fla.__version__.startswith("0.6."):
+        pytest.skip(f"its kernels are known of 0.6, here {fla.__version__}")
+    from ring_attn.recurrence.fla_kernels import STEPS
+
+    operator, make = next(pair for pair in STEPS if pair[0].__name__ == f"chunk_{name}")
+    operands = operands_of(name, key_heads, dtype, device)
+    ends = torch.tensor([0, *LENGTHS[kind]], device=device).cumsum(0)
+    ids = None if kind == "whole" else torch.repeat_interleave(torch.arange(len(ends) - 1, device=device), ends.diff())[None]
+    along = {} if ids is None else {"cu_seqlens": ends}
+    y, last = operator(*operands, output_final_state=True, use_qk_l2norm_in_kernel=True, **along)
+    dy, dlast = torch.randn_like(y), torch.randn_like(last[-1:])
+    try:
+        wanted = torch.autograd.grad([y, last[-1:]], operands, [dy, dlast])
+    except RuntimeError as error:
+        if "incorrect results" in str(error):  # of Triton 3.4 to 3.7.0 on Hopper
+            pytest.skip(str(error))
+        raise
+    found, own_last = in_steps(make, operands, ids, dy, dlast)
+    assert (own_last - last[-1]).norm() < 0.01 * last[-1].norm()
+    for which, one, other in zip(("y", "q", "k", "v", "g", "beta"), found, (y, *wanted), strict=True):
+        assert one.dtype == other.dtype and (one - other).norm() < 0.01 * other.norm(), which
