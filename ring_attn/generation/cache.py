@@ -15,6 +15,7 @@ from ring_attn.generation.layer import EMPTY, CacheSlots, Layer, Sum, whole_laye
 from ring_attn.ring import Ring
 from ring_attn.sharding.reduction import agree, sum_over_ring
 from torch_bridge.backends.capture import is_captured
+from torch_bridge.tracing import untraced
 
 _SAME = "every rank of the ring must make the same call of its KVCache"
 _BY_POSITION = ("sliding_window", "chunk_size", "alibi_slopes", "mask_mod")  # options that read positions
@@ -158,6 +159,7 @@ class KVCache:
         """The number of a module's layer: modules are numbered in the order in which they first ask."""
         return self._numbers.setdefault(module, len(self._numbers))
 
+    @untraced  # of a CUDA graph nothing may be kept for the next step: it is written again
     def attend(
         self,
         layer: int,
@@ -201,6 +203,7 @@ class KVCache:
         options |= dict(mesh=self.ring.mesh, mesh_dim=self.ring.mesh_dim, strategy="decode")
         return ring_attention(q, slots.key, slots.value, **options)
 
+    @untraced
     def write(self, layer: int, k: Tensor, v: Tensor, segment_ids: Tensor | None = None) -> None:
         """Keeps keys and values for cross attention: this rank's shard of them, ``[batch, shard length, kv_heads, dim]``, in any
         order, of one shape on all ranks. ``segment_ids [batch, shard length]``: negative on padding, which is not seen, else 0."""
@@ -209,6 +212,7 @@ class KVCache:
         slots = CacheSlots(k, v, zeros, zeros if segment_ids is None else segment_ids.to(torch.int32))
         self.layers[layer] = written_layer(slots, self.ring.rank, self.ring.size)
 
+    @untraced
     def keep(self, layer: int, k: Tensor, v: Tensor, positions: Tensor, segments: Tensor, reach: int | None = None) -> None:
         """Fills a layer with this rank's tokens before the appended ones, in any order: ``k``, ``v [batch, tokens, kv_heads,
         dim]``, integers ``positions``, ``segments [batch, tokens]`` (-1: padding). :meth:`attend` does so on the prompts.

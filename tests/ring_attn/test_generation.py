@@ -66,6 +66,32 @@ def test_a_compiled_model_says_the_same():
     assert torch.equal(generate(compiled, tokens, KVCache(Ring(), max_length=60), 12, lengths=LENGTHS), said)
 
 
+def test_what_a_compiled_step_has_computed_is_gone_in_the_next():
+    """As with mode="reduce-overhead", where a CUDA graph writes its results to the same memory whenever it runs."""
+    results: list[torch.Tensor] = []
+
+    def in_the_same_memory(graph, _):
+        def run(*given):
+            found = graph(*given)
+            results.extend(x for x in found if isinstance(x, torch.Tensor))
+            return found
+
+        return run
+
+    class Step(SmallModel):
+        def forward(self, *given):
+            for x in results:
+                x.fill_(7)
+            results.clear()
+            return compiled(self, *given)
+
+    compiled = torch.compile(SmallModel.forward, backend=in_the_same_memory)
+    model = SmallModel(dtype=torch.float32)
+    plain = generate(model, prompts(), KVCache(Ring(), max_length=60), 8, lengths=LENGTHS)
+    model.__class__ = Step
+    assert torch.equal(generate(model, prompts(), KVCache(Ring(), max_length=60), 8, lengths=LENGTHS), plain)
+
+
 def test_positions_of_padded_prompts_are_in_a_learned_table():
     tokens = torch.ones(1, 1100, dtype=torch.int64)
     with KVCache(Ring(), max_length=1200).prompt(tokens) as part:
