@@ -11,7 +11,7 @@ from state_torch import gradients_of, operator_of, stepwise, stepwise_ssd, tenso
 
 import ring_attn
 from ring_attn.recurrence import documents as of_documents
-from ring_attn.recurrence.sums import over_tokens
+from ring_attn.recurrence.sums import over_tokens, weighted_over_tokens
 
 
 @pytest.mark.slow
@@ -153,6 +153,9 @@ def test_sums_over_tokens():
     assert half.dtype == torch.float32
     exact = over_tokens(a.bfloat16().double(), b.bfloat16().double())
     torch.testing.assert_close(half.double(), exact, rtol=1e-5, atol=1e-5)
+    of_groups, weights = torch.randn(2, 7, 1, 4, dtype=torch.float64), torch.rand(2, 3, 7, dtype=torch.float64)
+    wanted = torch.einsum("ptm,pthn,pht->phmn", of_groups[:, :, 0], b, weights)
+    torch.testing.assert_close(weighted_over_tokens(of_groups, b, weights), wanted)
 
 
 @pytest.mark.slow
