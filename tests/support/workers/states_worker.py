@@ -125,16 +125,26 @@ def backward_twice(name):
     return found[0]
 
 
+def check_checkpoints(name, plain, reentrant):
+    """Its function is computed twice, and no third time for what is recorded within."""
+    given, ring, runs = tensors(CASES[name], DEVICE)[0].values(), Ring(layout="zigzag"), []
+
+    def layer(*operands):
+        runs.append(1)
+        return getattr(ring_attn, CASES[name].function)(*operands, ring=ring, operator=operator_of(CASES[name]))
+
+    leaves = [sharded(x, ring).detach().clone().requires_grad_() for x in given]
+    checkpoint(layer, *leaves, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close([x.grad for x in leaves], list(plain), rtol=0, atol=0)
+    assert len(runs) == 2, f"{name}: computed {len(runs)} times"
+
+
 for name in ("kda", "ssd"):
     plain = backward_twice(name)
     with torch.autograd.graph.save_on_cpu():
         torch.testing.assert_close(backward_twice(name), plain, rtol=0, atol=0)
-    given = tensors(CASES[name], DEVICE)[0].values()
-    layer = partial(getattr(ring_attn, CASES[name].function), layout="zigzag", operator=operator_of(CASES[name]))
     for reentrant in (False, True):
-        leaves = [sharded(x, Ring(layout="zigzag")).detach().clone().requires_grad_() for x in given]
-        checkpoint(layer, *leaves, use_reentrant=reentrant).square().sum().backward()
-        torch.testing.assert_close([x.grad for x in leaves], list(plain), rtol=0, atol=0)
+        check_checkpoints(name, plain, reentrant)
 
 case = CASES["kda"]
 operands = list(tensors(case, DEVICE)[0].values())
