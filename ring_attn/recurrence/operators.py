@@ -130,7 +130,8 @@ def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
     assert q is not None and k is not None and v is not None and beta is not None
     layer, operator = call.layer, call.operator
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
-    steps = steps_of_fla(operator, layer.l2norm, call.documents) if call.size > 1 and v.is_cuda else None
+    by_kernels = call.size > 1 and v.is_cuda and v.dtype != torch.float64
+    steps = steps_of_fla(operator, layer.l2norm, call.documents) if by_kernels else None
     if steps is None:
         by_itself = layer.l2norm and _takes(operator, "use_qk_l2norm_in_kernel")
         operator = partial(operator, use_qk_l2norm_in_kernel=True) if by_itself else operator

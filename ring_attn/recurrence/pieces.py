@@ -49,9 +49,11 @@ Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def around_ring(name: str, steps: Steps, exchange: Exchange, operands: Tensors) -> tuple[Tensor, Tensor]:
     """The output, and the state that leaves the sequence. ``name``: of the layer by an operator, in words."""
     call = _Call(name, steps)
-    m, e = _Before.apply(call, _Origin.apply(*operands), *operands)
-    entering, last = exchange(m, e)
-    results: tuple[Tensor, Tensor] = _After.apply(call, torch.is_grad_enabled(), entering, last)
+    with torch.cuda.device_of(operands[0]):  # where kernels are launched
+        origin = _Origin.apply(*operands)
+        m, e = _Before.apply(call, origin, *operands)
+        entering, last = exchange(m, e)
+        results: tuple[Tensor, Tensor] = _After.apply(call, torch.is_grad_enabled(), origin, entering, last)
     return results
 
 
@@ -99,21 +101,24 @@ class _Before(torch.autograd.Function):
 
 class _After(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, recorded: bool, entering: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: _Call, recorded: bool, origin: Tensor, entering: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         (kept, call.kept), entering = (call.kept, ()), entering.detach()
         y, kept = call.steps.output(kept, entering, [want and recorded for want in call.wanted])
         ctx.call, ctx.autocast = call, _autocast(entering)
-        ctx.save_for_backward(entering, *kept)
+        ctx.save_for_backward(origin, entering, *kept)
         return y, last.view_as(last)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        call, (entering, *kept) = ctx.call, ctx.saved_tensors
+        call, (origin, entering, *kept) = ctx.call, ctx.saved_tensors
         with busy(), torch.no_grad(), torch.autocast(*ctx.autocast):
             direct, kept = call.steps.back_to_state(kept, entering, dy)
         if any(call.wanted):
             call.kept = kept, entering, dy
-        return None, None, direct.to(entering.dtype), dlast
+        direct = direct.to(entering.dtype)
+        if torch.is_grad_enabled():
+            (direct,) = Refused.apply(call.name, 1, direct, origin, dy)
+        return None, None, None, direct, dlast
 
 
 def _autocast(x: Tensor) -> tuple[str, torch.dtype, bool]:

@@ -155,6 +155,10 @@ torch.testing.assert_close(gradient, own_gradient(ring_attn.kda, operands, mesh=
 q = shards[0].detach().requires_grad_()
 (dq,) = torch.autograd.grad(ring_attn.kda(q, *shards[1:], operator=stepwise).square().sum(), q, create_graph=True)
 refused("a delta rule by an operator can be differentiated once", dq.sum().backward)
+state, weight = (x.clone().requires_grad_() for x in (tensors(case, DEVICE)[1], shards[2]))
+y = ring_attn.kda(*(x.detach() for x in shards), initial_state=state, operator=stepwise)
+(dstate,) = torch.autograd.grad((y * weight).sum(), state, create_graph=True)  # of what it depends on, weight alone has a gradient
+refused("can be differentiated once", torch.autograd.grad, dstate.square().sum(), weight)
 with ring_attn.Explaining() as calls:
     ring_attn.kda(*shards, operator=stepwise)
 assert "kda: by state_torch.stepwise" in str(calls), str(calls)
