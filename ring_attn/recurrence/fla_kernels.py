@@ -83,7 +83,7 @@ class OfFla:
         dq, dk, dv, dsums, dbeta = self.gradients(q, k, v, sums, beta, inner, dinner, w, h, values, dh, dy, dv)
         dg = chunk_local_cumsum(dsums, chunk_size=CHUNK, reverse=True, **self.along)
         if self.l2norm:
-            dq, dk = (l2norm_bwd(x, norm, dx.to(x.dtype)) for x, norm, dx in ((q, q_norm, dq), (k, k_norm, dk)))
+            dq, dk = (l2norm_bwd(x, norm, dx) for x, norm, dx in ((q, q_norm, dq), (k, k_norm, dk)))
         return [x.view(shape).to(dtype) for x, (shape, dtype) in zip((dq, dk, dv, dg, dbeta), self.forms, strict=True)]
 
     def in_chunks(self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensors]:
