@@ -2,7 +2,7 @@
 values (``w``, ``u`` and the inverse that they come by) depends on no state, and is made once for the maps and the output; ``M`` and
 ``E`` are two passes along the piece, from the unit matrix without values, and from nothing.
 
-Imports fla, so this is imported where its operators are known to be there (:func:`ring_attn.recurrence.operators.steps_of`).
+Imports fla, so this is imported where its operators are known to be there (:func:`ring_attn.recurrence.operators.steps_of_fla`).
 """
 
 from collections.abc import Callable, Sequence

@@ -48,7 +48,7 @@ class StateSpace(Protocol):
     """As mamba_ssm's ``mamba_chunk_scan_combined``: of :func:`ring_attn.ssd`'s operands and the state that enters the output, like
     ``x``, and the final state ``[batch, heads, head_dim, state_dim]``; with ``seq_idx``, int32 ``[batch, tokens]``, which it is
     given only where there are documents, that of the last one, and what enters does so into document 0. Differentiable in all
-    tensors, and from both results."""
+    tensors, and from both results; parameters of its own as of a :class:`DeltaRule`."""
 
     def __call__(
         self,

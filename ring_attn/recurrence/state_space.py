@@ -37,7 +37,7 @@ class BySums:
     def output(self, kept: Tensors, entering: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
         # A checkpoint would compute a graph within its graph a third time: there, and for other hooks, the backward calls again.
         if not any(wanted) or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return self.computed(*kept, state=entering.mT)[0], kept if any(wanted) else ()
+            return self.computed(*kept, state=entering.mT)[0], kept
         self._recorded = self._record(kept, entering, wanted)
         return self._recorded.results[0].detach(), kept
 

@@ -159,6 +159,16 @@ state, weight = (x.clone().requires_grad_() for x in (tensors(case, DEVICE)[1], 
 y = ring_attn.kda(*(x.detach() for x in shards), initial_state=state, operator=stepwise)
 (dstate,) = torch.autograd.grad((y * weight).sum(), state, create_graph=True)  # of what it depends on, weight alone has a gradient
 refused("can be differentiated once", torch.autograd.grad, dstate.square().sum(), weight)
+for name in ("kda", "ssd"):  # the state alone has a gradient
+    found = []
+    for ring in (Ring(layout="zigzag"), None):
+        function, where = getattr(ring_attn, CASES[name].function), {"mesh": "local"} if ring is None else {"ring": ring}
+        given = [x if ring is None else sharded(x, ring) for x in tensors(CASES[name], DEVICE)[0].values()]
+        state = tensors(CASES[name], DEVICE)[1].requires_grad_()
+        function(*given, initial_state=state, operator=operator_of(CASES[name]), **where).square().sum().backward()
+        found.append(state.grad)
+    dist.all_reduce(found[0])
+    torch.testing.assert_close(*found)
 with ring_attn.Explaining() as calls:
     ring_attn.kda(*shards, operator=stepwise)
 assert "kda: by state_torch.stepwise" in str(calls), str(calls)
