@@ -4,7 +4,7 @@ One call tells all of a piece: for values ``[v | 0]`` and the state ``[0 | I]`` 
 y_0 + P S_in``. The operator is called once more in the backward, from ``S_in``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,9 @@ from torch import Tensor
 
 from jax_core.recurrence.operators import EPSILON
 from ring_attn.recurrence.documents import Documents
-from ring_attn.recurrence.pieces import Recorded, Tensors
+from ring_attn.recurrence.pieces import Operator, Recorded, Tensors, checked
 from ring_attn.recurrence.sums import over_tokens
 from torch_bridge.recurrence.operation import accumulation
-
-Operator = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,3 @@ def of_heads(x: Tensor, heads: int, normed: bool) -> Tensor:
         wide = x.to(accumulation(x.dtype))
         x = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)).to(x.dtype)
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
-
-
-def checked(y: Tensor, like: Tensor, shape: tuple[int, ...], left: Tensor) -> tuple[Tensor, Tensor]:
-    if not isinstance(y, Tensor) or not isinstance(left, Tensor) or y.shape != like.shape or left.shape != shape:
-        got = " and ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in (y, left))
-        raise ValueError(
-            f"operator must return its output {list(like.shape)} and its final state {list(shape)}, as fla's of delta rules and "
-            f"mamba_ssm's of state space models do; got {got}"
-        )
-    return y, left.to(accumulation(like.dtype))

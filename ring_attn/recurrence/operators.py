@@ -5,7 +5,7 @@ A shard is cut into pieces, whose maps travel the ring as those of the library's
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from inspect import signature
 from typing import NamedTuple, Protocol
@@ -22,7 +22,7 @@ from jax_core.recurrence.operators import CHUNK, Recurrence
 from jax_core.recurrence.pieces import pieces_of
 from ring_attn.recurrence.delta_rule import ByWideCall, of_heads
 from ring_attn.recurrence.documents import Documents, cut, documents_of
-from ring_attn.recurrence.pieces import Steps, around_ring
+from ring_attn.recurrence.pieces import Operator, Steps, around_ring
 from ring_attn.recurrence.state_space import BySums
 from torch_bridge.backends.dispatch import backend_of
 from torch_bridge.mesh.rings import MeshArg
@@ -66,7 +66,6 @@ class StateSpace(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-Operator = Callable[..., tuple[Tensor, Tensor]]  # one of the two
 _OTHER_OPERANDS = ("dt_bias", "dt_softplus", "dt_limit", "z")  # of mamba_ssm's operator: it would not compute ring_attn.ssd
 
 

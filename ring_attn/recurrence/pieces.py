@@ -13,9 +13,11 @@ from torch import Tensor
 
 from torch_bridge.call.busy import busy
 from torch_bridge.call.refusal import Refused
+from torch_bridge.recurrence.operation import accumulation
 from torch_bridge.tracing import untraced
 
 Tensors = Sequence[Any]  # tensors, or None for an absent one
+Operator = Callable[..., tuple[Tensor, Tensor]]  # its output and the final state
 
 
 class Steps(Protocol):
@@ -129,7 +131,7 @@ def _autocast(x: Tensor) -> tuple[str, torch.dtype, bool]:
 class Recorded:
     """A call of an operator that torch differentiates, by itself: ``results`` of ``leaves``, copies of its operands."""
 
-    def __init__(self, operator: Callable[..., tuple[Tensor, Tensor]], operands: Tensors, wanted: Sequence[bool]) -> None:
+    def __init__(self, operator: Operator, operands: Tensors, wanted: Sequence[bool]) -> None:
         with torch.enable_grad():
             pairs = zip(operands, wanted, strict=True)
             self.leaves = [None if x is None else x.detach().requires_grad_(want) for x, want in pairs]
@@ -142,3 +144,13 @@ class Recorded:
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [d for _, d in pairs], inputs=inputs)
         return [None if x is None else x.grad for x in self.leaves]
+
+
+def checked(y: Tensor, like: Tensor, shape: tuple[int, ...], left: Tensor) -> tuple[Tensor, Tensor]:
+    if not isinstance(y, Tensor) or not isinstance(left, Tensor) or y.shape != like.shape or left.shape != shape:
+        got = " and ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in (y, left))
+        raise ValueError(
+            f"operator must return its output {list(like.shape)} and its final state {list(shape)}, as fla's of delta rules and "
+            f"mamba_ssm's of state space models do; got {got}"
+        )
+    return y, left.to(accumulation(like.dtype))

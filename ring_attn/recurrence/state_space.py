@@ -1,19 +1,16 @@
 """A state space model by an operator of torch's, as mamba_ssm's. ``M`` and ``E`` of a piece are sums over its tokens, and so is
 what its output tells of the state that enters: the operator is called once, from that state."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attn.recurrence.delta_rule import checked
 from ring_attn.recurrence.documents import Documents
-from ring_attn.recurrence.pieces import Recorded, Tensors
+from ring_attn.recurrence.pieces import Operator, Recorded, Tensors, checked
 from ring_attn.recurrence.sums import weighted_over_tokens
 from torch_bridge.recurrence.operation import accumulation
-
-Operator = Callable[..., tuple[Tensor, Tensor]]
 
 
 class BySums:
