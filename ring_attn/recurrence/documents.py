@@ -64,7 +64,8 @@ def _documents(ids: Tensor) -> Documents:
     starts = begins.flatten().nonzero()[:, 0]
     cu_seqlens = F.pad(starts, (0, 1), value=ids.numel())
     first_real = torch.where(real.any(1), ids.gather(1, real.int().argmax(1, keepdim=True))[:, 0], -1)
-    return Documents(real, number, cu_seqlens, number[:, 0], number[:, -1], torch.stack([first_real, latest[:, -1]], 1))
+    first, last = (number[:, at].contiguous() for at in (0, -1))  # kernels read them
+    return Documents(real, number, cu_seqlens, first, last, torch.stack([first_real, latest[:, -1]], 1))
 
 
 def cut(x: Tensor, count: int) -> Tensor:

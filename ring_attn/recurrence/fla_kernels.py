@@ -1,6 +1,6 @@
 """flash-linear-attention's delta rules in the steps of their kernels, as fla-core 0.6 has them: what a chunk makes of its keys and
-values (``w``, ``u`` and the inverse that they come by) depends on no state, and is made once for the maps and the output; ``M`` and
-``E`` are two passes along the piece, from the unit matrix without values, and from nothing.
+values (``w``, ``u`` and the inverse that they come by) depends on no state, and is made once for the maps and the output. The maps,
+and the cotangent of the state that enters, are passes of the library's own kernels (:mod:`ring_attn.recurrence.passes`).
 
 Imports fla, so this is imported where its operators are known to be there (:func:`ring_attn.recurrence.operators.steps_of_fla`).
 """
@@ -8,7 +8,6 @@ Imports fla, so this is imported where its operators are known to be there (:fun
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from fla.modules.l2norm import l2norm_bwd, l2norm_fwd  # type: ignore[import-not-found]
 from fla.ops.common.chunk_delta_h import (  # type: ignore[import-not-found]
     chunk_gated_delta_rule_bwd_dhu,
@@ -28,6 +27,7 @@ from fla.ops.utils.constant import RCP_LN2  # type: ignore[import-not-found]
 from torch import Tensor
 
 from ring_attn.recurrence.documents import Documents
+from ring_attn.recurrence.passes import back_along, maps_along
 from ring_attn.recurrence.pieces import Tensors
 
 CHUNK = 64  # fla's own
@@ -51,16 +51,13 @@ class OfFla:
         (q, q_norm), (k, k_norm) = (l2norm_fwd(x) if self.l2norm else (x, None) for x in (q, k))
         sums = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **self.along)
         keys, w, u, inner = self.in_chunks(q, k, v, sums, beta)
-        shape = self.forms[0][0][0], v.shape[2], k.shape[-1], k.shape[-1]
-        unit = torch.eye(k.shape[-1], device=k.device).expand(shape).contiguous()
-        m = self._states(keys, w, v.new_zeros(*v.shape[:-1], k.shape[-1]), sums, unit, last=True)[2]
-        e = self._states(keys, w, u, sums, None, last=True)[2]
-        return self._of_last(m), self._of_last(e), (q, k, v, sums, beta, q_norm, k_norm, *inner, keys, w, u)
+        m, e = maps_along(keys, w, u, sums, self.documents)
+        return m, e, (q, k, v, sums, beta, q_norm, k_norm, *inner, keys, w, u)
 
     def output(self, kept: Tensors, entering: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
         *saved, keys, w, u = kept
         q, k, _, sums, _, _, _, *inner = saved
-        h, values, _ = self._states(keys, w, u, sums, entering)
+        h, values = self._states(keys, w, u, sums, entering)
         y: Tensor = self.read(q, k, values, h, sums, inner)
         return y.view(self.forms[2][0]).to(self.forms[0][1]), saved
 
@@ -68,10 +65,9 @@ class OfFla:
         q, k, v, sums, beta, _, _, *inner = kept
         dy = self._flat(dy)
         queries, keys, w, u = self.in_chunks_again(q, k, v, sums, beta, inner)
-        h, values, _ = self._states(keys, w, u, sums, entering)
+        h, values = self._states(keys, w, u, sums, entering)
         dinner, dv = self.back_in_chunks(q, k, values, dy, sums, inner)
-        _, direct, _ = self._back(queries, keys, w, sums, dy, dv, entering=entering)
-        direct = direct if self.documents is None else direct.index_select(0, self.documents.first)
+        direct = back_along(queries, keys, w, sums, dy, dv, self.documents)
         return direct, (*kept, dinner, queries, keys, w, h, values, dy, dv)
 
     def back_to_operands(
@@ -79,7 +75,7 @@ class OfFla:
     ) -> Sequence[Tensor | None]:
         *saved, dinner, queries, keys, w, h, values, dy, dv = kept
         q, k, v, sums, beta, q_norm, k_norm, *inner = saved
-        dh, _, dv = self._back(queries, keys, w, sums, dy, dv, leaving=dleft)
+        dh, dv = self._back(queries, keys, w, sums, dy, dv, dleft)
         dq, dk, dv, dsums, dbeta = self.gradients(q, k, v, sums, beta, inner, dinner, w, h, values, dh, dy, dv)
         dg = chunk_local_cumsum(dsums, chunk_size=CHUNK, reverse=True, **self.along)
         if self.l2norm:
@@ -108,40 +104,23 @@ class OfFla:
         """Of ``q, k, v, sums, beta``."""
         raise NotImplementedError
 
-    def _states(
-        self, keys: Tensor, w: Tensor, u: Tensor, sums: Tensor, entering: Tensor | None, last: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        first = entering if entering is None or self.documents is None else self.documents.of_first(entering)
-        named: dict[str, Any] = {self.decays: sums, "initial_state": first, "output_final_state": last, "save_new_value": not last}
-        results: tuple[Tensor, Tensor, Tensor] = chunk_gated_delta_rule_fwd_h(k=keys, w=w, u=u, **named, **self.along)
-        return results
+    def _states(self, keys: Tensor, w: Tensor, u: Tensor, sums: Tensor, entering: Tensor) -> tuple[Tensor, Tensor]:
+        """Each chunk's state, and what its tokens add to it."""
+        first = entering if self.documents is None else self.documents.of_first(entering)
+        named = {self.decays: sums, "initial_state": first}
+        h, values, _ = chunk_gated_delta_rule_fwd_h(k=keys, w=w, u=u, **named, **self.along)
+        return h, values
 
     def _back(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        w: Tensor,
-        sums: Tensor,
-        dy: Tensor,
-        dv: Tensor,
-        *,
-        entering: Tensor | None = None,
-        leaving: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.documents is not None:
-            entering = None if entering is None else self.documents.of_first(entering)
-            leaving = None if leaving is None else self.documents.of_last(leaving)
-        named: dict[str, Any] = {self.decays: sums, "h0": entering, "dht": leaving, "scale": keys.shape[-1] ** -0.5}
-        results: tuple[Tensor, Tensor, Tensor] = chunk_gated_delta_rule_bwd_dhu(
-            q=queries, k=keys, w=w, do=dy, dv=dv, **named, **self.along
-        )
-        return results
+        self, queries: Tensor, keys: Tensor, w: Tensor, sums: Tensor, dy: Tensor, dv: Tensor, dleft: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        leaving = dleft if self.documents is None else self.documents.of_last(dleft)
+        named = {self.decays: sums, "dht": leaving, "scale": keys.shape[-1] ** -0.5}
+        dh, _, dv = chunk_gated_delta_rule_bwd_dhu(q=queries, k=keys, w=w, do=dy, dv=dv, **named, **self.along)
+        return dh, dv
 
     def _flat(self, x: Tensor) -> Tensor:
         return (x if self.documents is None else x.flatten(0, 1)[None]).contiguous()
-
-    def _of_last(self, states: Tensor) -> Tensor:
-        return states if self.documents is None else states.index_select(0, self.documents.last)
 
 
 class GatedDeltaRule(OfFla):

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 from jax.sharding import PartitionSpec as P
 
 from jax_core.kernels.triton import launch
@@ -118,6 +119,39 @@ def test_decoding_compiles_and_fits(dim, dtype, tmp_path):
             assert used.spilled == 0
 
 
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.costly)])
+@pytest.mark.parametrize(("rows", "columns", "dtype"), [(128, 64, "bfloat16"), (128, 128, "bfloat16"), (16, 80, "float16")])
+def test_sums_over_tokens_compile_and_fit(rows, columns, dtype, capability, tmp_path):
+    from jax_core.kernels.triton.sums_kernel import sums_kernel
+    from ring_attn.recurrence.sums import SETTINGS, constants_of
+
+    arrays = (dtype, dtype, "float32", "float32")
+    used = use(Launch(sums_kernel, (*arrays, "i32", "i32"), constants_of(8, 2, rows, columns), **SETTINGS), capability, tmp_path)
+    print(used)
+    assert used.shared <= SHARED_MEMORY[capability] // 2 and used.spilled == 0
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.costly)])
+@pytest.mark.parametrize(
+    ("key_dim", "dtype", "vector"),
+    [(128, "bfloat16", False), (64, "float16", True), (256, "bfloat16", True), (256, "float32", False)],
+)
+def test_passes_of_a_delta_rule_compile_and_fit(key_dim, dtype, vector, capability, tmp_path):
+    from jax_core.kernels.triton.delta_rule_kernels import back_kernel, maps_kernel
+    from ring_attn.recurrence.passes import constants_of, settings_of
+
+    keys = torch.empty(1, 1, 4, key_dim, dtype=getattr(torch, dtype))
+    decays = torch.empty(1, 1, 8, *((key_dim,) if vector else ()))
+    const = constants_of(keys, keys, torch.empty(1, 1, 8, 128), decays, None)
+    const, settings = replace(const, documents=True), settings_of(const, keys.dtype)
+    of_keys, of_documents = (dtype, dtype, dtype), ("int64", "int64", "int64", "i32")
+    back = (*of_keys, "float32", dtype, dtype, "fp32", "int64", "int64", "i32", "float32")
+    for kernel, dtypes in ((maps_kernel, (*of_keys, "float32", *of_documents, "float32", "float32")), (back_kernel, back)):
+        used = use(Launch(kernel, dtypes, const, **settings), capability, tmp_path)
+        print(used)
+        assert used.shared <= SHARED_MEMORY[capability] and used.spilled <= (64 if capability == 90 and key_dim <= 128 else 1024)
+
+
 def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
     from jax_core.kernels.triton.decode_kernels import (
         AppendConstants,
@@ -208,8 +242,9 @@ _TRITON_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int3
 def use(asked: Launch, capability: int, folder: Path) -> Use:
     """Compiles to machine code."""
     names = [name for name in asked.kernel.arg_names if name != "const"]
-    signature = {name: f"*{_TRITON_NAMES[dtype]}" for name, dtype in zip(names, asked.dtypes, strict=True)}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names))}
+    pointers = {dtype: f"*{name}" for dtype, name in _TRITON_NAMES.items()}  # beside which a kernel may take numbers
+    signature = {name: pointers.get(dtype, dtype) for name, dtype in zip(names, asked.dtypes, strict=True)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, dtype in enumerate(asked.dtypes) if dtype in pointers}
     source = triton.compiler.ASTSource(asked.kernel, signature | {"const": "constexpr"}, {"const": asked.const}, aligned)
     options = dict(num_warps=asked.num_warps, num_stages=asked.num_stages, enable_fp_fusion=True)
     program = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32), options=options)
