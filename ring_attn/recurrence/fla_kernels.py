@@ -6,7 +6,7 @@ Imports fla, so this is imported where its operators are known to be there (:fun
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fla.modules.l2norm import l2norm_bwd, l2norm_fwd  # type: ignore[import-not-found]
 from fla.ops.common.chunk_delta_h import (  # type: ignore[import-not-found]
@@ -33,6 +33,25 @@ from ring_attn.recurrence.pieces import Tensors
 CHUNK = 64  # fla's own
 
 
+class Saved(NamedTuple):
+    """Of the operands, what a backward needs: ``q`` and ``k`` normed, with the norms, ``sums`` of the log decays along each chunk,
+    and ``inner``, what else a chunk makes of itself, by the operator."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sums: Tensor
+    beta: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    inner: Tensors
+
+    @classmethod
+    def of(cls, kept: Tensors) -> "Saved":
+        q, k, v, sums, beta, q_norm, k_norm, *inner = kept
+        return cls(q, k, v, sums, beta, q_norm, k_norm, inner)
+
+
 class OfFla:
     """Of ``q, k, v, g, beta``; queries and keys may have fewer heads. ``decays``: the name of fla's argument."""
 
@@ -55,52 +74,50 @@ class OfFla:
         return m, e, (q, k, v, sums, beta, q_norm, k_norm, *inner, keys, w, u)
 
     def output(self, kept: Tensors, entering: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
-        *saved, keys, w, u = kept
-        q, k, _, sums, _, _, _, *inner = saved
-        h, values = self._states(keys, w, u, sums, entering)
-        y: Tensor = self.read(q, k, values, h, sums, inner)
-        return y.view(self.forms[2][0]).to(self.forms[0][1]), saved
+        *kept, keys, w, u = kept
+        saved = Saved.of(kept)
+        h, values = self._states(keys, w, u, saved.sums, entering)
+        y: Tensor = self.read(saved, values, h)
+        return y.view(self.forms[2][0]).to(self.forms[0][1]), kept
 
     def back_to_state(self, kept: Tensors, entering: Tensor, dy: Tensor) -> tuple[Tensor, Tensors]:
-        q, k, v, sums, beta, _, _, *inner = kept
-        dy = self._flat(dy)
-        queries, keys, w, u = self.in_chunks_again(q, k, v, sums, beta, inner)
-        h, values = self._states(keys, w, u, sums, entering)
-        dinner, dv = self.back_in_chunks(q, k, values, dy, sums, inner)
-        direct = back_along(queries, keys, w, sums, dy, dv, self.documents)
-        return direct, (*kept, dinner, queries, keys, w, h, values, dy, dv)
+        saved, dy = Saved.of(kept), self._flat(dy)
+        queries, keys, w, u = self.in_chunks_again(saved)
+        h, values = self._states(keys, w, u, saved.sums, entering)
+        dinner, dv = self.back_in_chunks(saved, values, dy)
+        direct = back_along(queries, keys, w, saved.sums, dy, dv, self.documents)
+        return direct, (saved, dinner, queries, keys, w, h, values, dy, dv)
 
     def back_to_operands(
         self, kept: Tensors, entering: Tensor, dy: Tensor, dleft: Tensor, wanted: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        *saved, dinner, queries, keys, w, h, values, dy, dv = kept
-        q, k, v, sums, beta, q_norm, k_norm, *inner = saved
-        dh, dv = self._back(queries, keys, w, sums, dy, dv, dleft)
-        dq, dk, dv, dsums, dbeta = self.gradients(q, k, v, sums, beta, inner, dinner, w, h, values, dh, dy, dv)
+        saved, dinner, queries, keys, w, h, values, dy, dv = kept
+        dh, dv = self._back(queries, keys, w, saved.sums, dy, dv, dleft)
+        dq, dk, dv, dsums, dbeta = self.gradients(saved, dinner, w, h, values, dh, dy, dv)
         dg = chunk_local_cumsum(dsums, chunk_size=CHUNK, reverse=True, **self.along)
         if self.l2norm:
-            dq, dk = (l2norm_bwd(x, norm, dx) for x, norm, dx in ((q, q_norm, dq), (k, k_norm, dk)))
+            dq, dk = l2norm_bwd(saved.q, saved.q_norm, dq), l2norm_bwd(saved.k, saved.k_norm, dk)
         return [x.view(shape).to(dtype) for x, (shape, dtype) in zip((dq, dk, dv, dg, dbeta), self.forms, strict=True)]
 
     def in_chunks(self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensors]:
-        """Keys as the states take them, ``w``, ``u``, and what the output and the backward read."""
+        """Keys as the states take them, ``w``, ``u``, and ``inner``."""
         raise NotImplementedError
 
-    def in_chunks_again(
-        self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor, inner: Tensors
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def in_chunks_again(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys as the states take them, ``w`` and ``u``."""
         raise NotImplementedError
 
-    def read(self, q: Tensor, k: Tensor, values: Tensor, h: Tensor, sums: Tensor, inner: Tensors) -> Any:
+    def read(self, saved: Saved, values: Tensor, h: Tensor) -> Any:
+        """The output, of what each chunk's tokens add to its state ``h``, and of that."""
         raise NotImplementedError
 
-    def back_in_chunks(
-        self, q: Tensor, k: Tensor, values: Tensor, dy: Tensor, sums: Tensor, inner: Tensors
-    ) -> tuple[Tensor | None, Tensor]:
+    def back_in_chunks(self, saved: Saved, values: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Cotangents within a chunk: of ``inner``, where it has one of its own, and of the values."""
         raise NotImplementedError
 
-    def gradients(self, *tensors: Any) -> tuple[Tensor, ...]:
+    def gradients(
+        self, saved: Saved, dinner: Any, w: Tensor, h: Tensor, values: Tensor, dh: Tensor, dy: Tensor, dv: Tensor
+    ) -> tuple[Tensor, ...]:
         """Of ``q, k, v, sums, beta``."""
         raise NotImplementedError
 
@@ -130,38 +147,25 @@ class GatedDeltaRule(OfFla):
         w, u, inverse = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, chunk_size=CHUNK, **self.along)
         return k, w, u, (inverse,)
 
-    def in_chunks_again(
-        self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor, inner: Tensors
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return q, k, *recompute_w_u_fwd(k=k, v=v, beta=beta, A=inner[0], g=sums, **self.along)
+    def in_chunks_again(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, sums, beta, _, _, (inverse,) = saved
+        return q, k, *recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=sums, **self.along)
 
-    def read(self, q: Tensor, k: Tensor, values: Tensor, h: Tensor, sums: Tensor, inner: Tensors) -> Any:
+    def read(self, saved: Saved, values: Tensor, h: Tensor) -> Any:
+        q, k, sums = saved.q, saved.k, saved.sums
         return chunk_fwd_o(q=q, k=k, v=values, h=h, g=sums, scale=k.shape[-1] ** -0.5, chunk_size=CHUNK, **self.along)
 
-    def back_in_chunks(
-        self, q: Tensor, k: Tensor, values: Tensor, dy: Tensor, sums: Tensor, inner: Tensors
-    ) -> tuple[Tensor | None, Tensor]:
+    def back_in_chunks(self, saved: Saved, values: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+        q, k, sums = saved.q, saved.k, saved.sums
         return None, chunk_bwd_dv_local(q=q, k=k, do=dy, g=sums, scale=k.shape[-1] ** -0.5, chunk_size=CHUNK, **self.along)
 
     def gradients(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sums: Tensor,
-        beta: Tensor,
-        inner: Tensors,
-        dinner: None,
-        w: Tensor,
-        h: Tensor,
-        values: Tensor,
-        dh: Tensor,
-        dy: Tensor,
-        dv: Tensor,
+        self, saved: Saved, dinner: None, w: Tensor, h: Tensor, values: Tensor, dh: Tensor, dy: Tensor, dv: Tensor
     ) -> tuple[Tensor, ...]:
+        q, k, v, sums, beta, _, _, (inverse,) = saved
         states = {"h": h, "dh": dh, "scale": k.shape[-1] ** -0.5, "chunk_size": CHUNK}
         dq, dk, dw, dsums = chunk_bwd_dqkwg(q=q, k=k, v=values, w=w, g=sums, do=dy, dv=dv, **states, **self.along)
-        dk_of_w, dv, dbeta, dsums_of_w = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=inner[0], dw=dw, du=dv, **self.along)
+        dk_of_w, dv, dbeta, dsums_of_w = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=inverse, dw=dw, du=dv, **self.along)
         return dq, dk.add_(dk_of_w), dv, dsums.add_(dsums_of_w), dbeta
 
 
@@ -173,45 +177,30 @@ class Kda(OfFla):
         w, u, _, keys, scores, inverse = chunk_kda_fwd_intra(q=q, k=k, v=v, **named, **self.along)
         return keys, w, u, (scores, inverse)
 
-    def in_chunks_again(
-        self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor, inner: Tensors
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        w, u, queries, keys = recompute_w_u_of_kda(q=q, k=k, v=v, beta=beta, A=inner[1], gk=sums, **self.along)
+    def in_chunks_again(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, sums, beta, _, _, (_, inverse) = saved
+        w, u, queries, keys = recompute_w_u_of_kda(q=q, k=k, v=v, beta=beta, A=inverse, gk=sums, **self.along)
         return queries, keys, w, u
 
-    def read(self, q: Tensor, k: Tensor, values: Tensor, h: Tensor, sums: Tensor, inner: Tensors) -> Any:
-        named = {"A": inner[0], "scale": k.shape[-1] ** -0.5, "chunk_size": CHUNK}
-        return chunk_gla_fwd_o_gk(q=q, v=values, g=sums, h=h, **named, **self.along)
+    def read(self, saved: Saved, values: Tensor, h: Tensor) -> Any:
+        named = {"A": saved.inner[0], "scale": saved.k.shape[-1] ** -0.5, "chunk_size": CHUNK}
+        return chunk_gla_fwd_o_gk(q=saved.q, v=values, g=saved.sums, h=h, **named, **self.along)
 
-    def back_in_chunks(
-        self, q: Tensor, k: Tensor, values: Tensor, dy: Tensor, sums: Tensor, inner: Tensors
-    ) -> tuple[Tensor | None, Tensor]:
-        named = {"A": inner[0], "scale": k.shape[-1] ** -0.5, "chunk_size": CHUNK}
-        results: tuple[Tensor, Tensor] = chunk_kda_bwd_dAv(q=q, k=k, v=values, do=dy, **named, **self.along)
+    def back_in_chunks(self, saved: Saved, values: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+        named = {"A": saved.inner[0], "scale": saved.k.shape[-1] ** -0.5, "chunk_size": CHUNK}
+        results: tuple[Tensor, Tensor] = chunk_kda_bwd_dAv(q=saved.q, k=saved.k, v=values, do=dy, **named, **self.along)
         return results
 
     def gradients(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sums: Tensor,
-        beta: Tensor,
-        inner: Tensors,
-        dscores: Tensor,
-        w: Tensor,
-        h: Tensor,
-        values: Tensor,
-        dh: Tensor,
-        dy: Tensor,
-        dv: Tensor,
+        self, saved: Saved, dinner: Tensor, w: Tensor, h: Tensor, values: Tensor, dh: Tensor, dy: Tensor, dv: Tensor
     ) -> tuple[Tensor, ...]:
+        q, k, v, sums, beta, _, _, (_, inverse) = saved
         along = {"chunk_size": CHUNK, **self.along}
         states = {"h": h, "dh": dh, "scale": k.shape[-1] ** -0.5}
         dq, dk, dv, dbeta, dsums, dinverse = chunk_kda_bwd_wy_dqkg_fused(
-            q=q, k=k, v=v, v_new=values, g=sums, beta=beta, A=inner[1], do=dy, dv=dv, **states, **along
+            q=q, k=k, v=v, v_new=values, g=sums, beta=beta, A=inverse, do=dy, dv=dv, **states, **along
         )
-        found = {"dAqk": dscores, "dAkk": dinverse, "dq": dq, "dk": dk, "db": dbeta, "dg": dsums}
+        found = {"dAqk": dinner, "dAkk": dinverse, "dq": dq, "dk": dk, "db": dbeta, "dg": dsums}
         dq, dk, dbeta, dsums = chunk_kda_bwd_intra(q=q, k=k, g=sums, beta=beta, **found, **along)
         dq, dk = (x if x.shape == q.shape else x.unflatten(2, (q.shape[2], -1)).sum(3) for x in (dq, dk))
         return dq, dk, dv, dsums, dbeta

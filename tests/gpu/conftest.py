@@ -35,6 +35,24 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left_out)
 
 
+class AtOnce:
+    """Failures are told as they come: a run on a lent machine may be cut off before its end."""
+
+    def __init__(self, config):
+        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.write_line(f"\n{report.nodeid} ({report.when}): {report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if not worker:
+        config.pluginmanager.register(AtOnce(config))
+
+
 @pytest.fixture(autouse=True)
 def a_gpu():
     need(1)
