@@ -20,6 +20,7 @@ from jax_core.masks.plan import named as named_layout
 from jax_core.recurrence.layer import check_pieces
 from jax_core.recurrence.operators import CHUNK, Recurrence
 from jax_core.recurrence.pieces import pieces_of
+from ring_attn.recurrence import passes
 from ring_attn.recurrence.delta_rule import ByWideCall, of_heads
 from ring_attn.recurrence.documents import Documents, cut, documents_of
 from ring_attn.recurrence.pieces import Operator, Steps, around_ring
@@ -130,7 +131,7 @@ def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
     layer, operator = call.layer, call.operator
     g = beta.new_zeros(beta.shape, dtype=accumulation(beta.dtype)) if g is None else g
     by_kernels = call.size > 1 and v.is_cuda and v.dtype != torch.float64
-    steps = steps_of_fla(operator, layer.l2norm, call.documents) if by_kernels else None
+    steps = steps_of_fla(operator, k, layer.l2norm, call.documents) if by_kernels else None
     if steps is None:
         by_itself = layer.l2norm and _takes(operator, "use_qk_l2norm_in_kernel")
         operator = partial(operator, use_qk_l2norm_in_kernel=True) if by_itself else operator
@@ -145,14 +146,14 @@ def _delta_rule(call: _Call) -> tuple[Tensor, Tensor]:
     return y if layer.scale is None else y * (layer.scale * k.shape[-1] ** 0.5), last
 
 
-def steps_of_fla(operator: Operator, l2norm: bool, documents: Documents | None) -> Steps | None:
+def steps_of_fla(operator: Operator, k: Tensor, l2norm: bool, documents: Documents | None) -> Steps | None:
     """Where it is one of fla's own, in the release whose kernels are known."""
     if not getattr(sys.modules.get("fla"), "__version__", "").startswith("0.6."):
         return None
     from ring_attn.recurrence.fla_kernels import STEPS
 
     made = next((steps for name, steps in STEPS if name is operator), None)  # others may have no hash
-    return None if made is None else made(l2norm, documents)
+    return None if made is None or not passes.fits(k) else made(l2norm, documents)
 
 
 def _state_space(call: _Call) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,12 @@ def maps_along(keys: Tensor, w: Tensor, u: Tensor, decays: Tensor, documents: Do
     """``M`` and ``E`` of each piece."""
     from jax_core.kernels.triton.delta_rule_kernels import maps_kernel
 
-    const = constants_of(keys, keys, u, decays, documents)
+    const, settings = parameters_of(keys, keys, u, decays, documents, _capability(keys))
     pieces, tokens = _pieces(keys, documents)
     m, e = (u.new_empty(pieces, const.heads, const.key_dim, dim, dtype=torch.float32) for dim in (const.key_dim, const.value_dim))
-    grid = const.value_blocks + const.key_blocks, pieces * const.heads
+    grid = (pieces * const.heads * const.maps_blocks,)
     bounds = (None,) * 3 if documents is None else (documents.cu_seqlens, documents.first, documents.last)
-    maps_kernel[grid](keys, w, u, decays, *bounds, tokens, m, e, const=const, **settings_of(const, keys.dtype))
+    maps_kernel[grid](keys, w, u, decays, *bounds, tokens, m, e, const=const, **settings)
     return m, e
 
 
@@ -31,29 +31,40 @@ def back_along(
     """The cotangent of the state that enters each piece, of its first document, as far as it comes through the output."""
     from jax_core.kernels.triton.delta_rule_kernels import back_kernel
 
-    const = constants_of(queries, keys, dy, decays, documents)
+    const, settings = parameters_of(queries, keys, dy, decays, documents, _capability(keys))
     pieces, tokens = _pieces(keys, documents)
     dstate = dy.new_empty(pieces, const.heads, const.key_dim, const.value_dim, dtype=torch.float32)
-    grid = const.value_blocks, pieces * const.heads
+    grid = (pieces * const.heads * const.value_blocks,)
     bounds = (None, None) if documents is None else (documents.cu_seqlens, documents.first)
     numbers = const.key_dim**-0.5, *bounds, tokens
-    settings = settings_of(const, keys.dtype)
     back_kernel[grid](queries, keys, w, decays, dy, dvalues, *numbers, dstate, const=const, **settings)
     return dstate
 
 
-def constants_of(queries: Tensor, keys: Tensor, u: Tensor, decays: Tensor, documents: Documents | None) -> "DeltaRuleConstants":
-    from jax_core.kernels.triton.delta_rule_kernels import DeltaRuleConstants
+def fits(k: Tensor) -> bool:
+    """Keys are at most 512 bytes wide: several chunks of them are to fit into the 99 KiB that the smallest GPUs give a program."""
+    from jax_core.kernels.triton.delta_rule_kernels import key_block
+
+    return key_block(k.shape[3]) * k.dtype.itemsize <= 512
+
+
+def parameters_of(
+    queries: Tensor, keys: Tensor, u: Tensor, decays: Tensor, documents: Documents | None, capability: int
+) -> tuple["DeltaRuleConstants", dict[str, int]]:
+    """The constants, warps and stages of a launch, for a compute capability, as 90 or 120."""
+    from jax_core.kernels.triton.delta_rule_kernels import DeltaRuleConstants, key_block
 
     (heads, value_dim), (key_heads, key_dim) = u.shape[2:], keys.shape[2:]
-    columns = 64 if keys.dtype.itemsize == 2 and key_dim <= 128 else 32
     dims = heads, key_heads, queries.shape[2], key_dim, value_dim
-    return DeltaRuleConstants(*dims, decays.ndim == 4, documents is not None, columns)
+    # With four warps Blackwell may go wrong in such a loop before Triton 3.8 (triton-lang/triton#9871); fla takes two there, too.
+    narrow, warps = key_block(key_dim) * keys.dtype.itemsize <= 256, 2 if capability >= 100 else 4
+    const = DeltaRuleConstants(*dims, decays.ndim == 4, documents is not None, columns=(16 if narrow else 8) * warps)
+    return const, {"num_warps": warps, "num_stages": 2 if narrow else 1}
 
 
-def settings_of(const: "DeltaRuleConstants", dtype: torch.dtype) -> dict[str, int]:
-    row = const.key_block * dtype.itemsize  # bytes
-    return {"num_warps": 4, "num_stages": 3 if row <= 256 else 2 if row <= 512 else 1}
+def _capability(x: Tensor) -> int:
+    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)  # on a CPU Triton interprets
+    return 10 * major + minor
 
 
 def _pieces(keys: Tensor, documents: Documents | None) -> tuple[int, int]:

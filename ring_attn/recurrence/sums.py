@@ -46,7 +46,7 @@ def _launched(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     part = -(-tokens // (parts * _TOKENS)) * _TOKENS
     parts = -(-tokens // part)
     sums = b.new_empty(parts, pieces, heads, rows, columns, dtype=torch.float32)
-    sums_kernel[(parts, pieces * heads, const.blocks)](a, b, weights, sums, tokens, part, const=const, **SETTINGS)
+    sums_kernel[(pieces * heads, parts, const.blocks)](a, b, weights, sums, tokens, part, const=const, **SETTINGS)
     return sums.sum(0) if parts > 1 else sums[0]
 
 

@@ -13,11 +13,15 @@ import triton
 import triton.language as tl
 
 
+def key_block(key_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(key_dim)))
+
+
 @dataclass(frozen=True)
 class DeltaRuleConstants:
-    """``heads``: of values and states; keys and queries may have fewer. ``vector``: a decay for each
-    dimension of the keys, which keys and queries have in them already; otherwise one for all. ``documents``: pieces are sequences
-    of ``cu_seqlens``. ``columns``: of a program's part of a state; ``chunk``: tokens."""
+    """``heads``: of values and states; keys and queries may have fewer. ``vector``: a decay for each dimension of the keys, which
+    keys and queries have in them already; otherwise one for all. ``documents``: pieces are sequences of ``cu_seqlens``.
+    ``columns``: of a program's part of a state; ``chunk``: tokens."""
 
     heads: int
     key_heads: int
@@ -26,20 +30,20 @@ class DeltaRuleConstants:
     value_dim: int
     vector: bool
     documents: bool
-    columns: int = 64
+    columns: int
     chunk: int = 64
 
     @property
     def key_block(self) -> int:
-        return int(triton.next_power_of_2(self.key_dim))
+        return key_block(self.key_dim)
 
     @property
     def value_blocks(self) -> int:
         return -(-self.value_dim // self.columns)
 
     @property
-    def key_blocks(self) -> int:
-        return -(-self.key_dim // self.columns)
+    def maps_blocks(self) -> int:
+        return self.value_blocks + -(-self.key_dim // self.columns)
 
 
 @triton.jit
@@ -56,11 +60,11 @@ def maps_kernel(keys, w, u, decays, cu_seqlens, firsts, lasts, tokens, m, e, con
     """``M [pieces, heads, key_dim, key_dim]`` and ``E [..., key_dim, value_dim]``, float32, of a piece: the states that leave it,
     from each unit vector without values (0 where documents begin within), and from nothing. ``keys [tokens of all pieces,
     key_heads, key_dim]``, ``w [..., heads, key_dim]``, ``u [..., heads, value_dim]``; ``decays``: logs of base 2, summed from each
-    chunk's begin, ``[..., heads (, key_dim)]``. Launched as ``(const.value_blocks + const.key_blocks, pieces x heads)``."""
+    chunk's begin, ``[..., heads (, key_dim)]``. Launched as ``pieces x heads x const.maps_blocks``."""
     COLUMNS: tl.constexpr = const.columns
     CHUNK: tl.constexpr = const.chunk
     ROWS: tl.constexpr = const.key_block
-    block, of_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, of_head = tl.program_id(0) % const.maps_blocks, (tl.program_id(0) // const.maps_blocks).to(tl.int64)
     piece, head = of_head // const.heads, of_head % const.heads
     first, document = piece, piece
     if const.documents:
@@ -103,17 +107,17 @@ def maps_kernel(keys, w, u, decays, cu_seqlens, firsts, lasts, tokens, m, e, con
 def back_kernel(queries, keys, w, decays, dy, dvalues, scale, cu_seqlens, firsts, tokens, dstate, const: tl.constexpr):
     """The cotangent of the state that enters a piece's first document, ``[pieces, heads, key_dim, value_dim]``, float32, as far as
     it comes through the output. ``queries`` like ``keys``, ``dy`` like ``u``, ``dvalues``: what ``dy`` tells the values of its own
-    chunk; ``scale``: of the queries. Others as of :func:`maps_kernel`. Launched as ``(const.value_blocks, pieces x heads)``."""
+    chunk; ``scale``: of the queries. Others as of :func:`maps_kernel`. Launched as ``pieces x heads x const.value_blocks``."""
     COLUMNS: tl.constexpr = const.columns
     CHUNK: tl.constexpr = const.chunk
     ROWS: tl.constexpr = const.key_block
-    of_head = tl.program_id(1).to(tl.int64)
+    block, of_head = tl.program_id(0) % const.value_blocks, (tl.program_id(0) // const.value_blocks).to(tl.int64)
     piece, head = of_head // const.heads, of_head % const.heads
     document = piece
     if const.documents:
         document = tl.load(firsts + piece)
     begin, end = _stretch(cu_seqlens, document, piece, tokens, const.documents)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, ROWS)
     there, valued = rows < const.key_dim, columns < const.value_dim
     queries += head // (const.heads // const.query_heads) * const.key_dim + rows[None, :]

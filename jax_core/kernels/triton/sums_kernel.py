@@ -37,11 +37,11 @@ class SumsConstants:
 def sums_kernel(a, b, weights, sums, tokens, part, const: tl.constexpr):
     """``sums [parts, pieces, heads, rows, columns]``, float32, of ``a [pieces, tokens, groups, rows]``, ``b [pieces, tokens, heads,
     columns]`` and ``weights [pieces, heads, tokens]``, float32; for each ``part`` of so many tokens by itself. Launched as
-    ``(parts, pieces x heads, const.blocks)``. A weighted ``b`` is rounded to its dtype."""
+    ``(pieces x heads, parts, const.blocks)``. A weighted ``b`` is rounded to its dtype."""
     ROWS: tl.constexpr = const.rows_block
     COLUMNS: tl.constexpr = const.columns_block
     TOKENS: tl.constexpr = const.tokens_block
-    number, of_head, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    of_head, number, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     piece, head = of_head // const.heads, of_head % const.heads
     rows = block // const.column_blocks * ROWS + tl.arange(0, ROWS)
     columns = block % const.column_blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -57,6 +57,6 @@ def sums_kernel(a, b, weights, sums, tokens, part, const: tl.constexpr):
         of_b = tl.load(b + at[:, None] * (const.heads * const.columns), mask=of_columns & there[:, None], other=0.0)
         weight = tl.load(weights + of_head * tokens + at, mask=there, other=0.0)
         total = tl.dot(of_a, (of_b * weight[:, None]).to(of_a.dtype), total)
-    count = tl.num_programs(1).to(tl.int64)
+    count = tl.num_programs(0).to(tl.int64)
     sums += ((number * count + of_head) * const.rows + rows[:, None]) * const.columns + columns[None, :]
     tl.store(sums, total, mask=of_rows & of_columns)
