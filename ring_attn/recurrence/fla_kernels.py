@@ -27,10 +27,8 @@ from fla.ops.utils.constant import RCP_LN2  # type: ignore[import-not-found]
 from torch import Tensor
 
 from ring_attn.recurrence.documents import Documents
-from ring_attn.recurrence.passes import back_along, maps_along
+from ring_attn.recurrence.passes import CHUNK, back_along, maps_along
 from ring_attn.recurrence.pieces import Tensors
-
-CHUNK = 64  # fla's own
 
 
 class Saved(NamedTuple):

@@ -6,17 +6,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from jax_core.kernels.triton.constants import padded_dim
+from jax_core.request.hardware import capability
 from ring_attn.recurrence.documents import Documents
 
 if TYPE_CHECKING:
     from jax_core.kernels.triton.delta_rule_kernels import DeltaRuleConstants
+
+CHUNK = 64  # fla's own: decays are summed along it
 
 
 def maps_along(keys: Tensor, w: Tensor, u: Tensor, decays: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
     """``M`` and ``E`` of each piece."""
     from jax_core.kernels.triton.delta_rule_kernels import maps_kernel
 
-    const, settings = parameters_of(keys, keys, u, decays, documents, _capability(keys))
+    const, settings = parameters_of(keys, keys, u, decays, documents, capability("gpu" if keys.is_cuda else "cpu"))
     pieces, tokens = _pieces(keys, documents)
     m, e = (u.new_empty(pieces, const.heads, const.key_dim, dim, dtype=torch.float32) for dim in (const.key_dim, const.value_dim))
     grid = (pieces * const.heads * const.maps_blocks,)
@@ -31,7 +35,7 @@ def back_along(
     """The cotangent of the state that enters each piece, of its first document, as far as it comes through the output."""
     from jax_core.kernels.triton.delta_rule_kernels import back_kernel
 
-    const, settings = parameters_of(queries, keys, dy, decays, documents, _capability(keys))
+    const, settings = parameters_of(queries, keys, dy, decays, documents, capability("gpu" if keys.is_cuda else "cpu"))
     pieces, tokens = _pieces(keys, documents)
     dstate = dy.new_empty(pieces, const.heads, const.key_dim, const.value_dim, dtype=torch.float32)
     grid = (pieces * const.heads * const.value_blocks,)
@@ -43,28 +47,26 @@ def back_along(
 
 def fits(k: Tensor) -> bool:
     """Keys are at most 512 bytes wide: several chunks of them are to fit into the 99 KiB that the smallest GPUs give a program."""
-    from jax_core.kernels.triton.delta_rule_kernels import key_block
+    return _width(k) <= 512
 
-    return key_block(k.shape[3]) * k.dtype.itemsize <= 512
+
+def _width(k: Tensor) -> int:
+    """Of a key, in bytes."""
+    return padded_dim(k.shape[3]) * k.dtype.itemsize
 
 
 def parameters_of(
     queries: Tensor, keys: Tensor, u: Tensor, decays: Tensor, documents: Documents | None, capability: int
 ) -> tuple["DeltaRuleConstants", dict[str, int]]:
     """The constants, warps and stages of a launch, for a compute capability, as 90 or 120."""
-    from jax_core.kernels.triton.delta_rule_kernels import DeltaRuleConstants, key_block
+    from jax_core.kernels.triton.delta_rule_kernels import DeltaRuleConstants
 
     (heads, value_dim), (key_heads, key_dim) = u.shape[2:], keys.shape[2:]
     dims = heads, key_heads, queries.shape[2], key_dim, value_dim
     # With four warps Blackwell may go wrong in such a loop before Triton 3.8 (triton-lang/triton#9871); fla takes two there, too.
-    narrow, warps = key_block(key_dim) * keys.dtype.itemsize <= 256, 2 if capability >= 100 else 4
-    const = DeltaRuleConstants(*dims, decays.ndim == 4, documents is not None, columns=(16 if narrow else 8) * warps)
+    narrow, warps = _width(keys) <= 256, 2 if capability >= 100 else 4
+    const = DeltaRuleConstants(*dims, decays.ndim == 4, documents is not None, (16 if narrow else 8) * warps, CHUNK)
     return const, {"num_warps": warps, "num_stages": 2 if narrow else 1}
-
-
-def _capability(x: Tensor) -> int:
-    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)  # on a CPU Triton interprets
-    return 10 * major + minor
 
 
 def _pieces(keys: Tensor, documents: Documents | None) -> tuple[int, int]:

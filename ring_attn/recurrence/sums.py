@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from jax_core.kernels.triton.constants import padded_dim
 from torch_bridge.recurrence.operation import accumulation
 
 if TYPE_CHECKING:
@@ -24,16 +25,11 @@ def over_tokens(a: Tensor, b: Tensor) -> Tensor:
 def weighted_over_tokens(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     """``[pieces, heads, m, n]`` of ``a [pieces, tokens, groups, m]``, ``b [pieces, tokens, heads, n]`` and ``weights [pieces,
     heads, tokens]``. ``a`` and ``b`` are of one dtype, to which what is weighted is rounded."""
-    if launches(b):
+    if b.is_cuda and b.dtype.itemsize == 2:  # with one pass of memory less
         return _launched(a.contiguous(), b.contiguous(), weights.contiguous())
     weighted = b * weights.transpose(1, 2).to(b.dtype)[..., None]
     sums = over_tokens(a, weighted.unflatten(2, (a.shape[2], -1)).flatten(3))
     return sums.unflatten(-1, (-1, b.shape[-1])).transpose(2, 3).flatten(1, 2)
-
-
-def launches(x: Tensor) -> bool:
-    """Whether a kernel of the library's computes it: of 16 bits, with one pass of memory less."""
-    return x.is_cuda and x.dtype.itemsize == 2
 
 
 def _launched(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
@@ -53,11 +49,7 @@ def _launched(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
 def constants_of(heads: int, groups: int, rows: int, columns: int) -> "SumsConstants":
     from jax_core.kernels.triton.sums_kernel import SumsConstants
 
-    return SumsConstants(heads, groups, rows, columns, _block(rows), _block(columns), _TOKENS)
-
-
-def _block(size: int) -> int:
-    return min(128, max(16, 1 << (size - 1).bit_length()))
+    return SumsConstants(heads, groups, rows, columns, min(128, padded_dim(rows)), min(128, padded_dim(columns)), _TOKENS)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

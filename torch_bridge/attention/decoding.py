@@ -141,7 +141,7 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
     problem, present = spec.problem, dict(zip(_NAMES, specs, strict=False))
     dim, value_dim = padded_dim(problem.dim), padded_dim(problem.value_dim)
     rows = problem.q_length * (problem.heads // problem.kv_heads)
-    rows_block = min(64, max(16, 1 << (rows - 1).bit_length()))
+    rows_block = min(64, padded_dim(rows))
     keys_block = min(128, 1 << (_BLOCK // ((dim + value_dim) * _itemsize(problem.dtype))).bit_length() - 1)
     programs = problem.batch * problem.kv_heads * -(-rows // rows_block)
     parts = max(1, min(_PROGRAMS // programs, problem.k_length // _SHORTEST_PART))

@@ -106,7 +106,7 @@ def _reachable(mask: Mask) -> Mask:
 
 
 def padded_dim(dim: int) -> int:
-    """The smallest power of two >= ``dim`` that a matrix unit takes."""
+    """The smallest power of two that a matrix unit takes and ``dim``, or so many rows, fit in."""
     return max(16, 1 << (dim - 1).bit_length())
 
 

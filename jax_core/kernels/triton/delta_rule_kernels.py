@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-
-def key_block(key_dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(key_dim)))
+from jax_core.kernels.triton.constants import padded_dim
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,11 @@ class DeltaRuleConstants:
     vector: bool
     documents: bool
     columns: int
-    chunk: int = 64
+    chunk: int
 
     @property
     def key_block(self) -> int:
-        return key_block(self.key_dim)
+        return padded_dim(self.key_dim)
 
     @property
     def value_blocks(self) -> int:

@@ -50,7 +50,7 @@ def default_params(problem: Problem) -> tuple[FwdParams, BwdParams]:
 def _fewest_rows(problem: Problem) -> int:
     """The smallest tile that holds all query rows of a K/V head, as where one token is decoded."""
     rows = problem.q_length * (problem.heads // problem.kv_heads)
-    return max(16, 1 << (rows - 1).bit_length())
+    return padded_dim(rows)
 
 
 def _table(problem: Problem) -> tuple[Row, ...]:
