@@ -107,7 +107,8 @@ def test_kernels_compile_and_fit(capability, case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (80, "float16"), (256, "float32"), (32, "bfloat16")]
+    ("dim", "dtype"),
+    [(128, "bfloat16"), (256, "bfloat16"), (80, "float16"), (256, "float32"), (128, "float32"), (32, "bfloat16")],
 )
 def test_decoding_compiles_and_fits(dim, dtype, tmp_path):
     """With all that a cache may ask for at once; and without anything."""
@@ -178,7 +179,7 @@ def decoding_launches(dim: int, dtype: str, everything: bool) -> list[Launch]:
     numbers = KV_HEADS * dim
     kept = numbers, 1 << (numbers - 1).bit_length(), 4 * numbers, numbers
     return [
-        Launch(decode_kernel, arrays, const, **settings_of(const)),
+        Launch(decode_kernel, arrays, const, **settings_of(const, q.dtype.itemsize)),
         Launch(join_kernel, ("float32", "float32", dtype, "float32"), joined, 4, 2),
         Launch(join_kernel, ("float32",) * 4, among_others, 4, 2),
         Launch(append_kernel, ("int64", *(dtype,) * 4), AppendConstants(8192, *kept, *kept), 4, 2),
