@@ -212,6 +212,24 @@ def in_threads(rank: int) -> None:
     assert not errors, errors
 
 
+def synchronized(rank: int) -> None:
+    """Another thread waits for the device again and again, which no capture of a stream would survive."""
+    done = threading.Event()
+
+    def wait() -> None:
+        torch.cuda.set_device(rank)
+        while not done.wait(1e-4):
+            torch.cuda.synchronize()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        storm(rank, 300)
+    finally:
+        done.set()
+        waiting.join()
+
+
 @contextmanager
 def pool(allocator: object = None) -> Iterator[None]:
     private = torch.cuda.MemPool(*([] if allocator is None else [allocator]))
@@ -346,6 +364,7 @@ CHECKS = {
     "compiled": compiled,
     "copied": copied,
     "threads": in_threads,
+    "synchronized": synchronized,
     "pools": in_a_pool,
     "failure": after_a_failure,
     "out of memory": out_of_memory,

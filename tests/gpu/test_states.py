@@ -1,5 +1,6 @@
 """flash-linear-attention's delta rules in steps: errors of two pieces, one after the other, are at most twice those of its operator
-on the whole, on one GPU."""
+on the whole, on one GPU. Its chunks lie where the second piece's do: what states lose to 16 bits depends on where they are stored.
+With chunks that lie otherwise the error of decays' gradients was up to 2.5 times as large, or 0.9 times."""
 
 import pytest
 import torch
@@ -9,16 +10,16 @@ from state_torch import stepwise
 from ring_attn.recurrence.documents import documents_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ImportWarning")]  # of what fla looks for
-TOKENS, LENGTHS = 448, {"whole": [448], "documents": [100, 28, 200, 120]}  # a cut is at 224, within the third
+LENGTHS = {"whole": [512], "within a chunk": [448], "documents": [100, 28, 200, 184]}  # a cut is in the middle, within the third
 
 
-def operands_of(name, key_heads, dtype, device):
+def operands_of(name, key_heads, tokens, dtype, device):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, TOKENS, heads, dim, generator=generator) for heads, dim in ((key_heads, 64), (key_heads, 64), (2, 128))
+        torch.randn(1, tokens, heads, dim, generator=generator) for heads, dim in ((key_heads, 64), (key_heads, 64), (2, 128))
     )
-    g = -0.1 * torch.rand(1, TOKENS, 2, *((64,) if name == "kda" else ()), generator=generator)
-    beta = torch.rand(1, TOKENS, 2, generator=generator)
+    g = -0.1 * torch.rand(1, tokens, 2, *((64,) if name == "kda" else ()), generator=generator)
+    beta = torch.rand(1, tokens, 2, generator=generator)
     return [x.to(device, torch.float32 if x is g else dtype).requires_grad_() for x in (q, F.normalize(k, dim=-1), v, g, beta)]
 
 
@@ -27,7 +28,8 @@ def in_steps(make, operands, ids, dy, dlast):
     steps = make(True, None if ids is None else documents_of(ids, 1, 2))
     pieces = [x.detach().unflatten(1, (2, -1)).flatten(0, 1) for x in operands]
     m, e, kept = steps.maps(pieces)
-    begins = False if ids is None else bool(ids[0, TOKENS // 2] != ids[0, TOKENS // 2 - 1])
+    half = dy.shape[1] // 2
+    begins = False if ids is None else bool(ids[0, half] != ids[0, half - 1])
     entering = torch.stack([torch.zeros_like(e[0]), torch.zeros_like(e[0]) if begins else e[0]])
     y, kept = steps.output(kept, entering, [True] * 5)
     last = m[1] @ entering[1] + e[1]
@@ -64,11 +66,14 @@ def check(name, key_heads, kind, device="cuda", dtype=torch.bfloat16):
     from ring_attn.recurrence.fla_kernels import STEPS
 
     operator, make = next(pair for pair in STEPS if pair[0].__name__ == f"chunk_{name}")
-    operands = operands_of(name, key_heads, dtype, device)
+    operands = operands_of(name, key_heads, sum(LENGTHS[kind]), dtype, device)
+    before = 32 if kind == "within a chunk" else 0  # tokens of zeros: no state, and none decays
+    padded = [F.pad(x, (0, 0) * (x.ndim - 2) + (before, 0)) for x in operands]
     ends = torch.tensor([0, *LENGTHS[kind]], device=device).cumsum(0)
-    ids = None if kind == "whole" else torch.repeat_interleave(torch.arange(len(ends) - 1, device=device), ends.diff())[None]
+    ids = None if len(ends) == 2 else torch.repeat_interleave(torch.arange(len(ends) - 1, device=device), ends.diff())[None]
     along = {} if ids is None else {"cu_seqlens": ends}
-    y, last = operator(*operands, output_final_state=True, use_qk_l2norm_in_kernel=True, **along)
+    y, last = operator(*padded, output_final_state=True, use_qk_l2norm_in_kernel=True, **along)
+    y = y[:, before:]
     dy, dlast = torch.randn_like(y), torch.randn_like(last[-1:])
     try:
         of_one = torch.autograd.grad([y, last[-1:]], operands, [dy, dlast])

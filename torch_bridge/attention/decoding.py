@@ -120,7 +120,7 @@ class Decoding:
         parts = query.new_empty(const.parts, batch * queries * heads, const.value_dim + 1, dtype=torch.float32)
         arrays = [present.get(name, query) for name in ("query", "key", "value", *_IDS, "alibi_slopes")]
         grid = const.parts, const.kv_heads * const.row_blocks, batch
-        decode_kernel[grid](*arrays, parts, const=const, **settings_of(const, query.element_size()))
+        decode_kernel[grid](*arrays, parts, const=const, **settings_of(const))
         return parts
 
     @cached_property
@@ -168,11 +168,10 @@ def constants_of(spec: RingSpec, specs: Sequence[TensorSpec | None]) -> "DecodeC
     )
 
 
-def settings_of(const: "DecodeConstants", itemsize: int) -> dict[str, int]:
-    """Of a launch: its warps, and the stages of its loop. float32 is multiplied number by number, whose operands do not fit the
-    registers of four warps. Where ids say which keys are read, a block's ids come some stages before it does, so that five stages
-    hold as many blocks as three do without ids."""
-    return dict(num_warps=8 if itemsize > 2 else 4, num_stages=5 if const.segments or const.positions else 3)
+def settings_of(const: "DecodeConstants") -> dict[str, int]:
+    """Of a launch: its warps, and the stages of its loop. Where ids say which keys are read, a block's ids come some stages before
+    it does, so that five stages hold as many blocks as three do without ids."""
+    return dict(num_warps=4, num_stages=5 if const.segments or const.positions else 3)
 
 
 def _itemsize(dtype: str) -> int:

@@ -189,10 +189,10 @@ def _on_ring(
         # Arguments that nothing reads: they are donated, and each becomes the memory of the result with its spec.
         memory = tuple(range(operands, operands + len(results)))
         settings, function = dict(donate_argnums=memory, keep_unused=True), partial(_first, operands, function)
-    if _alone(ring):
-        return jax.jit(function, **settings)
     if platform == "gpu":
         settings["compiler_options"] = options_of_ring(len(ring.sizes))
+    if _alone(ring):
+        return jax.jit(function, **settings)
     rows = PartitionSpec(ring.axis_name)
     mapped = jax.shard_map(function, mesh=jax_mesh(ring, platform), in_specs=rows, out_specs=rows, check_vma=False)
     return jax.jit(mapped, out_shardings=sharding(ring, platform), **settings)

@@ -1,4 +1,4 @@
-"""XLA's options for the programs of a ring on GPUs. Options of the user's XLA_FLAGS stay."""
+"""XLA's options for the programs of a ring on GPUs, of one process, too. Options of the user's XLA_FLAGS stay."""
 
 import os
 
@@ -10,11 +10,14 @@ TWO_AXES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
 # XLA would share the search for the fastest algorithms among the processes of a program, and wait for one that has found its
 # program on disk and searches for nothing.
 NO_SHARED_AUTOTUNING = {"xla_gpu_shard_autotuning": False}
+# XLA would make CUDA graphs of launches in a row, by capturing them. A torch.cuda.synchronize() on another thread breaks a capture,
+# and both fail. Launched one by one they take no longer.
+NO_CAPTURE = {"xla_gpu_graph_min_graph_size": str(2**31 - 1)}
 
 
 def options_of_ring(axes: int) -> dict[str, str | bool]:
     """For ``jax.jit(compiler_options=)``: every program of a ring over so many mesh axes has them, since the first one that
     communicates opens the connections of all."""
-    options = ONE_ROTATION | NO_SHARED_AUTOTUNING | (TWO_AXES if axes > 1 else {})
+    options = ONE_ROTATION | NO_SHARED_AUTOTUNING | NO_CAPTURE | (TWO_AXES if axes > 1 else {})
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in flags}
