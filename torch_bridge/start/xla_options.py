@@ -11,7 +11,7 @@ TWO_AXES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
 # program on disk and searches for nothing.
 NO_SHARED_AUTOTUNING = {"xla_gpu_shard_autotuning": False}
 # XLA would make CUDA graphs of launches in a row, by capturing them. A torch.cuda.synchronize() on another thread breaks a capture,
-# and both fail. Launched one by one they take no longer.
+# and both fail: so no call is captured, though short ones take the host longer (docs/contributing/streams.md).
 NO_CAPTURE = {"xla_gpu_graph_min_graph_size": str(2**31 - 1)}
 
 
