@@ -11,6 +11,7 @@ from the start of the chunk, or of the document in it, ``S_0`` the state there, 
 (Yang et al. 2024, arXiv:2412.06464, equations 8 to 12; Kimi Linear, arXiv:2510.26692.) No exponent is positive where ``g`` is not.
 """
 
+from math import log
 from typing import NamedTuple
 
 import jax
@@ -47,6 +48,8 @@ class Chunks(NamedTuple):
 def chunked(inputs: Inputs, resets: Array | None, size: int) -> Chunks:
     """The chunks of ``size`` tokens, counted from the start of each piece; the last may have fewer. ``resets [pieces, batch,
     length]``: where a document begins, of which nothing before it may know."""
+    # One that leaves nothing of the state would leave nothing of the smaller ones in a sum with it.
+    inputs = inputs._replace(g=jnp.maximum(inputs.g, least_decay(float(jnp.finfo(inputs.g.dtype).tiny))))
     q, k, v, g, beta, skip = (None if x is None else cut(x, size) for x in inputs)
     assert q is not None and k is not None and v is not None and g is not None
     starts = jnp.zeros(q.shape[-2:-1], bool) if resets is None else cut(resets[..., None, None], size)[..., 0]
@@ -73,6 +76,11 @@ def chunked(inputs: Inputs, resets: Array | None, size: int) -> Chunks:
         reads = reads - product(scores, w)
     y = product(scores, values)
     return Chunks(Affine(m, product(to_end, values)), reads, y if skip is None else y + skip)
+
+
+def least_decay(tiny: float) -> float:
+    """A logarithm whose exponential is 0, by the least normal number of a dtype: -104.8 in float32."""
+    return 1.2 * log(tiny)
 
 
 def solve_unit_lower(a: Array, b: Array) -> Array:

@@ -88,8 +88,8 @@ def before_pieces(ids: TailIds, state: Array, tails: Array) -> tuple[Inputs, Arr
 
 def runs_of(ids: Array) -> Array:
     """The numbers of the stretches of equal ids: a document is one, and another may have its id."""
-    begins = ids[..., 1:] != ids[..., :-1]
-    return jnp.cumsum(jnp.concatenate([jnp.zeros_like(begins[..., :1]), begins], axis=-1), axis=-1)
+    begins = jnp.diff(ids, axis=-1, prepend=ids[..., :1]) != 0
+    return jnp.cumsum(begins, axis=-1)
 
 
 def places_after(ids: Array) -> Array:

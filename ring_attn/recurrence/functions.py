@@ -102,7 +102,7 @@ def gated_delta_rule(
     """``S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T``, ``y_t = scale S_t^T q_t``.
 
     ``q, k [batch, seq, key heads, key_dim]``, ``v [batch, seq, heads, value_dim]``, where the heads are a multiple of the key
-    heads; ``g`` (the logarithm of the decay, finite; None: no decay) and ``beta [batch, seq, heads]``. ``scale``: None means ``1 /
+    heads; ``g`` (the logarithm of the decay; -inf: 0, None: no decay) and ``beta [batch, seq, heads]``. ``scale``: None means ``1 /
     sqrt(key_dim)``. ``qk_l2norm``: divide q and k by their norms first, as fla's ``use_qk_l2norm_in_kernel``. ``chunk_size``:
     tokens that are computed at once. ``strategy``: "prefix" sends the map of each piece of a shard to all ranks; "ulysses" is an
     all-to-all of heads, which must be a multiple of the ring's size; "auto" is the one that sends fewer bytes (docs/hybrids.md).

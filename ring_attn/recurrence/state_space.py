@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jax_core.recurrence.chunks import least_decay
 from ring_attn.recurrence.documents import Documents
 from ring_attn.recurrence.pieces import Operator, Recorded, Tensors, checked
 from ring_attn.recurrence.sums import weighted_over_tokens
@@ -68,6 +69,6 @@ class BySums:
 
 
 def _of_tokens(x: Tensor, dt: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Times, and what each token lets decay, ``[pieces, heads, tokens]``: along the last dim a cumsum is some 100 times as fast."""
+    """Times, and log decays, ``[pieces, heads, tokens]``: along the last dim a cumsum is some 100 times as fast."""
     times = dt.to(accumulation(x.dtype)).transpose(1, 2).contiguous()
-    return times, times * a.to(times.dtype)[:, None]
+    return times, (times * a.to(times.dtype)[:, None]).clamp_min_(least_decay(torch.finfo(times.dtype).tiny))

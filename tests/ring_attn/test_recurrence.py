@@ -11,6 +11,7 @@ from state_torch import gradients_of, operator_of, stepwise, stepwise_ssd, tenso
 
 import ring_attn
 from ring_attn.recurrence import documents as of_documents
+from ring_attn.recurrence.state_space import BySums
 from ring_attn.recurrence.sums import over_tokens, weighted_over_tokens
 
 
@@ -73,6 +74,18 @@ def test_what_is_read_of_the_state_is_not_rounded_by_autocast():
     outside = torch.autocast("cpu", enabled=False)(operator_of(CASES["ssd"]))
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(ring_attn.ssd(x, dt, a, b, b, mesh="local", initial_state=state, operator=outside), exact)
+
+
+def test_the_map_of_a_state_space_model_that_forgets():
+    """In float32: what a token leaves of a state, and what comes after it, are both in the sums of the whole piece."""
+    x, dt, b = torch.randn(1, 12, 2, 4), torch.rand(1, 12, 2), torch.randn(1, 12, 1, 3)
+    dt[:, 5] = 1e9
+    x[:, 5] *= 1e-9
+    operands = x, dt, -torch.rand(2), b, b, None
+    m, e, _ = BySums(stepwise_ssd, 4, None).maps(operands)
+    _, exact = stepwise_ssd(*(y.double() for y in operands[:5]), 4, return_final_states=True)
+    torch.testing.assert_close(e.mT, exact.float(), rtol=1e-5, atol=1e-4)
+    assert not m.any()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own, of every autograd.Function

@@ -48,6 +48,7 @@ CASES = {
     "conv-silu-bias": _CONV(
         _X | {"weight": (CHANNELS, 4), "bias": (CHANNELS,)}, (BATCH, 3, CHANNELS), {"activation": "silu"}, {"activation": "silu"}
     ),
+    "conv-of-two": _CONV(_X | {"weight": (CHANNELS, 2)}, (BATCH, 1, CHANNELS)),
     "conv-over-pieces": _CONV(_X | {"weight": (CHANNELS, 16)}, (BATCH, 15, CHANNELS)),
     "delta": Case("gated_delta_rule", _QKV | _GATE | _BETA, _STATE),
     "delta-norm": Case(

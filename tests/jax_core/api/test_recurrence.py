@@ -1,6 +1,7 @@
 """Layers with a state on rings of JAX devices, beside the oracle: results and every gradient."""
 
 from functools import cache, partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from attention_cases import quick_compiles
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from state_cases import BATCH, CASES, CHUNK, LENGTH, ONE_OF_EACH, Case, cotangents, expected, ids_of, inputs
+from state_cases import BATCH, CASES, CHUNK, LENGTH, ONE_OF_EACH, Case, cotangents, expected, ids_of, inputs, oracle
 
 import jax_core
 from jax_core.masks.layout import inverse_permutation, permutation
@@ -81,7 +82,7 @@ def test_on_a_ring(name, size, layout, documents):
 @pytest.mark.parametrize(
     ("size", "layout"), [(1, "contiguous"), (2, "contiguous"), (2, "zigzag"), (4, "contiguous"), (4, "zigzag"), (4, "plan")]
 )
-@pytest.mark.parametrize("name", ["conv-silu-bias", "conv-over-pieces", "delta-norm"])
+@pytest.mark.parametrize("name", ["conv-silu-bias", "conv-of-two", "conv-over-pieces", "delta-norm"])
 def test_padding_is_as_if_it_were_not_there(name, size, layout):
     """The state goes on over padding, also over that of whole pieces, and is at the end that of the last document's tokens."""
     compare(name, size, layout, "holes")
@@ -146,6 +147,24 @@ def test_another_document_moves_no_bit(name):
 
 def _along(x) -> bool:
     return x.ndim > 1 and x.shape[1] == LENGTH
+
+
+@pytest.mark.parametrize(
+    ("name", "forgets"),
+    [*product(["delta-norm", "kda", "retention", "gla"], [-1e9, -np.inf]), ("ssd", -1e9)],
+)
+def test_a_decay_that_leaves_nothing_of_the_state(name, forgets):
+    """In float32; in the sums of a chunk it would leave nothing of the decays after it, either."""
+    case = CASES[name]
+    operands, state = inputs(case, dtype=np.float32)
+    given, decays = cotangents(case), operands["A" if name == "ssd" else "g"]
+    decays[(slice(None), slice(None, None, 11)) if decays.ndim > 2 else 0] = forgets
+    with quick_compiles():
+        got = on_ring(case, operands, state, given, 2, "contiguous", None, chunk_size=16)
+    with jax.enable_x64(True):
+        exact, pull = jax.vjp(jax.jit(lambda *x: oracle(case, *x, None)), *jax.tree.map(np.float64, (operands, state)))
+        exact = exact, pull(given)
+    jax.tree.map(lambda x, exact: np.testing.assert_allclose(x, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max()), got, exact)
 
 
 def test_cu_seqlens_are_ids():
