@@ -149,18 +149,17 @@ def _along(x) -> bool:
     return x.ndim > 1 and x.shape[1] == LENGTH
 
 
-@pytest.mark.parametrize(
-    ("name", "forgets"),
-    [*product(["delta-norm", "kda", "retention", "gla"], [-1e9, -np.inf]), ("ssd", -1e9)],
-)
-def test_a_decay_that_leaves_nothing_of_the_state(name, forgets):
+@pytest.mark.wide
+@pytest.mark.parametrize(("size", "layout"), [(1, "contiguous"), (2, "contiguous"), (4, "zigzag")])
+@pytest.mark.parametrize(("name", "forgets"), [*product(["delta-norm", "kda", "retention", "gla"], [-1e9, -np.inf]), ("ssd", -1e9)])
+def test_a_decay_that_leaves_nothing_of_the_state(name, forgets, size, layout):
     """In float32; in the sums of a chunk it would leave nothing of the decays after it, either."""
     case = CASES[name]
     operands, state = inputs(case, dtype=np.float32)
     given, decays = cotangents(case), operands["A" if name == "ssd" else "g"]
     decays[(slice(None), slice(None, None, 11)) if decays.ndim > 2 else 0] = forgets
     with quick_compiles():
-        got = on_ring(case, operands, state, given, 2, "contiguous", None, chunk_size=16)
+        got = on_ring(case, operands, state, given, size, layout, None, chunk_size=16)
     with jax.enable_x64(True):
         exact, pull = jax.vjp(jax.jit(lambda *x: oracle(case, *x, None)), *jax.tree.map(np.float64, (operands, state)))
         exact = exact, pull(given)
