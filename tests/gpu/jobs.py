@@ -10,20 +10,22 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 GPUS = torch.cuda.device_count()
+RANKS = GPUS and max(GPUS, int(os.environ.get("RANKS", "0")))  # more than GPUs share them (shared.py)
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # to all jobs, whatever this process takes of it (conftest.py)
 OF_CONFTEST = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
 
-def need(gpus: int) -> None:
+def need(ranks: int) -> None:
     """Leaves a test out where there are fewer."""
-    if gpus > GPUS:
-        pytest.skip(f"GPUs needed: {gpus}, here: {GPUS}")
+    if ranks > RANKS:
+        pytest.skip(f"GPUs needed: {ranks}, here: {RANKS} (or RANKS={ranks}, which share those that there are)")
 
 
 def torchrun(processes: int, worker: str, *arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, str]:
     """Whether ``worker``, a path from the repository's root, ended well in all processes, and what they printed."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    return run(*launcher, worker, *arguments, timeout=timeout, **variables)
+    shared = ("tests/gpu/shared.py", str(GPUS)) if processes > GPUS else ()
+    return run(*launcher, *shared, worker, *arguments, timeout=timeout, **variables)
 
 
 def run(*arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, str]:

@@ -214,10 +214,10 @@ def in_threads(rank: int) -> None:
 
 def synchronized(rank: int) -> None:
     """Another thread waits for the device again and again, which no capture of a stream would survive."""
-    done = threading.Event()
+    done, device = threading.Event(), torch.cuda.current_device()
 
     def wait() -> None:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device)
         while not done.wait(1e-4):
             torch.cuda.synchronize()
 
@@ -376,9 +376,10 @@ ALONE = {"threads"}
 
 
 def main(names: list[str]) -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rank = dist.get_rank()
     left_out = TOGETHER if dist.get_world_size() == 1 else ALONE
     failed = 0
     for name in names or [name for name in CHECKS if name not in left_out]:

@@ -16,9 +16,10 @@ SECOND = 2_000_000_000  # clock cycles
 
 
 def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rank = dist.get_rank()
     ring_attn.start(device_timeout=LIMIT)
     q, k, v = (torch.randn(1, 256, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
     ring_attn.ring_attention(q, k, v, causal=True)

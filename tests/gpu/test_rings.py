@@ -1,4 +1,4 @@
-"""Rings of all GPUs that there are: every feature, every strategy, and the kernels for 16 bits, in processes of their own."""
+"""Rings of all ranks that there are: every feature, every strategy, and the kernels for 16 bits, in processes of their own."""
 
 import re
 from itertools import product
@@ -9,13 +9,13 @@ import pytest
 from benchmarks.ring.systems import OF_TWO_AXES, STRATEGIES
 from jax_core.kernels.cute import calls as cute
 from jax_core.request.hardware import capability
-from tests.gpu.jobs import GPUS, need, run, torchrun
+from tests.gpu.jobs import RANKS, need, run, torchrun
 from tests.gpu.sixteen_bits_worker import CASES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 WORKERS = "tests/support/workers"
-EVEN = GPUS - GPUS % 2
+EVEN = RANKS - RANKS % 2
 OF_WORKERS = {"timeout": 880, "OMP_NUM_THREADS": "4"}
 
 
@@ -23,7 +23,7 @@ OF_WORKERS = {"timeout": 880, "OMP_NUM_THREADS": "4"}
 def test_every_feature_over_a_ring(dtype):
     """Forward and all gradients, in float64 (the xla kernel) and float32 (Triton's), against the whole sequence in float64."""
     need(2)
-    fine, said = torchrun(GPUS, f"{WORKERS}/attention_worker.py", "cuda", "1", dtype, **OF_WORKERS)
+    fine, said = torchrun(RANKS, f"{WORKERS}/attention_worker.py", "cuda", "1", dtype, **OF_WORKERS)
     assert fine, said
 
 
@@ -54,7 +54,7 @@ def test_decoding_by_torchs_launches(gpus):
 def test_layers_with_a_state():
     """Each operator in float64, all gradients, against one GPU, which has the oracle's by the tests on CPUs."""
     need(2)
-    fine, said = torchrun(GPUS, f"{WORKERS}/states_worker.py", "cuda", **OF_WORKERS)
+    fine, said = torchrun(RANKS, f"{WORKERS}/states_worker.py", "cuda", **OF_WORKERS)
     assert fine, said
 
 
@@ -91,9 +91,9 @@ def test_strategies_of_two_axes(cases, strategy, dtype):
 
 def test_a_device_that_does_not_finish_a_call_is_told():
     need(2)
-    fine, said = torchrun(GPUS, "tests/gpu/stalled_worker.py", timeout=120)
+    fine, said = torchrun(RANKS, "tests/gpu/stalled_worker.py", timeout=120)
     assert not fine and "nobody was told" not in said, said
-    assert all(f"rank {rank}: eight slow calls have ended" in said for rank in range(GPUS)), said
+    assert all(f"rank {rank}: eight slow calls have ended" in said for rank in range(RANKS)), said
     assert "has not finished call" in said and "Every rank of the ring has given this call to its device" in said, said
     print(said)
 

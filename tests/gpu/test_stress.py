@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gpu.jobs import GPUS, need, torchrun
+from tests.gpu.jobs import RANKS, need, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -11,6 +11,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 @pytest.mark.parametrize("together", [False, True], ids=["one GPU", "all GPUs"])
 def test_stress(together, results):
     need(2 if together else 1)
-    fine, said = torchrun(GPUS if together else 1, "tests/gpu/stress_worker.py", "--results", results, timeout=580)
+    fine, said = torchrun(RANKS if together else 1, "tests/gpu/stress_worker.py", "--results", results, timeout=580)
     assert fine and f"results {results}: 0 differ from the quiet run" in said, said
     print(said)
