@@ -65,7 +65,7 @@ test-cpu: $(STAMP)
 test-triton: $(STAMP)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/jax_core/kernels/test_triton.py \
 		tests/torch_bridge/attention/test_decoding.py tests/ring_attn/test_sums.py \
-		tests/ring_attn/test_passes.py $(PYTEST_FLAGS)
+		tests/ring_attn/test_passes.py tests/jax_core/kernels/test_kernel_bounds.py $(PYTEST_FLAGS)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(TESTS) $(PYTEST_FLAGS)

@@ -42,6 +42,10 @@ def pytest_configure():
         from program_cache import keep_programs
 
         keep_programs()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from kernel_bounds import watch
+
+        watch()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 __version_info__ = (0, 3, 1)
+_BETWEEN = 2**20  # bytes
 _ONE_AT_A_TIME = Lock()  # the interpreter patches triton.language while it runs
 
 
@@ -30,10 +31,10 @@ def _vary(array, axes):
 
 
 def _interpret(kernel, const, grid, shapes, memory_of, *arrays):
-    tensors = [torch.from_numpy(np.array(array)) for array in arrays]
+    tensors = [_apart(np.array(array)) for array in arrays]
     # Whatever a kernel fails to write stays NaN.
     made = [
-        tensors[memory_of[i]] if i in memory_of else torch.from_numpy(np.full(shape.shape, _poison(shape.dtype)))
+        tensors[memory_of[i]] if i in memory_of else _apart(np.full(shape.shape, _poison(shape.dtype), shape.dtype))
         for i, shape in enumerate(shapes)
     ]
     with _ONE_AT_A_TIME, np.errstate(invalid="ignore", over="ignore"):  # as on a GPU, where NaN and infinities raise no warning
@@ -41,5 +42,12 @@ def _interpret(kernel, const, grid, shapes, memory_of, *arrays):
     return [tensor.numpy() for tensor in made]
 
 
+def _apart(array):
+    """The array with much between it and all others: what lies outside one is in none (kernel_bounds.py)."""
+    own = torch.from_numpy(array)
+    wide = torch.empty(own.nbytes + 2 * _BETWEEN, dtype=torch.uint8)
+    return wide[_BETWEEN : _BETWEEN + own.nbytes].view(own.dtype).view(own.shape).copy_(own)
+
+
 def _poison(dtype):
-    return np.array(np.nan, dtype) if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max
+    return np.nan if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max
