@@ -24,7 +24,7 @@ def need(ranks: int) -> None:
 def torchrun(processes: int, worker: str, *arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, str]:
     """Whether ``worker``, a path from the repository's root, ended well in all processes, and what they printed."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    shared = ("tests/gpu/shared.py", str(GPUS)) if processes > GPUS else ()
+    shared = ("tests/gpu/shared.py", str(GPUS)) if 0 < GPUS < processes else ()
     return run(*launcher, *shared, worker, *arguments, timeout=timeout, **variables)
 
 

@@ -9,9 +9,6 @@ import torch
 from ring_attn.recurrence.documents import documents_of
 from ring_attn.recurrence.passes import back_along, maps_along
 
-triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
-
 HEADS, TOKENS, PIECES = 4, 150, 2
 LENGTHS = {"whole": None, "documents": [200, 100]}  # the first is in both pieces
 

@@ -6,10 +6,6 @@ import torch
 
 from ring_attn.recurrence import sums
 
-triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
-
-
 CASES = [(300, 4, 2, 24, 40), (700, 2, 1, 160, 16), (5, 2, 2, 16, 16)]
 
 

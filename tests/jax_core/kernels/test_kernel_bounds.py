@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-
-triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
-tl = triton.language
+import triton
+import triton.language as tl
 
 
 @triton.jit
