@@ -4,7 +4,8 @@ answers with an illegal access at some later call, is an error here, with the fi
 import numpy as np
 from triton.runtime import interpreter
 
-ACCESSES = {"create_masked_load": "reads", "create_masked_store": "writes", "create_atomic_rmw": "adds"}
+# What it does, and which of its arguments are the pointers and the mask.
+ACCESSES = {"create_masked_load": ("reads", 0, 1), "create_masked_store": ("writes", 0, 2), "create_atomic_rmw": ("adds", 1, 3)}
 _arguments = np.zeros((0, 2), np.uint64)  # from where to where, in the order of addresses
 
 
@@ -21,8 +22,8 @@ def watch() -> None:
         return found
 
     executor._init_args_hst = prepare
-    for name, verb in ACCESSES.items():
-        setattr(builder, name, watched(getattr(builder, name), verb))
+    for name, places in ACCESSES.items():
+        setattr(builder, name, watched(getattr(builder, name), *places))
 
 
 def span(tensor) -> tuple[int, int]:
@@ -30,12 +31,9 @@ def span(tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def watched(access, verb):
-    atomic = verb == "adds"  # its pointers come second, its mask fourth
-
+def watched(access, verb, pointers, mask):
     def checked(self, *arguments):
-        pointers, mask = (arguments[1], arguments[3]) if atomic else (arguments[0], arguments[2 if verb == "writes" else 1])
-        check(pointers, mask, verb)
+        check(arguments[pointers], arguments[mask], verb)
         return access(self, *arguments)
 
     return checked
@@ -47,7 +45,7 @@ def check(pointers, mask, verb) -> None:
         return
     size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
     which = np.searchsorted(_arguments[:, 0], addresses, side="right") - 1
-    ends = np.where(which < 0, 0, _arguments[which, 1]) if len(_arguments) else np.zeros_like(addresses)
+    ends = np.maximum.accumulate([0, *_arguments[:, 1]], dtype=np.uint64)[which + 1]  # some lie within others
     outside = addresses + np.uint64(size) > ends
     if outside.any():
         first = int(addresses[outside][0])

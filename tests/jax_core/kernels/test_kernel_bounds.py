@@ -27,6 +27,8 @@ def apart(size):
 def test_memory_of_arguments_may_be_touched(kernel, rows):
     wide = torch.ones(rows, 9, 8).transpose(0, 1)[2:]
     kernel[(1,)](wide, apart(8), 8, block=8)
+    kernel[(1,)](wide, wide[3:4], 8, block=8)
+    kernel[(1,)](wide[3:4], wide, 8, block=8)
 
 
 @pytest.mark.parametrize(
