@@ -50,7 +50,7 @@ TPU_COMPILER := $(VENV)/tpu-compiler
 
 OLDER_TRANSFORMERS_AT := $(OLDER_TRANSFORMERS:%=$(INTEGRATIONS_VENV)/transformers-%)
 
-.PHONY: demo test test-cpu test-triton test-fast test-gpu test-gpu-aot test-tpu xla test-xla torch-tpu test-torch-tpu integrations test-integrations lint \
+.PHONY: demo test test-cpu test-triton test-fast test-gpu test-gpu-aot test-oldest-triton test-tpu xla test-xla torch-tpu test-torch-tpu integrations test-integrations lint \
 	format types examples examples-integrations docs docs-serve package env clean
 .DEFAULT_GOAL := test
 
@@ -71,10 +71,13 @@ test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(TESTS) $(PYTEST_FLAGS)
 
 # The ring as XLA schedules it for eight GPUs, compiled on a machine without any (Linux only). With PYTHON=python3.12 by the XLA that GPUs
-# run: the second stack's. The first is older. And Triton's kernels alone by the oldest Triton.
-test-gpu-aot: $(GPU_COMPILER)/.installed $(OLDEST_TRITON)/.installed
+# run: the second stack's. The first is older.
+test-gpu-aot: $(GPU_COMPILER)/.installed
 	PYTHONPATH=$(GPU_COMPILER):$(CUTE_DSL) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TRITON_INTERPRET=0 RING_ATTN_CACHE_OF_TESTS=$(or $(RING_ATTN_PROGRAMS_OF_TESTS),$(CURDIR)/$(GPU_COMPILER))/kernels \
 		$(BIN)/python -m pytest -n $(JOBS) tests/jax_core/strategies/test_gpu_program.py $(PYTEST_FLAGS)
+
+# Triton's kernels alone, by the oldest Triton.
+test-oldest-triton: $(OLDEST_TRITON)/.installed
 	PYTHONPATH=$(OLDEST_TRITON) TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) tests/jax_core/kernels/test_triton_compiles.py $(PYTEST_FLAGS)
 
 # The ring as the TPU compiler schedules it, compiled on a machine without a TPU (Linux only).

@@ -45,6 +45,7 @@ STEPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         SEPARATE_ENVIRONMENTS,
     ),
     "test-gpu-aot": (("tests/jax_core/strategies/test_gpu_program.py",), ()),
+    "test-oldest-triton": (("tests/jax_core/kernels/test_triton_compiles.py",), ()),
     "test-tpu": (("tests/jax_core/strategies/test_tpu_program.py", "tests/jax_core/strategies/test_fused_ring.py"), ()),
     "examples": (("examples/*.py",), (*WITH_INTEGRATIONS, "examples/torch_xla_tpu.py")),
     "test-integrations": (("tests/integrations/test_*.py",), ()),
