@@ -18,7 +18,7 @@ OF_CONFTEST = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON
 def need(ranks: int) -> None:
     """Leaves a test out where there are fewer."""
     if ranks > RANKS:
-        pytest.skip(f"GPUs needed: {ranks}, here: {RANKS} (or RANKS={ranks}, which share those that there are)")
+        pytest.skip(f"ranks needed: {ranks}, here: {RANKS}, GPUs: {GPUS}; with RANKS={ranks} ranks share them")
 
 
 def torchrun(processes: int, worker: str, *arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, str]:

@@ -10,13 +10,13 @@ service (``nvidia-cuda-mps-control -d``) they run at once.
 import os
 import sys
 
-ONE_GPU_OF_MANY = {
-    "NCCL_NET": "Socket",
-    "NCCL_MNNVL_ENABLE": "0",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-}
-
 if __name__ == "__main__":
     host, gpu = divmod(int(os.environ["LOCAL_RANK"]), int(sys.argv[1]))
-    of_rank = {"LOCAL_RANK": str(gpu), "NCCL_HOSTID": f"host-{host}"}
-    os.execve(sys.executable, [sys.executable, *sys.argv[2:]], {**os.environ, **ONE_GPU_OF_MANY, **of_rank})
+    os.environ.update(
+        LOCAL_RANK=str(gpu),
+        NCCL_HOSTID=f"host-{host}",
+        NCCL_NET="Socket",
+        NCCL_MNNVL_ENABLE="0",
+        TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
+    )
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

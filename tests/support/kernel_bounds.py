@@ -6,7 +6,8 @@ from triton.runtime import interpreter
 
 # What it does, and which of its arguments are the pointers and the mask.
 ACCESSES = {"create_masked_load": ("reads", 0, 1), "create_masked_store": ("writes", 0, 2), "create_atomic_rmw": ("adds", 1, 3)}
-_arguments = np.zeros((0, 2), np.uint64)  # from where to where, in the order of addresses
+# From where to where the arguments lie, in the order of addresses; and where all up to each end, for some lie in others.
+_spans, _ends = np.zeros((1, 2), np.uint64), np.zeros(1, np.uint64)
 
 
 def watch() -> None:
@@ -15,10 +16,11 @@ def watch() -> None:
     prepared = executor._init_args_hst
 
     def prepare(self, arguments, named):
-        global _arguments
+        global _spans, _ends
         found = prepared(self, arguments, named)
         spans = [span(x) for x in (*found[0], *found[1].values()) if hasattr(x, "data_ptr") and x.numel()]
-        _arguments = np.array(sorted(spans), np.uint64).reshape(-1, 2)
+        _spans = np.array([(0, 0), *sorted(spans)], np.uint64)
+        _ends = np.maximum.accumulate(_spans[:, 1])
         return found
 
     executor._init_args_hst = prepare
@@ -41,16 +43,10 @@ def watched(access, verb, pointers, mask):
 
 def check(pointers, mask, verb) -> None:
     addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.uint64)
-    if not addresses.size:
-        return
     size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-    which = np.searchsorted(_arguments[:, 0], addresses, side="right") - 1
-    ends = np.maximum.accumulate([0, *_arguments[:, 1]], dtype=np.uint64)[which + 1]  # some lie within others
-    outside = addresses + np.uint64(size) > ends
+    outside = addresses + np.uint64(size) > _ends[np.searchsorted(_spans[:, 0], addresses, side="right") - 1]
     if outside.any():
         first = int(addresses[outside][0])
-        spans = sorted(
-            (max(int(start) - first, first - int(end), 0), first - int(start), int(end - start)) for start, end in _arguments
-        )
-        near = f"byte {spans[0][1]} of {spans[0][2]} of the nearest" if spans else "there are none"
+        start, end = min(_spans.tolist(), key=lambda span: max(span[0] - first, first - span[1]))
+        near = f"byte {first - start} of {end - start} of the nearest"
         raise IndexError(f"a kernel {verb} outside its arguments: {near}; of {addresses.size} elements {int(outside.sum())}")

@@ -31,7 +31,7 @@ def _vary(array, axes):
 
 
 def _interpret(kernel, const, grid, shapes, memory_of, *arrays):
-    tensors = [_apart(np.array(array)) for array in arrays]
+    tensors = [_apart(np.asarray(array)) for array in arrays]
     # Whatever a kernel fails to write stays NaN.
     made = [
         tensors[memory_of[i]] if i in memory_of else _apart(np.full(shape.shape, _poison(shape.dtype), shape.dtype))
@@ -44,9 +44,10 @@ def _interpret(kernel, const, grid, shapes, memory_of, *arrays):
 
 def _apart(array):
     """The array with much between it and all others: what lies outside one is in none (kernel_bounds.py)."""
-    own = torch.from_numpy(array)
-    wide = torch.empty(own.nbytes + 2 * _BETWEEN, dtype=torch.uint8)
-    return wide[_BETWEEN : _BETWEEN + own.nbytes].view(own.dtype).view(own.shape).copy_(own)
+    wide = np.empty(array.nbytes + 2 * _BETWEEN, np.uint8)
+    own = wide[_BETWEEN:-_BETWEEN].view(array.dtype).reshape(array.shape)
+    own[...] = array
+    return torch.from_numpy(own)
 
 
 def _poison(dtype):
