@@ -89,6 +89,7 @@ test-tpu: $(TPU_COMPILER)/.installed
 # what is left out (for too few of them, or a kernel that cannot be called) is said at the end. In four parts:
 # make test-gpu PART=1/4 and so on; but for the second, which counts memory, GPU_JOBS=4 runs four tests at a time.
 # RANKS=4: that many ranks share the GPUs that there are (tests/gpu/shared.py).
+# LIMIT=300: a job that is not done after so many seconds is ended, and says where it was (tests/gpu/jobs.py).
 test-gpu:
 	JAX_PLATFORMS=cuda,cpu $(or $(PYTHON),python3) -m pytest -p no:benchmark -m gpu -ra tests/gpu $(if $(PART),--part $(PART)) \
 		$(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_FLAGS)

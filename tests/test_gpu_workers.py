@@ -1,5 +1,8 @@
 """The programs of tests/gpu without a GPU, at a small size: that they start, compare and come to an end."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.gpu.jobs import run, torchrun
@@ -7,6 +10,29 @@ from tests.gpu.jobs import run, torchrun
 pytestmark = pytest.mark.slow
 
 SMALL = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+HANGS = """
+import os, time
+def stuck():
+    print("rank", os.environ["RANK"], "of", os.getpid(), flush=True)
+    time.sleep(600)
+stuck()
+"""
+
+
+def test_a_job_that_does_not_end_says_where_and_leaves_nobody(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    fine, said = torchrun(2, str(tmp_path / "hangs.py"), timeout=15, **SMALL)
+    assert not fine and said.endswith("not done after 15 s"), said
+    assert said.count('hangs.py", line 5 in stuck') == 2, said
+    of_ranks = re.findall(r"rank \d of (\d+)", said)
+    assert len(of_ranks) == 2 and not any(runs(number) for number in of_ranks), said
+
+
+def runs(process):
+    """Also where nobody has asked yet how it ended."""
+    told = Path("/proc", process, "cmdline")
+    return told.exists() and told.read_bytes() != b""
 
 
 def test_beside_torch():

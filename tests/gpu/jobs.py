@@ -1,9 +1,12 @@
 """The programs of this folder in processes of their own, as from a user's shell."""
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 GPUS = torch.cuda.device_count()
 RANKS = GPUS and max(GPUS, int(os.environ.get("RANKS", "0")))  # more than GPUs share them (shared.py)
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # to all jobs, whatever this process takes of it (conftest.py)
+LIMIT = float(os.environ.get("LIMIT", "inf"))  # seconds, where the tests' own are too many
 OF_CONFTEST = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
 
@@ -29,19 +33,41 @@ def torchrun(processes: int, worker: str, *arguments: str, timeout: float = 280,
 
 
 def run(*arguments: str, timeout: float = 280, **variables: str) -> tuple[bool, str]:
-    """The same of one Python program."""
+    """The same of one Python program. One that is not done in time is ended, and what was printed ends with where it was."""
+    limit, job = min(timeout, LIMIT), uuid4().hex
     kept = {name: value for name, value in os.environ.items() if name not in OF_CONFTEST}
     if VISIBLE is not None:
         kept["CUDA_VISIBLE_DEVICES"] = VISIBLE
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
+    own = {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "RING_ATTN_TESTS_JOB": job, **variables}
+    with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**kept, "PYTHONPATH": path, **variables},
-        timeout=timeout,
+        env={**kept, **own},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        check=False,
-    )
-    return done.returncode == 0, done.stdout
+    ) as program:
+        try:
+            said, _ = program.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            said = _ended(program, job) + f"\nnot done after {limit:g} s"
+    return program.returncode == 0, said
+
+
+def _ended(program: "subprocess.Popen[str]", job: str) -> str:
+    """What it printed, once it and all that it has started are gone: torchrun's workers outlive a torchrun that is killed."""
+    _signal(job, signal.SIGABRT)  # Python says where each thread is
+    try:
+        said, _ = program.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        _signal(job, signal.SIGKILL)
+        said, _ = program.communicate()
+    return said
+
+
+def _signal(job: str, number: int) -> None:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if job.encode() in (process / "environ").read_bytes():
+                os.kill(int(process.name), number)
