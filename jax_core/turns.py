@@ -21,7 +21,7 @@ except ImportError:  # Windows: everybody's turn is now
 
 LIMIT = 120.0  # seconds after which a process that waits compiles for itself
 _LOOK_AGAIN = 0.01
-_LOCKS = 64  # files of a folder; programs that share one are compiled one after another
+_LOCKS = 4096  # files of a folder at most: programs that share one, which are rare, are compiled one after another
 
 
 class _OfThisThread(threading.local):
