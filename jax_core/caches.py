@@ -123,6 +123,8 @@ def read_cached(path: Path) -> bytes | None:
     if content is None:
         await_turn(path, path.exists)
         content = _read(path)
+        if content is not None:
+            end_turn()  # another has made it
     return content
 
 

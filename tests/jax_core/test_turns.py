@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from jax_core import turns
+from jax_core import caches, turns
 from jax_core.caches import read_cached, write_cached
-from jax_core.turns import in_turn
+from jax_core.turns import await_turn, in_turn
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 from jax_core.caches import read_cached
-from jax_core.turns import in_turn
+from jax_core.turns import await_turn, in_turn
 with in_turn():
     assert read_cached(Path(sys.argv[1])) is None
     print("mine", flush=True)
@@ -61,6 +61,19 @@ def test_the_others_read_what_the_first_one_wrote(path):
         for other in others:
             other.join(5)
     assert [other.found for other in others] == [b"made"] * 2
+
+
+def test_who_finds_it_at_its_turn_keeps_nobody_waiting(path, monkeypatch):
+    def written_meanwhile(*asked):
+        write_cached(path, b"made")
+        await_turn(*asked)
+
+    monkeypatch.setattr(caches, "await_turn", written_meanwhile)
+    with in_turn():
+        assert read_cached(path) == b"made"
+        monkeypatch.undo()
+        path.unlink()
+        assert not Other(path).waits()
 
 
 def test_one_after_another_where_nothing_is_written(path):
