@@ -31,7 +31,7 @@ class RingCall(Protocol):
 
 
 class Unfinished(NamedTuple):
-    """The oldest call that the device is known to be in or before, and the seconds for which it has ended none."""
+    """The oldest call that the device is known to be in or before, and the seconds for which it has ended none, at least."""
 
     call: RingCall
     seconds: float
@@ -65,8 +65,12 @@ class DeviceProgress:
 
     def stalled(self) -> Unfinished | None:
         """What the device has not finished within the limit."""
+        return None if (lasting := self.lasting()) is None or lasting.seconds < self.limit else lasting
+
+    def lasting(self) -> Unfinished | None:
+        """What the device has not finished, as of the last look at it; None where it ended a call since, or has none."""
         with self._lock:
-            return Unfinished(self._launched[0][0], self._waited) if self._launched and self._looked >= self.limit else None
+            return Unfinished(self._launched[0][0], self._looked) if self._launched and self._looked else None
 
     def _poll(self) -> None:
         self._looked = self._waited

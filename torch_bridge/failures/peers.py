@@ -35,6 +35,8 @@ DEVICE_TIMEOUT = 600.0  # as NCCL's own
 EXIT_PEER_FAILURE = 69
 # Seconds that the coordinator has to answer the goodbye of a process that ends.
 GOODBYE_TIME = 3.0
+# Seconds of a ring call after which its process says where it is, once, and again after twice as many.
+LASTING = 60.0
 # How many calls of each ring are remembered: more than one rank can run ahead of another, given the depth of a GPU's queue.
 _REMEMBERED = 128
 
@@ -100,6 +102,7 @@ class State:
     preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
     asked: float = 0.0  # when the watchdog last asked for the state of the others
+    patience: float = LASTING  # seconds of a call before the next word about it
 
     def bad_news(self) -> bool:
         """Whether anything is known for which a call of some ring cannot end."""
@@ -227,6 +230,7 @@ def _watchdog() -> None:
         time.sleep(min(max(min(state.settings.wait_timeout, state.settings.device_timeout) / 16, 0.05), 0.5))
         state.device.beat()
         _ask(time.monotonic())
+        _say_what_lasts(time.monotonic())
         _give_up_a_vanished_coordinator()
         if state.bad_news():
             for call in _unfinished():
@@ -247,6 +251,24 @@ def _ask(now: float) -> None:
     if now - state.asked > pause / 2 and waits:
         state.asked = now
         send({"waits": pause / 4})
+
+
+def _say_what_lasts(now: float) -> None:
+    """A call may take any time on a host, and on a device up to its limit, so that nobody is at fault yet: but none is silent."""
+    lasting: list[tuple[float, RingCall, str]]
+    lasting = [(now - call.begun, call, f"in {call}") for call in list(state.active.values())]
+    if (of_device := state.device.lasting()) is not None:
+        lasting.append((of_device.seconds, of_device.call, f"waiting for its device, which has yet to end {of_device.call}"))
+    longest = max(lasting, key=lambda each: each[0], default=None)
+    if longest is not None and longest[0] > state.patience:
+        seconds, call, what = longest
+        state.patience = 2 * seconds
+        print(
+            f"ring_attn: global rank {call.ring.ranks[call.ring.rank]} has been {what}, for {seconds:.0f} s{_line_of_main()}; "
+            f"py-spy dump --pid {os.getpid()} shows all of its threads",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _unfinished(young: float = math.inf) -> list[WatchedCall]:
@@ -334,10 +356,14 @@ def _place(idle: float, unfinished: list[WatchedCall]) -> str:
     """Where the main thread is: its innermost line outside installed packages."""
     if unfinished:
         return f"it is in a call of the {unfinished[0].ring}"
+    where = _line_of_main()
+    return f"it has been in no ring call for {idle:.0f} s{where}" if idle else f"it prepares a call{where}"
+
+
+def _line_of_main() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = [line for line in traceback.extract_stack(frame) if not line.filename.startswith((sys.prefix, sys.base_prefix, "<"))]
-    where = f", now at {lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name}" if frame and lines else ""
-    return f"it has been in no ring call for {idle:.0f} s{where}" if idle else f"it prepares a call{where}"
+    return f", now at {lines[-1].filename}:{lines[-1].lineno} in {lines[-1].name}" if frame and lines else ""
 
 
 def mark_busy() -> object:

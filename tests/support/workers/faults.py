@@ -84,6 +84,17 @@ def device_waits(rank: int) -> None:
     works()
 
 
+def lasts(rank: int) -> None:
+    """Nobody is at fault: the host of one rank takes long in a call, and the device of the other."""
+    peers.state.patience = 1.0
+    start(device_timeout=2 * LIMIT)
+    with watchdog.watch(rings.resolve(None), "forward", "a long call") as watched:
+        time.sleep(1.5 * LIMIT * rank)
+        watched.event = Event(time.monotonic() + 1.5 * LIMIT * (1 - rank))
+    time.sleep(1.5 * LIMIT * (1 - rank))
+    works()
+
+
 def forward_alone(rank: int) -> None:
     """One rank makes a forward of a sharded model, and its first call of the job, while the other does something else."""
     runtime.start.__kwdefaults__["peer_timeout"] = LIMIT  # as where nobody calls start

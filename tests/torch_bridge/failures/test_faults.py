@@ -1,6 +1,7 @@
 """Ranks of one ring that do not do the same, in real processes: all end with words that say who asked for what, and soon."""
 
 import re
+from itertools import pairwise
 
 import pytest
 from launch import Ended, processes
@@ -162,6 +163,16 @@ def test_a_device_that_does_not_finish_a_call_is_told_on_all_ranks():
 def test_a_device_that_waits_for_a_rank_that_compiles_is_at_no_fault():
     for ended in processes(2, "faults.py", "device_waits"):
         assert works(ended), ended.out + ended.err
+
+
+@pytest.mark.slow
+def test_no_call_lasts_in_silence_though_nobody_is_at_fault():
+    of_device, of_host = processes(2, "faults.py", "lasts")
+    assert works(of_device) and works(of_host), of_device.out + of_device.err + of_host.out + of_host.err
+    for rank, ended, what in ((0, of_device, "waiting for its device, which has yet to end "), (1, of_host, "in ")):
+        words = rf"ring_attn: global rank {rank} has been {what}forward step 1: a long call, for (\d) s"
+        said = re.findall(words + r", now at .*faults.py:\d+ in lasts; py-spy dump --pid \d+ shows", ended.err)
+        assert said and int(said[0]) < 3 and all(int(later) >= 2 * int(one) - 1 for one, later in pairwise(said)), ended.err
 
 
 @pytest.mark.slow
