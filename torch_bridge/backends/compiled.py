@@ -93,7 +93,9 @@ class CompiledProgram:
     def _run(self, step: str, compiled: Compiled, tensors: Tensors) -> list[torch.Tensor]:
         if is_captured(self.request.device):
             raise RuntimeError(CAPTURED)
-        with keeping_device(self.request.device), precision_scope(self.dtype), watch(self.ring, step, self.call) as call:
+        device = self.request.device
+        watched = watch(self.ring, step, self.call, limited=device.type == "cuda")
+        with keeping_device(device), precision_scope(self.dtype), watched as call:
             outcome = self.launcher(self.join, compiled, tensors)
             call.event = outcome.event
         return outcome.results

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 
 from jax_core.turns import in_turn
+from torch_bridge.failures.watchdog import compiling
 
 LOG = logging.getLogger("ring_attn")
 Arrays = Sequence[jax.Array | jax.ShapeDtypeStruct | None]
@@ -86,7 +87,7 @@ class Executable:
 
     def _compile(self, arrays: Arrays) -> _Compiled:
         started = time.perf_counter()
-        with in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
+        with compiling(), in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
             with _lowering:
                 lowered = self._function.lower(*arrays)
             meanwhile, self.meanwhile = self.meanwhile, None

@@ -14,9 +14,10 @@ ALL_CALL = (
     "ring_attn.start(wait_timeout=seconds)."
 )
 ALL_LAUNCHED = (
-    "Every rank of the ring has given this call to its device, and it does not come to its end: a kernel that waits for ever, "
-    "a collective of NCCL that another process never joins, or a fault of the hardware; cuda-gdb shows where it is. Where a device "
-    "rightly takes longer, give it more time with ring_attn.start(device_timeout=seconds)."
+    "Every rank of the ring has given this call to its device, or is about to, and it does not come to its end: a kernel that "
+    "waits for ever, a collective of NCCL that another process never joins, a driver that does not return, or a fault of the "
+    "hardware; py-spy dump and cuda-gdb show where it is. Where a device rightly takes longer, give it more time with "
+    "ring_attn.start(device_timeout=seconds)."
 )
 
 Ranks = tuple[int, ...]
@@ -40,13 +41,20 @@ class RingStatus(NamedTuple):
 
 class Stalled(NamedTuple):
     """A call of a ring that a rank's device has not finished within the limit: its number, a description, and for how long the
-    device has finished none, which may be so for ``limit`` seconds once all of the ring have launched it."""
+    device has finished none, which may be so for ``limit`` seconds once all of the ring have launched it. ``in_host``: it is the
+    host that has been in the call for so long, without compiling anything."""
 
     ring: Ranks
     number: int
     what: str
     seconds: float
     limit: float
+    in_host: bool = False
+
+    def __str__(self) -> str:
+        if self.in_host:
+            return f"has been in call {self.number}, {self.what}, for {self.seconds:.0f} s, and compiles nothing"
+        return f"has not finished call {self.number}, {self.what}, nor any other for {self.seconds:.0f} s"
 
 
 Message = Mapping[str, Any]  # between processes: a JSON object, whose keys say what it is
@@ -149,23 +157,25 @@ def crossed_rings(reports: Mapping[int, RankStatus]) -> dict[Ranks, str]:
 
 
 def stalled_rings(reports: Mapping[int, RankStatus]) -> dict[Ranks, str]:
-    """The rings in whose call a device stays for its limit though all members have given it to theirs, each with the reason.
-    ``reports``: of the ranks that answer; where a member does not, or has not come to the call, no device is at fault."""
+    """The rings in whose call a device, or a host, stays for its limit though all members have given it to their devices or stay
+    in it too, each with the reason. ``reports``: of the ranks that answer; where a member does not, or has not come to the call,
+    nobody is at fault."""
     reasons: dict[Ranks, str] = {}
     for rank, report in reports.items():
         stalled = report.stalled
-        if stalled is not None and all(_has_launched(reports.get(member), stalled) for member in stalled.ring):
-            reasons.setdefault(
-                stalled.ring,
-                f"the device of {named([rank])} has not finished call {stalled.number}, {stalled.what}, nor any other for "
-                f"{stalled.seconds:.0f} s",
-            )
+        if stalled is not None and all(_takes_part(reports.get(member), stalled) for member in stalled.ring):
+            reasons.setdefault(stalled.ring, f"the {'host' if stalled.in_host else 'device'} of {named([rank])} {stalled}")
     return reasons
 
 
-def _has_launched(report: RankStatus | None, stalled: Stalled) -> bool:
+def _takes_part(report: RankStatus | None, stalled: Stalled) -> bool:
+    """Whether this rank has launched the call as long ago, or stays in it itself."""
     status = None if report is None else report.rings.get(stalled.ring)
-    return status is not None and status.launched >= stalled.number and status.since >= stalled.limit
+    if report is None or status is None:
+        return False
+    own = report.stalled
+    stays = own is not None and own.in_host and own.ring == stalled.ring and own.number >= stalled.number
+    return stays or (status.launched >= stalled.number and status.since >= stalled.limit)
 
 
 def _first_mismatch(ring: Ranks, reports: Mapping[int, RankStatus], ended: bool = False) -> int | None:

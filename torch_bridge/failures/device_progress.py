@@ -52,13 +52,17 @@ class DeviceProgress:
                 del self._launched[1::2]
             self._launched.append((call, event))
 
-    def beat(self) -> None:
-        """Counts the time since the last beat, and looks at events where none is known to have ended for long."""
+    def beat(self) -> float:
+        """Counts the time since the last beat, which it returns, and looks at events where none is known to have ended for long."""
         now = time.monotonic()
         passed, self._beat = min(now - self._beat, _LONGEST_BEAT), now
-        if not self._launched:
+        if self._launched:
+            self._count(passed)
+        else:
             self._waited = self._looked = 0.0
-            return
+        return passed
+
+    def _count(self, passed: float) -> None:
         self._waited += passed
         if self._waited - self._looked > self.limit / _LOOKS:
             self._poll()

@@ -25,7 +25,8 @@ import torch
 
 from torch_bridge.failures import coordinator
 from torch_bridge.failures.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
-from torch_bridge.failures.device_progress import DeviceProgress, RingCall
+from torch_bridge.failures.device_progress import DeviceProgress, RingCall, Unfinished
+from torch_bridge.failures.host_progress import HostProgress
 from torch_bridge.failures.liveness import VANISHED_AFTER, keep_alive, unheard
 
 # How long the others may keep running after a peer's death, in seconds; `runtime.start(peer_timeout=)` changes it.
@@ -42,9 +43,11 @@ _REMEMBERED = 128
 
 
 class WatchedCall(RingCall, Protocol):
-    """A ring call of this process, as the watchdog sees it. ``finished``: whether the device is known to have completed it."""
+    """A ring call of this process, as the watchdog sees it. ``finished``: whether the device is known to have completed it.
+    ``limited``: whether the host only gives it to the device, within the device's limit."""
 
     finished: bool
+    limited: bool
 
     def overdue(self) -> bool:
         """Whether it has used up its grace period since it became known that it cannot complete."""
@@ -56,7 +59,7 @@ class WatchedCall(RingCall, Protocol):
 @dataclass
 class Settings:
     """The settings of ``runtime.start``: seconds to end after a peer's death, seconds to wait for an idle rank, whether to compare
-    every call, and seconds in which a device finishes one."""
+    every call, and seconds in which a device finishes one, and a host gives it one."""
 
     peer_timeout: float = PEER_TIMEOUT
     wait_timeout: float = PEER_TIMEOUT
@@ -99,6 +102,7 @@ class State:
     active: dict[int, WatchedCall] = field(default_factory=dict)
     launched: dict[Ranks, tuple[WatchedCall, torch.cuda.Event]] = field(default_factory=dict)
     device: DeviceProgress = field(default_factory=lambda: DeviceProgress(DEVICE_TIMEOUT))
+    host: HostProgress = field(default_factory=lambda: HostProgress(DEVICE_TIMEOUT))
     preparing: set[object] = field(default_factory=set)
     left: float = 0.0  # when the last ring call of this process returned
     asked: float = 0.0  # when the watchdog last asked for the state of the others
@@ -126,7 +130,7 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[st
     hello = {"token": endpoint.token, "rank": rank, "peer_timeout": settings.peer_timeout}
     connection.sendall(json.dumps(hello).encode() + b"\n")
     state.connection, state.hosts, state.settings, state.left = connection, hosts, settings, time.monotonic()
-    state.device.limit = settings.device_timeout
+    state.device.limit = state.host.limit = settings.device_timeout
     os.register_at_fork(after_in_child=_forget)
     for loop, arguments in ((_listen, (connection,)), (_watchdog, ())):
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
@@ -228,7 +232,7 @@ def _watchdog() -> None:
     """Ask for the state of the others when a ring call takes long, and end this process when the call cannot return."""
     while True:
         time.sleep(min(max(min(state.settings.wait_timeout, state.settings.device_timeout) / 16, 0.05), 0.5))
-        state.device.beat()
+        state.host.beat(state.device.beat(), [call for call in list(state.active.values()) if call.limited])
         _ask(time.monotonic())
         _say_what_lasts(time.monotonic())
         _give_up_a_vanished_coordinator()
@@ -247,7 +251,7 @@ def _give_up_a_vanished_coordinator() -> None:
 
 def _ask(now: float) -> None:
     pause = ASK_AFTER * state.settings.wait_timeout
-    waits = state.device.stalled() or any(now - call.begun > pause for call in _unfinished(now - pause))
+    waits = _stalled() or any(now - call.begun > pause for call in _unfinished(now - pause))
     if now - state.asked > pause / 2 and waits:
         state.asked = now
         send({"waits": pause / 4})
@@ -315,12 +319,16 @@ def _report() -> RankStatus:
 
 
 def _stalled() -> Stalled | None:
-    """What this process's device has not finished within the limit."""
-    stalled = state.device.stalled()
-    if stalled is None:
-        return None
-    call = stalled.call
-    return Stalled(call.ring.ranks, call.number, str(call), stalled.seconds, state.device.limit)
+    """What this process's device, or host, has not finished within the limit."""
+    of_device, of_host = state.device.stalled(), state.host.stalled()
+    if of_device is not None:
+        return _as_stalled(of_device, in_host=False)
+    return None if of_host is None else _as_stalled(of_host, in_host=True)
+
+
+def _as_stalled(lasting: Unfinished, in_host: bool) -> Stalled:
+    call = lasting.call
+    return Stalled(call.ring.ranks, call.number, str(call), lasting.seconds, state.device.limit, in_host)
 
 
 def _ring_statuses() -> dict[Ranks, RingStatus]:

@@ -9,7 +9,7 @@ broken-connection error, which :class:`watch` turns into a :class:`PeerFailure`.
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 
 import torch
@@ -30,6 +30,11 @@ _LOOK_AGAIN = 0.001  # seconds between two looks at what the device still has to
 class PeerFailure(RuntimeError):
     """The ring cannot continue: one of its processes has died or stopped, has failed, or has called something else in the middle of
     a step. The message names the ring (its global ranks), the step, and what each rank last called."""
+
+
+def compiling() -> AbstractContextManager[None]:
+    """A block in which this process compiles a program, for which it may take any time."""
+    return peers.state.host.compiling()
 
 
 def tell_failure(ring: ProcessRing, error: Exception) -> None:
@@ -134,13 +139,14 @@ class watch:
     :class:`PeerFailure` for a broken collective or a ring that cannot continue. A call that hangs because a member of its ring has
     died, failed, called something else or not called ends the process within ``runtime.start``'s ``peer_timeout`` (a death or a
     failure) or ``wait_timeout`` (otherwise), with the same message on stderr and exit status ``EXIT_PEER_FAILURE``. An error
-    inside the block is reported to the others. A ring of one is not watched.
+    inside the block is reported to the others. A ring of one is not watched. ``limited``: the block only gives a device something
+    to do, so that ``device_timeout`` holds for it too, but for what it compiles.
     """
 
-    __slots__ = ("begun", "call", "event", "finished", "number", "ring", "since", "step", "what")
+    __slots__ = ("begun", "call", "event", "finished", "limited", "number", "ring", "since", "step", "what")
 
-    def __init__(self, ring: ProcessRing, step: str, what: str = "") -> None:
-        self.ring, self.step, self.what = ring, step, what
+    def __init__(self, ring: ProcessRing, step: str, what: str = "", limited: bool = False) -> None:
+        self.ring, self.step, self.what, self.limited = ring, step, what, limited
         self.call = self.number = 0
         self.begun = self.since = 0.0
         self.event: torch.cuda.Event | None = None

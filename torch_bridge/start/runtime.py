@@ -81,9 +81,10 @@ def start(
     others wait may take three quarters of ``wait_timeout``. ``start_timeout``: seconds to wait here for the other processes
     (default: ``START_TIMEOUT``; if the first ring call comes without ``start()``, the other ranks have ``wait_timeout`` to make
     theirs). ``device_timeout``: seconds within which a GPU must come to the end of a ring call that all ranks of the ring have
-    given to theirs. One that does not ends the job in the same way, and it is said which call that is, and what is in flight on
-    each rank. ``check``: "new_programs" compares the ranks' requests whenever a ring meets a new program, "every_call" before
-    every forward and backward, to find the first call that differs.
+    given to theirs, and a host give it to its GPU, what it compiles not counted. One that does not ends the job in the same
+    way, and it is said which call that is, and what is in flight on each rank. ``check``: "new_programs" compares the ranks'
+    requests whenever a ring meets a new program, "every_call" before every forward and backward, to find the first call that
+    differs.
 
     All of these take effect only in the call that starts JAX. Raises ValueError for an unknown ``check`` or if it differs between
     ranks, RuntimeError if the user's program has started JAX in a way that cannot work, and PeerFailure if a rank does not arrive.
@@ -345,7 +346,7 @@ def _rotate_once(ring: ProcessRing, device: torch.device) -> None:
     mapped = jax.shard_map(rotate, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     program = jax.jit(mapped, compiler_options=options)
     local = jax.device_put(jnp.zeros(1, jnp.float32), mesh.local_devices[0])  # the same under x64
-    with watch(ring, "start"):
+    with watch(ring, "start", limited=device.type == "cuda"):
         to_local(program(to_global(ring, local))).block_until_ready()
 
 

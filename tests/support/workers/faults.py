@@ -84,6 +84,26 @@ def device_waits(rank: int) -> None:
     works()
 
 
+def hosts_stall(rank: int) -> None:
+    """Both, in C++. What is compiled may take longer than the limit."""
+    start(device_timeout=LIMIT)
+    with watchdog.watch(rings.resolve(None), "forward", "a call", limited=True):
+        with peers.state.host.compiling():
+            time.sleep(2 * LIMIT)
+        print("compiled for long", flush=True)
+        time.sleep(10 * LIMIT)
+
+
+def host_and_device_stall(rank: int) -> None:
+    """One has given the call to its device, which waits for the other."""
+    start(device_timeout=LIMIT)
+    with watchdog.watch(rings.resolve(None), "forward", "a call", limited=True) as watched:
+        if rank == 1:
+            time.sleep(10 * LIMIT)
+        watched.event = Event(float("inf"))
+    time.sleep(10 * LIMIT)
+
+
 def lasts(rank: int) -> None:
     """Nobody is at fault: the host of one rank takes long in a call, and the device of the other."""
     peers.state.patience = 1.0

@@ -108,6 +108,17 @@ def test_a_device_that_does_not_finish_is_named(other):
     assert found[PAIR].endswith("has not finished call 3, forward step 2: a call, nor any other for 1801 s")
 
 
+IN_HOST = Stalled(PAIR, 4, "forward step 3: a call", 601.0, 600.0, in_host=True)
+
+
+def test_a_host_that_does_not_give_its_device_a_call_is_named():
+    found = stalled_rings({0: given(3, IN_HOST), 1: given(4)})
+    assert found[PAIR].endswith("host of global rank 0 has been in call 4, forward step 3: a call, for 601 s, and compiles nothing")
+    assert PAIR in stalled_rings({0: given(3, IN_HOST), 1: given(3, IN_HOST)})
+    assert PAIR in stalled_rings({0: given(3, IN_HOST), 1: given(4, STALLED._replace(number=4))})
+    assert stalled_rings({0: given(3, IN_HOST), 1: given(3)}) == {}, "the other compiles"
+
+
 @pytest.mark.parametrize(
     "reports",
     [{1: given(2)}, {1: given(3, since=599.0)}, {1: report(600.0)}, {}],
@@ -117,7 +128,7 @@ def test_no_device_is_at_fault_that_waits_for_a_rank(reports):
     assert stalled_rings({0: given(3, STALLED), **reports}) == {}
 
 
-@pytest.mark.parametrize("stalled", [None, STALLED])
+@pytest.mark.parametrize("stalled", [None, STALLED, STALLED._replace(in_host=True)])
 def test_a_report_survives_the_connection(stalled):
     sent = report(3.0, pair=status(2, 1.5))._replace(stalled=stalled)
     assert RankStatus.from_json(json.loads(json.dumps(sent.to_json()))) == sent

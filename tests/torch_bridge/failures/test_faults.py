@@ -166,6 +166,25 @@ def test_a_device_that_waits_for_a_rank_that_compiles_is_at_no_fault():
 
 
 @pytest.mark.slow
+def test_hosts_that_do_not_come_out_of_a_call_are_told():
+    for ended in processes(2, "faults.py", "hosts_stall"):
+        assert ended.status == EXIT_PEER_FAILURE, ended.out + ended.err
+        words = (
+            r"the host of global rank \d has been in call \d+, forward step 1: a call, for \d s, and compiles nothing. Last asked"
+        )
+        assert re.search(words, ended.err) and "compiled for long" in ended.out, ended.out + ended.err
+
+
+@pytest.mark.slow
+def test_a_host_that_keeps_a_device_waiting_is_told():
+    for ended in processes(2, "faults.py", "host_and_device_stall"):
+        assert ended.status == EXIT_PEER_FAILURE, ended.out + ended.err
+        assert re.search(r"the (host|device) of global rank \d has (been in|not finished) call \d+, forward step 1", ended.err), (
+            ended.err
+        )
+
+
+@pytest.mark.slow
 def test_no_call_lasts_in_silence_though_nobody_is_at_fault():
     of_device, of_host = processes(2, "faults.py", "lasts")
     assert works(of_device) and works(of_host), of_device.out + of_device.err + of_host.out + of_host.err

@@ -530,7 +530,7 @@ def test_a_report_says_what_this_process_does(fresh):
     ring = ProcessRing((0, 1), 0)
     idle = peers._report()
     assert 5 <= idle.idle < 6 and not idle.rings
-    assert re.search(r"in no ring call for 5 s, now at .*peers.py:\d+ in _place", idle.place)
+    assert re.search(r"in no ring call for 5 s, now at .*peers.py:\d+ in _line_of_main", idle.place)
     with runtime.watch(ring, "forward", "q"):
         busy = peers._report()
     assert (busy.idle, busy.rings[0, 1].number, busy.rings[0, 1].last) == (0, 1, "forward step 1: q")
