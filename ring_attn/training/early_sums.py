@@ -5,7 +5,9 @@ writes the sums of the buckets whose gradients are still what was copied, and su
 
 Ranks may differ in which gradients have come (experts without tokens, an error in one rank's backward). So these sums have a
 process group of their own, in which every rank sums all buckets of one plan in its order, once between two calls: a bucket that
-has not begun when the call comes is begun in it, with what is there. Which ones begin early is each rank's own affair.
+has not begun when the call comes is begun in it, with what is there. A sum that one rank begins before an attention and another
+after it keeps the one's GPU waiting for the other, and whatever waits for that GPU as a whole, such as the freeing of memory,
+would wait for ever. So gradients that have once come on some ranks alone, or not as often, are summed in the call from then on.
 """
 
 import weakref
@@ -74,6 +76,8 @@ class EarlySums:
         self._parameters: list[weakref.ref[Tensor]] = []
         self._hooks: list[RemovableHandle] = []
         self._chosen: list[_Bucket] = []
+        self._uneven: set[int] = set()  # the parameters whose gradients have once not come as often on all ranks
+        self._early = 0  # so many of the buckets may begin early, the first ones
         self._ran: set[object] = set()  # the kinds of buckets that the ranks have summed
         self._begun: dict[int, _Begun] = {}
         self._times: dict[int, int] = {}  # how often each gradient has come since the last call, in the order of their last time
@@ -117,7 +121,7 @@ class EarlySums:
     def _next_is_ready(self) -> bool:
         """Whether all gradients of the next bucket have come. The first sum of a kind may have to connect the ranks, which blocks
         the host, so it does not begin early: a rank might wait here for one that waits for it in attention."""
-        if len(self._begun) == len(self._chosen):
+        if len(self._begun) == self._early:
             return False
         bucket = self._chosen[len(self._begun)]
         return not self._awaited[bucket.parameters[0]] and bucket.kind in self._ran
@@ -135,12 +139,13 @@ class EarlySums:
         return self._begun[number]
 
     def report(self, device: torch.device) -> Tensor:
-        """int64 ``[buckets + parameters]``, to be added up over the ring: whether the sum of each bucket is of what the gradients
-        are now; and the place of each gradient in the order in which they came."""
-        order = {number: place for place, number in enumerate(self._times)}
-        places = [order.get(number, len(self._parameters)) for number in range(len(self._parameters))]
+        """int64 ``[buckets + 3 parameters]``, to be added up over the ring: whether the sum of each bucket is of what the gradients
+        are now; the place of each gradient in the order in which they came, how often it came, and the square of that."""
+        order, numbers = {number: place for place, number in enumerate(self._times)}, range(len(self._parameters))
+        places = [order.get(number, len(numbers)) for number in numbers]
+        times = [self._times.get(number, 0) for number in numbers]
         right = [self._is_right(number).to(device).view(1) for number in range(len(self._chosen))]
-        return torch.cat([*right, torch.tensor(places, device=device)])
+        return torch.cat([*right, torch.tensor([*places, *times, *(x * x for x in times)], device=device)])
 
     def _is_right(self, number: int) -> Tensor:
         """int64 ``[]``."""
@@ -178,12 +183,15 @@ class EarlySums:
     def choose(self, report: Sequence[int], trained: set[int], call: str) -> None:
         """What is summed early until the next call: what has come on any rank since the last one, or was planned then, of the
         ``trained`` parameters. ``report`` as for :meth:`finish`."""
-        places, nowhere = report[len(self._chosen) :], self.ring.size * len(self._parameters)
+        count, told = len(self._parameters), report[len(self._chosen) :]
+        places, times, squares = told[:count], told[count : 2 * count], told[2 * count :]
         alive = {number for number, reference in enumerate(self._parameters) if id(reference()) in trained}
-        arrived = {number for number in alive if places[number] < nowhere}
+        arrived = {number for number in alive if times[number]}
+        uneven = {number for number in arrived if self.ring.size * squares[number] > times[number] ** 2}  # Cauchy and Schwarz
         planned = {number for bucket in self._chosen for number in bucket.parameters}
-        if not arrived <= planned <= alive or not all(self._fits(bucket) for bucket in self._chosen):
-            self._chosen = self._buckets(sorted((arrived | planned) & alive, key=places.__getitem__))
+        if not arrived <= planned <= alive or not uneven <= self._uneven or not all(map(self._fits, self._chosen)):
+            self._uneven |= uneven
+            self._plan((arrived | planned) & alive, places)
         if self._chosen and self._group is None:
             with watch(self.ring, _STEP, call):
                 self._group = _new_group(self.ring)
@@ -191,6 +199,12 @@ class EarlySums:
         self._streams.clear()
         awaited = [{number for number in bucket.parameters if number in self._before} for bucket in self._chosen]
         self._awaited = {x: left for bucket, left in zip(self._chosen, awaited, strict=True) for x in bucket.parameters}
+
+    def _plan(self, numbers: set[int], places: Sequence[int]) -> None:
+        early, late = (
+            self._buckets(sorted(some, key=places.__getitem__)) for some in (numbers - self._uneven, numbers & self._uneven)
+        )
+        self._chosen, self._early = early + late, len(early)
 
     def _buckets(self, numbers: list[int]) -> list[_Bucket]:
         specs = [(number, spec) for number in numbers if (spec := _spec(self._parameters[number]())) is not None]

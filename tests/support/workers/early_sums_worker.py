@@ -342,7 +342,7 @@ LOOPS = (
     adapters_alone,
 )
 # Where every sum must begin early once the loop is as it was in the step before; and where none can.
-EARLY = (plain, zeroed_in_place, accumulated, never_used_on_a_rank, retained, tied, reentrant, some_by_themselves)
+EARLY = (plain, zeroed_in_place, accumulated, retained, tied, reentrant, some_by_themselves)
 
 
 @contextmanager
@@ -404,6 +404,18 @@ def check_sums_begin_before_the_backward_ends() -> None:
     with patch.object(dist, "all_reduce", lambda *given, **how: (seen.append("sum"), reduce(*given, **how))[1]):
         run.backward(3)
     assert seen == [word for number in reversed(range(LAYERS)) for word in (f"layer {number}", "sum")], seen
+
+
+def check_who_is_not_used_everywhere_is_summed_in_the_call() -> None:
+    """From then on; all others early."""
+    run, late = Run(True), list[list[bool]]()
+    for number in range(2 * STEPS):
+        with counted() as count:
+            run.backward(number, without=[1] if number == 5 and dist.get_rank() else [])
+            run.step()
+        late.append(count.late)
+    assert late[3:5] == [[False] * LAYERS] * 2, late
+    assert late[6:] == [[False] * (LAYERS - 1) + [True]] * (2 * STEPS - 6), late
 
 
 def check_gradients_are_a_ranks_own_until_the_call() -> None:
@@ -555,6 +567,7 @@ def check_beside_data_parallelism() -> None:
 CHECKS = (
     check_loops_have_the_same_bits,
     check_sums_begin_before_the_backward_ends,
+    check_who_is_not_used_everywhere_is_summed_in_the_call,
     check_gradients_are_a_ranks_own_until_the_call,
     check_mistakes_are_told,
     check_two_models,
