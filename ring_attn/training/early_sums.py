@@ -7,7 +7,7 @@ Ranks may differ in which gradients have come (experts without tokens, an error 
 process group of their own, in which every rank sums all buckets of one plan in its order, once between two calls: a bucket that
 has not begun when the call comes is begun in it, with what is there. A sum that one rank begins before an attention and another
 after it keeps the one's GPU waiting for the other, and whatever waits for that GPU as a whole, such as the freeing of memory,
-would wait for ever. So gradients that have once come on some ranks alone, or not as often, are summed in the call from then on.
+would wait for ever. So gradients that have once come on some ranks alone, or not as often, are none of the plan's from then on.
 """
 
 import weakref
@@ -77,7 +77,6 @@ class EarlySums:
         self._hooks: list[RemovableHandle] = []
         self._chosen: list[_Bucket] = []
         self._uneven: set[int] = set()  # the parameters whose gradients have once not come as often on all ranks
-        self._early = 0  # so many of the buckets may begin early, the first ones
         self._ran: set[object] = set()  # the kinds of buckets that the ranks have summed
         self._begun: dict[int, _Begun] = {}
         self._times: dict[int, int] = {}  # how often each gradient has come since the last call, in the order of their last time
@@ -121,7 +120,7 @@ class EarlySums:
     def _next_is_ready(self) -> bool:
         """Whether all gradients of the next bucket have come. The first sum of a kind may have to connect the ranks, which blocks
         the host, so it does not begin early: a rank might wait here for one that waits for it in attention."""
-        if len(self._begun) == self._early:
+        if len(self._begun) == len(self._chosen):
             return False
         bucket = self._chosen[len(self._begun)]
         return not self._awaited[bucket.parameters[0]] and bucket.kind in self._ran
@@ -187,11 +186,13 @@ class EarlySums:
         places, times, squares = told[:count], told[count : 2 * count], told[2 * count :]
         alive = {number for number, reference in enumerate(self._parameters) if id(reference()) in trained}
         arrived = {number for number in alive if times[number]}
-        uneven = {number for number in arrived if self.ring.size * squares[number] > times[number] ** 2}  # Cauchy and Schwarz
+        self._uneven |= {
+            number for number in arrived if self.ring.size * squares[number] > times[number] ** 2
+        }  # Cauchy and Schwarz
         planned = {number for bucket in self._chosen for number in bucket.parameters}
-        if not arrived <= planned <= alive or not uneven <= self._uneven or not all(map(self._fits, self._chosen)):
-            self._uneven |= uneven
-            self._plan((arrived | planned) & alive, places)
+        wanted = ((arrived | planned) & alive) - self._uneven
+        if wanted != planned or not all(map(self._fits, self._chosen)):
+            self._chosen = self._buckets(sorted(wanted, key=lambda number: (places[number], number)))
         if self._chosen and self._group is None:
             with watch(self.ring, _STEP, call):
                 self._group = _new_group(self.ring)
@@ -199,12 +200,6 @@ class EarlySums:
         self._streams.clear()
         awaited = [{number for number in bucket.parameters if number in self._before} for bucket in self._chosen]
         self._awaited = {x: left for bucket, left in zip(self._chosen, awaited, strict=True) for x in bucket.parameters}
-
-    def _plan(self, numbers: set[int], places: Sequence[int]) -> None:
-        early, late = (
-            self._buckets(sorted(some, key=places.__getitem__)) for some in (numbers - self._uneven, numbers & self._uneven)
-        )
-        self._chosen, self._early = early + late, len(early)
 
     def _buckets(self, numbers: list[int]) -> list[_Bucket]:
         specs = [(number, spec) for number in numbers if (spec := _spec(self._parameters[number]())) is not None]

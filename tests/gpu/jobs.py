@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -71,3 +72,4 @@ def _signal(job: str, number: int) -> None:
         with suppress(OSError):
             if job.encode() in (process / "environ").read_bytes():
                 os.kill(int(process.name), number)
+                time.sleep(0.5)  # one speaks after another

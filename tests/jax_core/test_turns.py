@@ -15,7 +15,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from jax_core.caches import read_cached
-from jax_core.turns import await_turn, in_turn
+from jax_core.turns import in_turn
 with in_turn():
     assert read_cached(Path(sys.argv[1])) is None
     print("mine", flush=True)

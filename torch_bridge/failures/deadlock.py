@@ -63,7 +63,8 @@ Message = Mapping[str, Any]  # between processes: a JSON object, whose keys say 
 class RankStatus(NamedTuple):
     """A rank's report about itself. ``idle``: seconds for which it has been in no ring call, 0 while it is in one or prepares one.
     ``place``: a description of what its main thread does. ``limit``: seconds for which it waits for an idle rank.
-    ``reported``: False where it has never reported, and this is assumed of it. ``stalled``: what its device does not finish."""
+    ``reported``: False where it has never reported, and this is assumed of it. ``stalled``: what its device does not finish, or
+    its host."""
 
     limit: float
     idle: float

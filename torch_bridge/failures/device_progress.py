@@ -14,6 +14,7 @@ from torch_bridge.mesh.rings import ProcessRing
 
 _REMEMBERED = 256  # calls; as many as a queue of CUDA holds, and so many that have ended
 _LOOKS = 8  # at events, in a limit's time: CUDA forbids them while another thread captures a graph
+LASTING = 60.0  # seconds of a call after which its process says where it is; no two looks at a device are further apart
 _LONGEST_BEAT = 2.0  # seconds: a process that was stopped has not waited
 
 
@@ -64,12 +65,16 @@ class DeviceProgress:
 
     def _count(self, passed: float) -> None:
         self._waited += passed
-        if self._waited - self._looked > self.limit / _LOOKS:
+        if self._waited - self._looked > min(self.limit / _LOOKS, LASTING):
             self._poll()
 
     def stalled(self) -> Unfinished | None:
         """What the device has not finished within the limit."""
         return None if (lasting := self.lasting()) is None or lasting.seconds < self.limit else lasting
+
+    def behind(self) -> bool:
+        """Whether it is not known to have ended all of its calls."""
+        return bool(self._launched)
 
     def lasting(self) -> Unfinished | None:
         """What the device has not finished, as of the last look at it; None where it ended a call since, or has none."""
@@ -77,8 +82,8 @@ class DeviceProgress:
             return Unfinished(self._launched[0][0], self._looked) if self._launched and self._looked else None
 
     def _poll(self) -> None:
-        self._looked = self._waited
         with self._lock:
+            self._looked = self._waited
             while self._launched and _has_ended(self._launched[0][1]):
                 del self._launched[0]
                 self._waited = self._looked = 0.0

@@ -25,7 +25,7 @@ import torch
 
 from torch_bridge.failures import coordinator
 from torch_bridge.failures.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
-from torch_bridge.failures.device_progress import DeviceProgress, RingCall, Unfinished
+from torch_bridge.failures.device_progress import LASTING, DeviceProgress, RingCall, Unfinished
 from torch_bridge.failures.host_progress import HostProgress
 from torch_bridge.failures.liveness import VANISHED_AFTER, keep_alive, unheard
 
@@ -36,8 +36,6 @@ DEVICE_TIMEOUT = 600.0  # as NCCL's own
 EXIT_PEER_FAILURE = 69
 # Seconds that the coordinator has to answer the goodbye of a process that ends.
 GOODBYE_TIME = 3.0
-# Seconds of a ring call after which its process says where it is, once, and again after twice as many.
-LASTING = 60.0
 # How many calls of each ring are remembered: more than one rank can run ahead of another, given the depth of a GPU's queue.
 _REMEMBERED = 128
 
@@ -232,14 +230,20 @@ def _watchdog() -> None:
     """Ask for the state of the others when a ring call takes long, and end this process when the call cannot return."""
     while True:
         time.sleep(min(max(min(state.settings.wait_timeout, state.settings.device_timeout) / 16, 0.05), 0.5))
-        state.host.beat(state.device.beat(), [call for call in list(state.active.values()) if call.limited])
+        _beat()
         _ask(time.monotonic())
-        _say_what_lasts(time.monotonic())
         _give_up_a_vanished_coordinator()
         if state.bad_news():
             for call in _unfinished():
                 if call.overdue():
                     _end(call)
+        with suppress(Exception):  # of a stderr that is closed
+            _say_what_lasts(time.monotonic())
+
+
+def _beat() -> None:
+    passed, calls = state.device.beat(), list(state.active.values())
+    state.host.beat(passed, [] if state.device.behind() else [call for call in calls if call.limited])
 
 
 def _give_up_a_vanished_coordinator() -> None:

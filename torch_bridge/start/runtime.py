@@ -26,7 +26,7 @@ from torch_bridge.failures import coordinator, peers
 from torch_bridge.failures.addresses import loopback, meeting_place
 from torch_bridge.failures.deadlock import named
 from torch_bridge.failures.peers import DEVICE_TIMEOUT, PEER_TIMEOUT
-from torch_bridge.failures.watchdog import PeerFailure, compare, watch
+from torch_bridge.failures.watchdog import PeerFailure, compare, compiling, watch
 from torch_bridge.mesh.jax_mesh import jax_mesh, jax_platform, to_global, to_local
 from torch_bridge.mesh.rings import ProcessRing
 from torch_bridge.mesh.trial import note_ring
@@ -347,7 +347,10 @@ def _rotate_once(ring: ProcessRing, device: torch.device) -> None:
     program = jax.jit(mapped, compiler_options=options)
     local = jax.device_put(jnp.zeros(1, jnp.float32), mesh.local_devices[0])  # the same under x64
     with watch(ring, "start", limited=device.type == "cuda"):
-        to_local(program(to_global(ring, local))).block_until_ready()
+        block = to_global(ring, local)
+        with compiling():
+            compiled = program.lower(block).compile()
+        to_local(compiled(block)).block_until_ready()
 
 
 def _verify() -> None:

@@ -408,14 +408,14 @@ def check_sums_begin_before_the_backward_ends() -> None:
 
 def check_who_is_not_used_everywhere_is_summed_in_the_call() -> None:
     """From then on; all others early."""
-    run, late = Run(True), list[list[bool]]()
+    run, found = Run(True), list[Counted]()
     for number in range(2 * STEPS):
         with counted() as count:
             run.backward(number, without=[1] if number == 5 and dist.get_rank() else [])
             run.step()
-        late.append(count.late)
-    assert late[3:5] == [[False] * LAYERS] * 2, late
-    assert late[6:] == [[False] * (LAYERS - 1) + [True]] * (2 * STEPS - 6), late
+        found.append(count)
+    assert found[3:5] == [Counted([False] * LAYERS, [0])] * 2, found
+    assert found[6:] == [Counted([False] * (LAYERS - 1), [2])] * (2 * STEPS - 6), found
 
 
 def check_gradients_are_a_ranks_own_until_the_call() -> None:

@@ -1,5 +1,6 @@
 """For how long a host has been in a call, by the watchdog's beats."""
 
+from threading import Event, Thread
 from types import SimpleNamespace
 
 from torch_bridge.failures.host_progress import HostProgress
@@ -37,3 +38,19 @@ def test_what_is_compiled_does_not_count():
         assert host.stalled() is None
     host.beat(1.0, [CALL])
     assert host.stalled() == (CALL, 3.0)
+
+
+def test_it_is_asked_while_a_beat_comes():
+    host, over = HostProgress(limit=0.0), Event()
+
+    def beats():
+        while not over.is_set():
+            host.beat(1.0, [SimpleNamespace(number=1)])
+
+    (beating := Thread(target=beats)).start()
+    try:
+        for _ in range(20_000):
+            host.stalled()
+    finally:
+        over.set()
+        beating.join()
