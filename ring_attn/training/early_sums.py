@@ -186,9 +186,8 @@ class EarlySums:
         places, times, squares = told[:count], told[count : 2 * count], told[2 * count :]
         alive = {number for number, reference in enumerate(self._parameters) if id(reference()) in trained}
         arrived = {number for number in alive if times[number]}
-        self._uneven |= {
-            number for number in arrived if self.ring.size * squares[number] > times[number] ** 2
-        }  # Cauchy and Schwarz
+        # Cauchy and Schwarz: equal where the ranks' own are.
+        self._uneven |= {number for number in arrived if self.ring.size * squares[number] > times[number] ** 2}
         planned = {number for bucket in self._chosen for number in bucket.parameters}
         wanted = ((arrived | planned) & alive) - self._uneven
         if wanted != planned or not all(map(self._fits, self._chosen)):
