@@ -25,7 +25,7 @@ import torch
 
 from torch_bridge.failures import coordinator
 from torch_bridge.failures.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
-from torch_bridge.failures.device_progress import LASTING, DeviceProgress, RingCall, Unfinished
+from torch_bridge.failures.device_progress import LASTING, DeviceProgress, RingCall
 from torch_bridge.failures.host_progress import HostProgress
 from torch_bridge.failures.liveness import VANISHED_AFTER, keep_alive, unheard
 
@@ -324,15 +324,12 @@ def _report() -> RankStatus:
 
 def _stalled() -> Stalled | None:
     """What this process's device, or host, has not finished within the limit."""
-    of_device, of_host = state.device.stalled(), state.host.stalled()
-    if of_device is not None:
-        return _as_stalled(of_device, in_host=False)
-    return None if of_host is None else _as_stalled(of_host, in_host=True)
-
-
-def _as_stalled(lasting: Unfinished, in_host: bool) -> Stalled:
+    of_device = state.device.stalled()
+    lasting = of_device or state.host.stalled()
+    if lasting is None:
+        return None
     call = lasting.call
-    return Stalled(call.ring.ranks, call.number, str(call), lasting.seconds, state.device.limit, in_host)
+    return Stalled(call.ring.ranks, call.number, str(call), lasting.seconds, state.device.limit, in_host=of_device is None)
 
 
 def _ring_statuses() -> dict[Ranks, RingStatus]:

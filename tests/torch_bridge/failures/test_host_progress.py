@@ -3,6 +3,7 @@
 from threading import Event, Thread
 from types import SimpleNamespace
 
+from torch_bridge.failures import peers
 from torch_bridge.failures.host_progress import HostProgress
 
 CALL, OTHER = SimpleNamespace(number=7), SimpleNamespace(number=8)
@@ -54,3 +55,22 @@ def test_it_is_asked_while_a_beat_comes():
     finally:
         over.set()
         beating.join()
+
+
+def test_a_host_that_waits_for_its_device_is_not_in_a_call_too_long(monkeypatch):
+    """As where memory is freed, or a queue is full: the device goes on, and is watched itself."""
+    monkeypatch.setattr(peers, "state", state := peers.State())
+    state.host.limit, ended = 0.0, Event()
+    state.active[0] = SimpleNamespace(limited=True)
+    peers._beat()
+    assert state.host.stalled() is not None
+    state.device.launched(CALL, SimpleNamespace(query=ended.is_set))
+    peers._beat()
+    assert state.host.stalled() is None
+    ended.set()
+    state.device._poll()
+    peers._beat()
+    assert state.host.stalled() is not None
+    state.active[0] = SimpleNamespace(limited=False)
+    peers._beat()
+    assert state.host.stalled() is None
