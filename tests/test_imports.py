@@ -65,7 +65,7 @@ SHARED = ("pairs", "transfers")  # folders beside them that are none
 # Of a room that has a face: its files that others import, and who may import the rest.
 FACES = {
     "torch_bridge.failures": (
-        ("watchdog", "device_progress"),
+        ("watchdog", "events"),
         ("torch_bridge.start", "torch_bridge.runtime", "torch_bridge.call.error_propagation", "torch_bridge.call.busy"),
     ),
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.call.sanity_checks import warn_once
-from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.events import recorded
 
 
 class _Asked(NamedTuple):

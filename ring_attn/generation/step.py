@@ -12,7 +12,7 @@ from torch import Tensor
 from ring_attn.generation.cache import KVCache
 from ring_attn.generation.checks import check_room
 from torch_bridge.attention.peer_memory import follow_the_last
-from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.events import recorded
 from torch_bridge.failures.watchdog import exchange, watch
 
 Model = Callable[[Tensor, Tensor, KVCache], Tensor | None]

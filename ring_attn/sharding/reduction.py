@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.events import recorded
 from torch_bridge.failures.watchdog import compare, watch
 from torch_bridge.mesh.rings import ProcessRing
 from torch_bridge.start.runtime import start

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ring_attn.sharding.reduction import in_buckets, summed_in
 from ring_attn.training.shared_state import bits
-from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.events import recorded
 from torch_bridge.failures.watchdog import watch
 from torch_bridge.mesh.rings import ProcessRing
 

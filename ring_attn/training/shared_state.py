@@ -12,7 +12,7 @@ from ring_attn.ring import Ring
 from ring_attn.sharding.marks import checksum
 from ring_attn.sharding.reduction import agree, gather_from_ring, local_part
 from torch_bridge.backends.dispatch import backend_of
-from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.events import recorded
 from torch_bridge.mesh.rings import ProcessRing
 
 _FIRST, _THEN_EVERY = 3, 100  # forwards before which parameters are compared

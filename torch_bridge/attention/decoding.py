@@ -23,7 +23,7 @@ from torch_bridge.attention.peer_memory import PeerMemory, follow_the_last, peer
 from torch_bridge.backends import capture
 from torch_bridge.backends.compiled import CompiledProgram
 from torch_bridge.backends.operation import Results, TensorSpec
-from torch_bridge.failures.device_progress import recorded
+from torch_bridge.failures.events import recorded
 from torch_bridge.failures.watchdog import watch
 from torch_bridge.mesh.protocol import Tensors
 from torch_bridge.mesh.rings import ProcessRing

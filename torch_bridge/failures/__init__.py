@@ -1,1 +1,1 @@
-"""What happens when a rank dies, fails, does not come or calls something else; other rooms use its watchdog and device_progress."""
+"""What happens when a rank dies, fails, does not come or calls something else; other rooms use its watchdog and events."""

@@ -10,17 +10,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from torch_bridge.failures.events import has_ended
 from torch_bridge.mesh.rings import ProcessRing
 
 _REMEMBERED = 256  # calls; as many as a queue of CUDA holds, and so many that have ended
 _LOOKS = 8  # at events, in a limit's time: CUDA forbids them while another thread captures a graph
 LASTING = 60.0  # seconds of a call after which its process says where it is; no two looks at a device are further apart
 _LONGEST_BEAT = 2.0  # seconds: a process that was stopped has not waited
-
-
-def recorded(device: torch.device) -> torch.cuda.Event | None:
-    """When a GPU is past what it has been given so far; None where the host has waited."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class RingCall(Protocol):
@@ -84,13 +80,6 @@ class DeviceProgress:
     def _poll(self) -> None:
         with self._lock:
             self._looked = self._waited
-            while self._launched and _has_ended(self._launched[0][1]):
+            while self._launched and has_ended(self._launched[0][1]):
                 del self._launched[0]
                 self._waited = self._looked = 0.0
-
-
-def _has_ended(event: torch.cuda.Event) -> bool:
-    try:
-        return event.query()
-    except RuntimeError:  # after an error of CUDA, which the program meets too: the device does nothing any more
-        return True

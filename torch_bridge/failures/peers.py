@@ -26,6 +26,7 @@ import torch
 from torch_bridge.failures import coordinator
 from torch_bridge.failures.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
 from torch_bridge.failures.device_progress import LASTING, DeviceProgress, RingCall
+from torch_bridge.failures.events import has_ended
 from torch_bridge.failures.host_progress import HostProgress
 from torch_bridge.failures.liveness import VANISHED_AFTER, keep_alive, unheard
 
@@ -287,10 +288,7 @@ def _unfinished(young: float = math.inf) -> list[WatchedCall]:
 
 
 def _runs(call: WatchedCall, event: torch.cuda.Event) -> bool:
-    try:
-        call.finished = call.finished or event.query()
-    except RuntimeError:  # after an error of CUDA, which the program meets too: the device does nothing any more
-        call.finished = True
+    call.finished = call.finished or has_ended(event)
     return not call.finished
 
 
