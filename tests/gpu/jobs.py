@@ -68,8 +68,22 @@ def _ended(program: "subprocess.Popen[str]", job: str) -> str:
 
 
 def _signal(job: str, number: int) -> None:
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if job.encode() in (process / "environ").read_bytes():
-                os.kill(int(process.name), number)
-                time.sleep(0.5)  # one speaks after another
+    """All are stopped first: none goes on because another has ended (and let go of a lock)."""
+    processes = [process for process in Path("/proc").glob("[0-9]*") if _is_of(job, process)]
+    for process in processes:
+        _kill(process, signal.SIGSTOP)
+    for process in processes:
+        _kill(process, number)
+        _kill(process, signal.SIGCONT)
+        time.sleep(0.5)  # one speaks after another
+
+
+def _is_of(job: str, process: Path) -> bool:
+    with suppress(OSError):
+        return job.encode() in (process / "environ").read_bytes()
+    return False
+
+
+def _kill(process: Path, number: int) -> None:
+    with suppress(OSError):
+        os.kill(int(process.name), number)

@@ -1,7 +1,6 @@
 """Programs over shared memory: the forward and backward of one request on one ring, compiled once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -66,21 +65,21 @@ class CompiledProgram:
         return self._run("backward", compiled, (*operands, *results, *cotangents))
 
     def _expect_backward(self, operands: Tensors) -> None:
-        """Have a backward compiled while the first forward is: of those operands that need gradients now. Where it is not known
-        which results will have a cotangent, it is compiled when it is called."""
+        """Have a backward compiled while the first forward is, and runs: of those operands that need gradients now. Where it is not
+        known which results will have a cotangent, it is compiled when it is called."""
         needed = {number for number, x in enumerate(operands) if x is not None and x.requires_grad}
         if needed and self.request.operation.has_one_cotangent:
             wanted = tuple(sorted(needed.union(self.request.operation.differentiated)))
             self.executables[0].meanwhile = partial(self._compile_backward, wanted)
 
-    def _compile_backward(self, wanted: tuple[int, ...]) -> "Sequence[Future[Any]]":
+    def _compile_backward(self, wanted: tuple[int, ...]) -> None:
         request, absent = self.request, (None,) * (len(self.request.results) - 1)
         compiled = self.compiled_backward(wanted, (True, *(False for _ in absent)))
         memory = compiled.results if self.launcher.in_place else ()
         specs = *request.specs, *request.results, request.results[0], *absent, *memory
         arrays = [spec and _abstract(spec, self.ring, request.device) for spec in specs]
         assert isinstance(compiled.function, Executable)
-        return compiled.function.compile_ahead(arrays, partial(_scope, request.device, self.dtype))
+        compiled.function.compile_ahead(arrays, partial(_scope, request.device, self.dtype))
 
     @property
     def taken(self) -> str:

@@ -7,7 +7,7 @@ to show it, and once in a process, as WARNING, that one takes long while it does
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import Lock, RLock, Thread, Timer
@@ -50,8 +50,7 @@ class Executable:
 
     def __init__(self, function: "jax.stages.Wrapped", what: str, of: str, loud: bool) -> None:
         self.compilations: list[Compilation] = []
-        # Called once while it is compiled, after it is lowered: begins what is to be done before it runs.
-        self.meanwhile: Callable[[], Sequence[Future[_Compiled]]] | None = None
+        self.meanwhile: Callable[[], object] | None = None  # called once while it is compiled, after it is lowered
         self._function, self._what, self._of, self._loud = function, what, of, loud
         self._compiled: dict[str | None, jax.stages.Compiled] = {}
         self._ahead: dict[str | None, Future[_Compiled]] = {}
@@ -66,13 +65,12 @@ class Executable:
 
     def compile_ahead(
         self, arrays: Sequence[jax.ShapeDtypeStruct | None], scope: Callable[[], AbstractContextManager[object]]
-    ) -> "Sequence[Future[_Compiled]]":
-        """Begin to compile for such arrays, on a thread of its own, within ``scope()`` as calls are; what can be waited for. What
-        fails there is left to the first call, which compiles again."""
+    ) -> None:
+        """Begin to compile for such arrays, on a thread of its own, within ``scope()`` as calls are. What fails there is left to
+        the first call, which compiles again. Python waits for the thread before it ends."""
         precision = _precision()
         if precision not in self._compiled and precision not in self._ahead:
             self._ahead[precision] = _on_a_thread(partial(self._compile_within, scope, precision, tuple(arrays)))
-        return list(self._ahead.values())
 
     def _compile_within(
         self, scope: Callable[[], AbstractContextManager[object]], precision: str | None, arrays: Arrays
@@ -88,19 +86,15 @@ class Executable:
         return built.compiled
 
     def _compile(self, arrays: Arrays) -> _Compiled:
-        """Nothing of the ring runs while XLA compiles what is begun meanwhile: it may try kernels on the device, which then waits
-        for other ranks, and would keep the driver from whatever this process does in the meantime (docs/contributing/startup.md).
-        """
         started = time.perf_counter()
         with compiling(), in_turn(), _saying_if_it_takes_long(f"the {self._what} of {self._of}", self._loud):
             with _lowering:
                 lowered = self._function.lower(*arrays)
             meanwhile, self.meanwhile = self.meanwhile, None
-            begun = [] if meanwhile is None else meanwhile()
+            if meanwhile is not None:
+                meanwhile()
             compiled = lowered.compile()
-        built = _Compiled(compiled, Compilation(self._what, time.perf_counter() - started, _temporaries(compiled)))
-        wait(begun)
-        return built
+        return _Compiled(compiled, Compilation(self._what, time.perf_counter() - started, _temporaries(compiled)))
 
 
 # Lowering compiles kernels, by compilers that are not made for several threads. It holds the GIL anyway, but for those.

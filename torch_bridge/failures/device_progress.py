@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from torch_bridge.failures.events import has_ended
+from torch_bridge.failures.events import has_ended, let_go
 from torch_bridge.mesh.rings import ProcessRing
 
 _REMEMBERED = 256  # calls; as many as a queue of CUDA holds, and so many that have ended
@@ -44,10 +44,13 @@ class DeviceProgress:
         self._waited, self._looked, self._beat = 0.0, 0.0, time.monotonic()
 
     def launched(self, call: RingCall, event: torch.cuda.Event) -> None:
+        forgotten = []  # let go of without the lock: the driver may keep this thread
         with self._lock:
             if len(self._launched) == _REMEMBERED:
+                forgotten = self._launched[1::2]
                 del self._launched[1::2]
             self._launched.append((call, event))
+        del forgotten
 
     def beat(self) -> float:
         """Counts the time since the last beat, which it returns, and looks at events where none is known to have ended for long."""
@@ -78,8 +81,10 @@ class DeviceProgress:
             return Unfinished(self._launched[0][0], self._looked) if self._launched and self._looked else None
 
     def _poll(self) -> None:
-        with self._lock:
-            self._looked = self._waited
-            while self._launched and has_ended(self._launched[0][1]):
-                del self._launched[0]
-                self._waited = self._looked = 0.0
+        self._looked = self._waited
+        while self._launched and has_ended(self._launched[0][1]):
+            self._waited = self._looked = 0.0
+            with self._lock:
+                ended = self._launched.pop(0)
+            let_go(ended[1])
+            del ended

@@ -1,16 +1,19 @@
 """Whether a GPU is past what it had been given at some point, for those who must not wait for its driver.
 
-A driver may keep whoever asks about an event, or lets go of one, for as long as another thread is in it: in a copy to the host, or
-in a compiler that waits for a kernel, which waits for another rank. So one thread asks, and lets go, for all.
+A driver may keep whoever asks about an event, or lets go of one, for as long as another thread waits in it: for a copy to memory
+that is not pinned (``x.cpu()``, ``loss.item()``), say, behind a kernel that never ends. So threads of their own ask, and let go.
+That torch asks with the GIL held is not mended by that: a driver that kept such a question would keep the process.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 
 import torch
 
-ANSWERED = 1.0  # seconds in which a driver that nobody keeps has answered
+ANSWERED = 0.2  # seconds after which the driver counts as kept, until it has answered
 
 
 def recorded(device: torch.device) -> torch.cuda.Event | None:
@@ -23,37 +26,56 @@ def has_ended(event: torch.cuda.Event) -> bool:
     return _looks.has_ended(event)
 
 
-class _Looks:
-    def __init__(self) -> None:
-        self._turn = Lock()  # of whoever asks, until the thread has answered
-        self._asked: SimpleQueue[tuple[torch.cuda.Event, Future[bool]]] = SimpleQueue()
+def let_go(event: torch.cuda.Event) -> None:
+    """Takes the last reference to an event, but for the caller's own, which must end with this call."""
+    _ended_events(partial(id, event))
+
+
+class _OnAThread:
+    """Makes calls one after another, on a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._calls, self._starting = name, SimpleQueue[Callable[[], object]](), Lock()
         self._thread: Thread | None = None
 
+    def __call__(self, call: Callable[[], object]) -> None:
+        with self._starting:
+            if self._thread is None:
+                thread = Thread(target=self._work, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+        self._calls.put(call)
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()  # lets go of the one before, and of its event
+            call()
+
+
+class _Looks:
+    def __init__(self) -> None:
+        self._asked = _OnAThread("ring-attn-events")
+        self._late: Future[bool] = Future()  # the last answer that did not come in time
+        self._late.set_result(True)
+
     def has_ended(self, event: torch.cuda.Event) -> bool:
-        if not self._turn.acquire(timeout=ANSWERED):
+        if not self._late.done():
             return False
-        if self._thread is None:
-            self._thread = Thread(target=self._answer, name="ring-attn-events", daemon=True)
-            self._thread.start()
         answer: Future[bool] = Future()
-        self._asked.put((event, answer))
+        self._asked(lambda: answer.set_result(_ended(event)))
         try:
             return answer.result(ANSWERED)
         except TimeoutError:
+            self._late = answer
             return False
-
-    def _answer(self) -> None:
-        while True:
-            event, answer = self._asked.get()  # lets go of the one before, which nobody else may have any more
-            answer.set_result(_ended(event))
-            self._turn.release()
-
-
-_looks = _Looks()
 
 
 def _ended(event: torch.cuda.Event) -> bool:
     try:
         return event.query()
-    except RuntimeError:  # after an error of CUDA, which the program meets too: the device does nothing any more
+    except Exception:  # after an error of CUDA, which the program meets too: the device does nothing any more
         return True
+
+
+# Apart: a driver that keeps whoever lets go of an event may still answer.
+_looks, _ended_events = _Looks(), _OnAThread("ring-attn-ended-events")

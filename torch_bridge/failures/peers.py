@@ -197,7 +197,7 @@ def _take(message: Message) -> None:
         send({"ask": message["ask"], "report": _report().to_json()})
         return
     if "look" in message:
-        send({"calls": list(_ring_statuses().items())})
+        send({"calls": list(_ring_statuses(_unfinished_or_young(time.monotonic())).items())})
         return
     with state.news:
         _note(message)
@@ -314,10 +314,10 @@ def _end(call: WatchedCall) -> None:
 def _report() -> RankStatus:
     """What this process is doing, for the ranks that wait for it."""
     now = time.monotonic()
-    unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
+    unfinished = _unfinished_or_young(now)
     busy = unfinished or state.preparing or _compiles()
     idle = 0.0 if busy else now - state.left
-    return RankStatus(state.settings.wait_timeout, idle, _place(idle, unfinished), _ring_statuses(), _stalled())
+    return RankStatus(state.settings.wait_timeout, idle, _place(idle, unfinished), _ring_statuses(unfinished), _stalled())
 
 
 def _stalled() -> Stalled | None:
@@ -330,10 +330,13 @@ def _stalled() -> Stalled | None:
     return Stalled(call.ring.ranks, call.number, str(call), lasting.seconds, state.device.limit, in_host=of_device is None)
 
 
-def _ring_statuses() -> dict[Ranks, RingStatus]:
+def _unfinished_or_young(now: float) -> list[WatchedCall]:
+    return _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
+
+
+def _ring_statuses(unfinished: list[WatchedCall]) -> dict[Ranks, RingStatus]:
     """Of this process's rings. Looks at no thread's stack: that is not safe while the thread runs."""
     now = time.monotonic()
-    unfinished = _unfinished(now - ASK_AFTER * state.settings.wait_timeout)
     begun: dict[Ranks, float] = {}
     for call in unfinished:
         begun[call.ring.ranks] = max(call.begun, begun.get(call.ring.ranks, 0.0))

@@ -10,8 +10,8 @@ TWO_AXES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
 # XLA would share the search for the fastest algorithms among the processes of a program, and wait for one that has found its
 # program on disk and searches for nothing.
 NO_SHARED_AUTOTUNING = {"xla_gpu_shard_autotuning": False}
-# XLA would run every fusion in several forms on the device, and take the fastest, while the program is compiled: that may take
-# minutes, each job takes others, and the device may be in a call that waits for other ranks. The kernels are not XLA's.
+# XLA would try several forms of every fusion on the device, with inputs that it invents, while the program is compiled: on the
+# stream of all calls, which wait behind a trial that does not end. The kernels are not XLA's.
 NO_TRIALS_OF_FUSIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 # XLA would make CUDA graphs of launches in a row, by capturing them. A torch.cuda.synchronize() on another thread breaks a capture,
 # and both fail: so no call is captured, though short ones take the host longer (docs/contributing/streams.md).
@@ -22,5 +22,5 @@ def options_of_ring(axes: int) -> dict[str, str | bool]:
     """For ``jax.jit(compiler_options=)``: every program of a ring over so many mesh axes has them, since the first one that
     communicates opens the connections of all."""
     options = ONE_ROTATION | NO_SHARED_AUTOTUNING | NO_TRIALS_OF_FUSIONS | NO_CAPTURE | (TWO_AXES if axes > 1 else {})
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if f"--{name}=" not in flags}
+    flags = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if f"--{name}" not in flags}

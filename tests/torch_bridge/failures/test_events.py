@@ -2,12 +2,13 @@
 
 import threading
 import time
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
-from torch_bridge.failures import device_progress, events
+from torch_bridge.failures import device_progress, events, peers
 from torch_bridge.failures.device_progress import DeviceProgress
+from torch_bridge.mesh.rings import ProcessRing
 
 
 class Driver:
@@ -15,19 +16,22 @@ class Driver:
 
     def __init__(self):
         self.free = threading.Event()
+        self.alive = 0
 
-    def event(self, **keeps):
+    def event(self, query=False, destroy=False):
         driver = self
+        driver.alive += 1
 
         class Event:
             def query(self):
-                if keeps.get("query"):
+                if query:
                     driver.free.wait()
                 return True
 
             def __del__(self):
-                if keeps.get("destroy"):
+                if destroy:
                     driver.free.wait()
+                driver.alive -= 1
 
         return Event()
 
@@ -35,9 +39,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     monkeypatch.setattr(events, "_looks", events._Looks())
+    monkeypatch.setattr(events, "_ended_events", events._OnAThread("ended events of a test"))
     driver = Driver()
-    assert until(lambda: events.has_ended(driver.event()))
-    monkeypatch.setattr(events, "ANSWERED", 0.1)
     yield driver
     driver.free.set()
 
@@ -48,23 +51,26 @@ def until(answer) -> bool:
 
 
 def test_a_driver_that_does_not_answer(driver):
-    kept = driver.event(query=True)
+    kept, other = driver.event(query=True), driver.event()
+    assert until(lambda: events.has_ended(other))
     assert not events.has_ended(kept)
-    assert not events.has_ended(driver.event())  # nor does anybody else wait
+    begun = time.monotonic()
+    assert not any(events.has_ended(other) for _ in range(1000))  # nobody waits any more
+    assert time.monotonic() - begun < 1000 * events.ANSWERED / 10
     driver.free.set()
-    assert until(lambda: events.has_ended(kept))
+    assert until(lambda: events.has_ended(kept)) and until(lambda: events.has_ended(other))
 
 
-def test_a_driver_that_does_not_let_go_of_an_event(driver):
-    assert until(lambda: events.has_ended(driver.event(destroy=True)))  # nobody else has it any more
-    assert not any(events.has_ended(driver.event()) for _ in range(3))
-    driver.free.set()
+def test_a_driver_that_does_not_let_go_of_an_event_may_answer(driver):
+    for _ in range(3):
+        events.let_go(driver.event(destroy=True))
     assert until(lambda: events.has_ended(driver.event()))
+    driver.free.set()
+    assert until(lambda: driver.alive <= 2)  # each thread has its last one
 
 
-class Call(NamedTuple):
-    begun: float
-    number: int
+def call(ring: ProcessRing, number: int) -> SimpleNamespace:
+    return SimpleNamespace(ring=ring, number=number, begun=0.0, finished=False, limited=True, step="forward", what="")
 
 
 @pytest.mark.parametrize("keeps", ["query", "destroy"])
@@ -74,11 +80,27 @@ def test_a_device_whose_driver_keeps_everybody_is_told_within_the_limit(driver, 
     monkeypatch.setattr(device_progress.time, "monotonic", lambda: now)
     progress = DeviceProgress(100.0)
     for number in range(3):
-        progress.launched(Call(now, number), driver.event(**{keeps: True}))
+        progress.launched(call(ProcessRing((0, 1), 0), number), driver.event(**{keeps: True}))
+    progress.launched(call(ProcessRing((0, 1), 0), 3), driver.event(query=True))
     for _ in range(240):
         now += 0.5
         progress.beat()
     stalled = progress.stalled()
     driver.free.set()  # before this process lets go of them
     assert stalled is not None and stalled.seconds >= 100
-    assert stalled.call.number == (0 if keeps == "query" else 1)
+    assert stalled.call.number == (0 if keeps == "query" else 3)
+
+
+def test_a_process_whose_driver_is_kept_answers_the_others_in_time(driver, monkeypatch):
+    state = peers.State()
+    monkeypatch.setattr(peers, "state", state)
+    for rank in (1, 2):
+        ring = ProcessRing((0, rank), 0)
+        state.calls[ring.ranks].number = 1
+        state.launched[ring.ranks] = call(ring, 1), driver.event(query=True)
+    begun = time.monotonic()
+    report = peers._report()
+    taken = time.monotonic() - begun
+    driver.free.set()
+    assert all(ring.waits is not None for ring in report.rings.values()) and len(report.rings) == 2
+    assert taken < peers.coordinator.ANSWER_TIME
