@@ -22,8 +22,7 @@ def main() -> None:
     rank = dist.get_rank()
     ring_attn.start(device_timeout=LIMIT)
     q, k, v = (torch.randn(1, 256, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
-    ring_attn.ring_attention(q, k, v, causal=True)
-    torch.cuda.synchronize()
+    ring_attn.ring_attention(q, k, v, causal=True).sum().item()  # whose kernels are loaded now
     for _ in range(8):
         torch.cuda._sleep(SECOND)
         ring_attn.ring_attention(q, k, v, causal=True)

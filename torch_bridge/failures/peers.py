@@ -23,10 +23,10 @@ from typing import Protocol
 
 import torch
 
-from torch_bridge.failures import coordinator
+from torch_bridge.failures import coordinator, events
 from torch_bridge.failures.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
 from torch_bridge.failures.device_progress import LASTING, DeviceProgress, RingCall
-from torch_bridge.failures.events import has_ended
+from torch_bridge.failures.events import has_ended, let_go
 from torch_bridge.failures.host_progress import HostProgress
 from torch_bridge.failures.liveness import VANISHED_AFTER, keep_alive, unheard
 
@@ -130,6 +130,7 @@ def join(address: str, endpoint: coordinator.Endpoint, rank: int, hosts: list[st
     connection.sendall(json.dumps(hello).encode() + b"\n")
     state.connection, state.hosts, state.settings, state.left = connection, hosts, settings, time.monotonic()
     state.device.limit = state.host.limit = settings.device_timeout
+    events.start()
     os.register_at_fork(after_in_child=_forget)
     for loop, arguments in ((_listen, (connection,)), (_watchdog, ())):
         threading.Thread(target=loop, args=arguments, name=f"ring-attn{loop.__name__}", daemon=True).start()
@@ -283,7 +284,9 @@ def _say_what_lasts(now: float) -> None:
 def _unfinished(young: float = math.inf) -> list[WatchedCall]:
     """The calls that have not ended. A call launched after ``young`` counts as unfinished without querying its event, because CUDA
     forbids the query while a stream is being captured into a graph."""
-    launched = [call for call, event in list(state.launched.values()) if call.begun > young or _runs(call, event)]
+    pairs = list(state.launched.values())
+    launched = [call for call, event in pairs if call.begun > young or _runs(call, event)]
+    let_go(pairs)
     return list(state.active.values()) + launched
 
 

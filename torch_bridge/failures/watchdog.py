@@ -173,12 +173,13 @@ class watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.ring.size == 1:
             return
-        if error is None and self.event is not None:
-            peers.state.launched[self.ring.ranks] = (self, self.event)
+        event, self.event = self.event, None  # whoever has a call keeps no event
+        if error is None and event is not None:
+            peers.state.launched[self.ring.ranks] = (self, event)
             calls = peers.state.calls[self.ring.ranks]
             calls.launched_at = time.monotonic()  # before the number, which another thread reads
             calls.launched = self.number
-            peers.state.device.launched(self, self.event)
+            peers.state.device.launched(self, event)
         peers.state.active.pop(id(self), None)
         peers.state.left = time.monotonic()
         if isinstance(error, Exception):

@@ -10,8 +10,8 @@ TWO_AXES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
 # XLA would share the search for the fastest algorithms among the processes of a program, and wait for one that has found its
 # program on disk and searches for nothing.
 NO_SHARED_AUTOTUNING = {"xla_gpu_shard_autotuning": False}
-# XLA would try several forms of every fusion on the device, with inputs that it invents, while the program is compiled: on the
-# stream of all calls, which wait behind a trial that does not end. The kernels are not XLA's.
+# XLA would run fusions in several forms on the device, with inputs that it invents, while it compiles a program: on the stream of
+# all calls, where those that are launched meanwhile wait behind them. The kernels are not XLA's.
 NO_TRIALS_OF_FUSIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 # XLA would make CUDA graphs of launches in a row, by capturing them. A torch.cuda.synchronize() on another thread breaks a capture,
 # and both fail: so no call is captured, though short ones take the host longer (docs/contributing/streams.md).

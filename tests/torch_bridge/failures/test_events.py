@@ -8,6 +8,7 @@ import pytest
 
 from torch_bridge.failures import device_progress, events, peers
 from torch_bridge.failures.device_progress import DeviceProgress
+from torch_bridge.failures.watchdog import watch
 from torch_bridge.mesh.rings import ProcessRing
 
 
@@ -38,8 +39,9 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    monkeypatch.setattr(events, "_looks", events._Looks())
-    monkeypatch.setattr(events, "_ended_events", events._OnAThread("ended events of a test"))
+    for name in ("_asking", "_letting_go"):
+        monkeypatch.setattr(events, name, events._Worker(f"{name} of a test"))
+    monkeypatch.setattr(events, "_patience", events._Patience())
     driver = Driver()
     yield driver
     driver.free.set()
@@ -56,7 +58,7 @@ def test_a_driver_that_does_not_answer(driver):
     assert not events.has_ended(kept)
     begun = time.monotonic()
     assert not any(events.has_ended(other) for _ in range(1000))  # nobody waits any more
-    assert time.monotonic() - begun < 1000 * events.ANSWERED / 10
+    assert time.monotonic() - begun < 1000 * events.ANSWER_WITHIN / 10
     driver.free.set()
     assert until(lambda: events.has_ended(kept)) and until(lambda: events.has_ended(other))
 
@@ -66,11 +68,33 @@ def test_a_driver_that_does_not_let_go_of_an_event_may_answer(driver):
         events.let_go(driver.event(destroy=True))
     assert until(lambda: events.has_ended(driver.event()))
     driver.free.set()
-    assert until(lambda: driver.alive <= 2)  # each thread has its last one
+    assert until(lambda: driver.alive == 0)
 
 
-def call(ring: ProcessRing, number: int) -> SimpleNamespace:
-    return SimpleNamespace(ring=ring, number=number, begun=0.0, finished=False, limited=True, step="forward", what="")
+def test_of_several_events_those_count_that_lead(driver):
+    ended, not_yet = driver.event(), SimpleNamespace(query=lambda: False)
+    questions = [events.ask(asked) for asked in ([ended, ended, not_yet, ended], [not_yet], [])]
+    assert all(question.answered.wait(60) for question in questions)
+    assert [question.ended for question in questions] == [2, 0, 0]
+
+
+def test_what_is_let_go_of_has_its_end_on_another_thread(driver):
+    threads = []
+
+    class Event:
+        def __del__(self):
+            threads.append(threading.current_thread().name)
+
+    pair = [("a call", Event())]
+    events.let_go(pair)
+    del pair
+    assert until(lambda: threads) and threads == ["_letting_go of a test"]
+
+
+def call(ring: ProcessRing, number: int) -> watch:
+    call = watch(ring, "forward", limited=True)
+    call.number = number
+    return call
 
 
 @pytest.mark.parametrize("keeps", ["query", "destroy"])
@@ -78,6 +102,7 @@ def test_a_device_whose_driver_keeps_everybody_is_told_within_the_limit(driver, 
     """As two GPUs did: a copy to the host kept the driver, and the watchdog was in it when it should have spoken."""
     now = 0.0
     monkeypatch.setattr(device_progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(device_progress, "ANSWER_WITHIN", 0.05)
     progress = DeviceProgress(100.0)
     for number in range(3):
         progress.launched(call(ProcessRing((0, 1), 0), number), driver.event(**{keeps: True}))
@@ -89,6 +114,32 @@ def test_a_device_whose_driver_keeps_everybody_is_told_within_the_limit(driver, 
     driver.free.set()  # before this process lets go of them
     assert stalled is not None and stalled.seconds >= 100
     assert stalled.call.number == (0 if keeps == "query" else 3)
+
+
+def test_an_answer_that_comes_late_counts(driver, monkeypatch):
+    """As on a host whose threads wait for one another."""
+    now = 0.0
+    monkeypatch.setattr(device_progress.time, "monotonic", lambda: now)
+    progress = DeviceProgress(100.0)
+    progress.launched(call(ProcessRing((0, 1), 0), 1), driver.event(query=True))
+    for _ in range(30):
+        now += 0.5
+        progress.beat()
+    assert progress.behind() and progress.lasting() is None
+    driver.free.set()
+    now += 0.5
+    progress.beat()
+    assert not progress.behind()
+
+
+def test_a_call_that_is_over_keeps_no_event(driver, monkeypatch):
+    """Its pair with the call does, which is let go of."""
+    monkeypatch.setattr(peers, "state", peers.State())
+    ring = ProcessRing((0, 1), 0)
+    with watch(ring, "forward") as made:
+        made.event = driver.event()
+    ((known, event),) = peers.state.launched.values()
+    assert known is made and made.event is None and event is not None
 
 
 def test_a_process_whose_driver_is_kept_answers_the_others_in_time(driver, monkeypatch):
