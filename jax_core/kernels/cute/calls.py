@@ -120,12 +120,10 @@ def _sources() -> str:
 
 def _compile(name: str, settings: OfProgram, types: Types, in_place: int) -> bytes:
     """2 to 10 s. ``types``: of the inputs, of which the last ``in_place`` are changed, and of the results."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what flash-attn-4 uses of the DSL is deprecated there
-        return _compiled(name, settings, types, in_place)
-
-
-def _compiled(name: str, settings: OfProgram, types: Types, in_place: int) -> bytes:
+    # What flash-attn-4, and code that the DSL makes of it, uses of the DSL. The filters stay: to put back what was there would undo
+    # what other threads have set since.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="flash_attn|quack|cutlass")
+    warnings.filterwarnings("ignore", "warpgroup|cutlass|cute", DeprecationWarning)
     from cutlass.jax import compile as dsl
     from cutlass.jax.types import default_tensor_spec
 

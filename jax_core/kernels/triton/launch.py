@@ -49,10 +49,10 @@ def _call(
     if library.__version_info__ < (0, 4):
         return library.triton_call(*arrays, out_shape=types, enable_fp_fusion=True, **settings)
     again = [None] * len(aliases)  # 0.4 passes an aliased pair as one pointer
-    with warnings.catch_warnings():
-        # The replacement for aliases, Ref arguments, loses the types of shard_map in a loop.
-        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return library.triton_call(*arrays, *again, out_type=types, backend_options={"enable_fp_fusion": True}, **settings)
+    # The replacement for aliases, Ref arguments, loses the types of shard_map in a loop. The filter stays: to put back what was
+    # there would undo what other threads have set since.
+    warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+    return library.triton_call(*arrays, *again, out_type=types, backend_options={"enable_fp_fusion": True}, **settings)
 
 
 def missing(backend: str, capability: int) -> str | None:
