@@ -55,11 +55,11 @@ def has_ended(event: torch.cuda.Event) -> bool:
 
 def let_go(what: object) -> None:
     """Takes the last references to what has events in it, but for the caller's own, which must end at once."""
-    _letting_go.put(partial(_hold, what))
+    _letting_go.put(partial(_hold, what, time.monotonic() + _AT_ONCE))
 
 
-def _hold(what: object) -> None:
-    time.sleep(_AT_ONCE)
+def _hold(what: object, until: float) -> None:
+    time.sleep(max(until - time.monotonic(), 0.0))
 
 
 class _Worker:

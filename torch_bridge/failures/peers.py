@@ -26,7 +26,6 @@ import torch
 from torch_bridge.failures import coordinator, events
 from torch_bridge.failures.deadlock import ASK_AFTER, Message, Ranks, RankStatus, RingStatus, Stalled, named
 from torch_bridge.failures.device_progress import LASTING, DeviceProgress, RingCall
-from torch_bridge.failures.events import has_ended, let_go
 from torch_bridge.failures.host_progress import HostProgress
 from torch_bridge.failures.liveness import VANISHED_AFTER, keep_alive, unheard
 
@@ -286,12 +285,13 @@ def _unfinished(young: float = math.inf) -> list[WatchedCall]:
     forbids the query while a stream is being captured into a graph."""
     pairs = list(state.launched.values())
     launched = [call for call, event in pairs if call.begun > young or _runs(call, event)]
-    let_go(pairs)
+    if pairs:
+        events.let_go(pairs)
     return list(state.active.values()) + launched
 
 
 def _runs(call: WatchedCall, event: torch.cuda.Event) -> bool:
-    call.finished = call.finished or has_ended(event)
+    call.finished = call.finished or events.has_ended(event)
     return not call.finished
 
 
