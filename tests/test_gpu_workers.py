@@ -22,8 +22,8 @@ stuck()
 
 def test_a_job_that_does_not_end_says_where_and_leaves_nobody(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
-    fine, said = torchrun(2, str(tmp_path / "hangs.py"), timeout=15, **SMALL)
-    assert not fine and said.endswith("not done after 15 s"), said
+    fine, said = torchrun(2, str(tmp_path / "hangs.py"), timeout=30, **SMALL)
+    assert not fine and said.endswith("not done after 30 s"), said
     assert said.count('hangs.py", line 5 in stuck') == 2, said
     of_ranks = re.findall(r"rank \d of (\d+)", said)
     assert len(of_ranks) == 2 and not any(runs(number) for number in of_ranks), said
